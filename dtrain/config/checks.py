@@ -1,0 +1,149 @@
+"""Checks of one resolved configuration that span several keys: what cannot work, and what would be ignored."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+from dtrain.config.schema import (
+    GROUP_OPTIONS,
+    LossScaleConfig,
+    ModelConfig,
+    NativeEngineConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RunConfig,
+    TextDataConfig,
+    TrainConfig,
+    WSDConfig,
+    check_fields,
+)
+from dtrain.errors import ConfigError, nearest
+
+_DEFAULT_FACTORY = ModelConfig().factory
+
+
+def check_config(config: RunConfig, world_size: int) -> None:
+    """Checks each field, then the groups against each other and against the number of ranks.
+
+    Raises:
+        ConfigError: the first thing at fault, its value, and what to change.
+    """
+    check_fields(config)
+    _check_names(config)
+    _check_text(config)
+    _check_batch(config.train, world_size)
+    _check_schedule(config)
+    _check_optim(config.optim)
+    _check_loss_scale(config.precision)
+    _check_model(config.model)
+    if isinstance(config.engine, NativeEngineConfig):
+        _check_engine(config.engine)
+
+
+def _check_names(config: RunConfig) -> None:
+    for group, options in GROUP_OPTIONS.items():
+        record = getattr(config, group)
+        if options.get(record.name) is not type(record):
+            hint = nearest(f"{group}={record.name}", [f"{group}={option}" for option in options])
+            raise ConfigError(f"{group}.name={record.name} does not choose an option; use {group}=OPTION{hint}")
+
+
+def _check_text(config: RunConfig) -> None:
+    if config.run_dir == "":
+        raise ConfigError("run_dir is empty; name a folder, or leave it null for runs/<date>_<time>")
+    if config.resume == "":
+        raise ConfigError("resume is empty; it is auto, none, or the path of a checkpoint")
+    if isinstance(config.data, TextDataConfig) and not config.data.files:
+        raise ConfigError("data=text needs data.files, a glob such as data.files='/data/**/*.txt'")
+
+
+def _check_batch(train: TrainConfig, world_size: int) -> None:
+    unit = train.micro_batch_size * world_size
+    if train.global_batch_size % unit == 0:
+        return
+    below = train.global_batch_size // unit * unit
+    sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+    raise ConfigError(
+        f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
+        f"{train.micro_batch_size} x {world_size} {'rank' if world_size == 1 else 'ranks'}; the nearest that do: {sizes}"
+    )
+
+
+def _check_schedule(config: RunConfig) -> None:
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.warmup_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={schedule.warmup_steps} is more than train.steps={steps}; "
+            f"set schedule.warmup_steps to at most {steps}"
+        )
+    if isinstance(schedule, WSDConfig) and schedule.warmup_steps + schedule.decay_steps > steps:
+        raise ConfigError(
+            f"schedule.warmup_steps={schedule.warmup_steps} + schedule.decay_steps={schedule.decay_steps} is more than "
+            f"train.steps={steps}; their sum must be at most {steps}"
+        )
+
+
+def _check_optim(optim: OptimConfig) -> None:
+    if len(optim.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]")
+
+
+def _check_loss_scale(precision: PrecisionConfig) -> None:
+    scale, default = precision.loss_scale, LossScaleConfig()
+    used = _used_scale_keys(precision)
+    for item in fields(scale):
+        value = getattr(scale, item.name)
+        if item.name not in used and value != getattr(default, item.name):
+            raise ConfigError(
+                f"precision.loss_scale.{item.name}={value} is not used with precision={precision.name} and "
+                f"precision.loss_scale.mode={scale.mode}; remove it, or set precision.loss_scale.mode=dynamic"
+            )
+    if "max" in used and not scale.min <= scale.init <= scale.max:
+        raise ConfigError(
+            f"precision.loss_scale.init={scale.init} must lie between precision.loss_scale.min={scale.min} and "
+            f"precision.loss_scale.max={scale.max}"
+        )
+
+
+def _used_scale_keys(precision: PrecisionConfig) -> set[str]:
+    mode = precision.loss_scale.mode
+    if mode == "none" or (mode == "auto" and precision.name not in ("fp16", "auto")):
+        return {"mode"}
+    if mode == "static":
+        return {"mode", "init"}
+    return {item.name for item in fields(LossScaleConfig)}
+
+
+def _check_model(model: ModelConfig) -> None:
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", model.factory):
+        raise ConfigError(f"model.factory={model.factory} must be package.module:function, such as {_DEFAULT_FACTORY}")
+    if model.factory != _DEFAULT_FACTORY:
+        return
+    if model.args:
+        raise ConfigError(
+            f"model.args.{next(iter(model.args))} is for a model.factory of your own; the built-in one takes no model.args"
+        )
+    if model.hidden_dim % model.num_heads:
+        raise ConfigError(
+            f"model.hidden_dim={model.hidden_dim} does not divide by model.num_heads={model.num_heads}; "
+            "each head takes the same share"
+        )
+    if model.hidden_dim // model.num_heads % 2:
+        raise ConfigError(
+            f"model.hidden_dim={model.hidden_dim} / model.num_heads={model.num_heads} gives heads of odd dim "
+            f"{model.hidden_dim // model.num_heads}; rotary position embedding turns pairs, so make it even"
+        )
+    if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
+        raise ConfigError(
+            f"model.num_heads={model.num_heads} does not divide by model.num_kv_heads={model.num_kv_heads}; "
+            "each key-value head serves the same number of heads"
+        )
+
+
+def _check_engine(engine: NativeEngineConfig) -> None:
+    if engine.grad_reduction != "auto" and engine.zero_stage != 1:
+        raise ConfigError(
+            f"engine.grad_reduction={engine.grad_reduction} is used with engine.zero_stage=1 only, and engine.zero_stage="
+            f"{engine.zero_stage}; remove it, or set engine.zero_stage=1"
+        )

@@ -1,0 +1,171 @@
+"""Says in one line, in terms of keys and options, what Hydra and OmegaConf say in several about their insides."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import (
+    ConfigKeyError,
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
+from dtrain.errors import ConfigError, nearest
+
+_FREE_GROUPS = ("experiment", "debug")  # groups that override others and have no key of their own
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def explain(error: Exception) -> ConfigError:
+    """The one-line :class:`ConfigError` for an exception that Hydra or OmegaConf raised while composing."""
+    if isinstance(error, OverrideParseException):
+        return ConfigError(_syntax(error))
+    if isinstance(error, MissingConfigException):
+        return ConfigError(_missing_config(error))
+    cause = _omegaconf_cause(error)
+    text = _one_line(str(error)) if cause is None else _omegaconf(error, cause)
+    return ConfigError(text + _where(str(error)))
+
+
+def _one_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines()]
+    return "; ".join(line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_")))
+
+
+def _where(message: str) -> str:
+    """Names the YAML file where Hydra does, unless it is the primary one, which only repeats the command line."""
+    file = re.match(r"In '([^']+)'", message)
+    return f" (in {file[1]}.yaml)" if file else ""
+
+
+def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _syntax(error: OverrideParseException) -> str:
+    noise = ("Error parsing override", "LexerNoViableAlt", "See https", "^")
+    reasons = [line for line in error.message.splitlines() if line.strip() and not line.strip().startswith(noise)]
+    reason = f" ({reasons[0]})" if reasons else ""
+    return f"cannot read '{error.override}'{reason}; write key=value, and quote values with special characters"
+
+
+def _missing_config(error: MissingConfigException) -> str:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    if not group:
+        return _one_line(str(error).partition("\nSearch path")[0].partition("\nConfig search path")[0])
+    choices = [f"{group}={name}" for name in error.options or ()]
+    where = "" if str(error).startswith("In 'train'") else _where(str(error))
+    return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{where}"
+
+
+def _omegaconf(error: Exception, cause: OmegaConfBaseException) -> str:
+    key = cause.full_key or str(cause.key)
+    written = f"{key}={_written(cause)}"
+    if isinstance(cause, MissingMandatoryValue):
+        hint = f"choose {key}={'|'.join(GROUP_OPTIONS[key])}" if key in GROUP_OPTIONS else f"give {key}=VALUE"
+        return f"'{key}' is required; {hint}"
+    if isinstance(cause, InterpolationKeyError):
+        wanted = re.search(r"Interpolation key '([^']+)'", str(cause))
+        name = wanted[1] if wanted else key
+        return f"{written}: '{name}' is not a key{_suggest(name, set(_keys(RunConfig)))}"
+    if isinstance(cause, InterpolationResolutionError):
+        return f"{written} cannot be resolved: {_reason(cause)}"
+    if isinstance(cause, ValidationError):
+        return _wrong_type(cause, key)
+    if isinstance(cause, (ConfigKeyError, AttributeError)):
+        overridden = re.match(r"Could not override '([^']+)'", str(error))
+        return unknown_key(overridden[1] if overridden else key, cause.object_type)
+    return f"{key}: {_one_line(str(cause))}"
+
+
+def _written(cause: OmegaConfBaseException) -> Any:
+    """The value as the user wrote it, an interpolation unresolved."""
+    if cause.value is None and cause.parent_node is not None:
+        node = cause.parent_node._get_node(cause.key)
+        return None if node is None else node._value()
+    return cause.value
+
+
+def _reason(cause: Exception) -> str:
+    text = _one_line(str(cause))
+    raised = re.fullmatch(r"\w+ raised while resolving interpolation: (.*)", text)
+    return (raised[1] if raised else text).strip('"')
+
+
+def _wrong_type(cause: OmegaConfBaseException, key: str) -> str:
+    hint = _expected_type(cause)
+    value = "null" if cause.value is None else cause.value
+    if is_dataclass(hint):
+        return f"{key}={value}: '{key}' is a group of keys; set one of {', '.join(_keys(hint, f'{key}.'))}"
+    return f"{key}={value} is not {_type_name(hint)}" if hint else f"{key}: {_one_line(str(cause))}"
+
+
+def _expected_type(cause: OmegaConfBaseException) -> Any:
+    if is_dataclass(cause.object_type):
+        return get_type_hints(cause.object_type).get(str(cause.key))
+    arguments = get_args(cause.ref_type)  # an element of a list or tuple
+    return arguments[0] if arguments else None
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join("null" if kind is type(None) else _type_name(kind) for kind in get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {len(get_args(hint))} numbers"
+    if get_origin(hint) is list:
+        return "a list"
+    if get_origin(hint) is dict:
+        return "a mapping {key: value}"
+    return _TYPE_NAMES.get(hint, str(hint))
+
+
+def unknown_key(key: str, schema: Any) -> str:
+    """The message for ``key``, which the record ``schema`` (the type that was asked for it) does not have."""
+    group = key.partition(".")[0]
+    options = GROUP_OPTIONS.get(group, {})
+    chosen = next((option for option, kind in options.items() if kind is schema), None)
+    if chosen is None:
+        return f"unknown key '{key}'{_suggest(key, {*_keys(RunConfig), *_FREE_GROUPS})}"
+    own = list(_keys(schema, f"{group}."))
+    owners = [option for option, kind in options.items() if key in _keys(kind, f"{group}.")]
+    if owners:
+        return (
+            f"unknown key '{key}' with {group}={chosen}; it belongs to {group}={'|'.join(owners)}; "
+            f"valid: {', '.join(sorted(own))}"
+        )
+    return f"unknown key '{key}' with {group}={chosen}{_suggest(key, set(own))}"
+
+
+def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Every full key of a record, of all options where a group has several."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        path, kind = f"{prefix}{item.name}", hints[item.name]
+        yield path
+        for option in GROUP_OPTIONS.get(path, {"": kind}).values():
+            if is_dataclass(option):
+                yield from _keys(option, f"{path}.")
+
+
+def _suggest(key: str, valid: set[str]) -> str:
+    """The key with the same last part where there is just one, else the nearest, else the valid ones beside it."""
+    parent, _, leaf = key.rpartition(".")
+    same_leaf = [name for name in valid if name.rpartition(".")[2] == leaf]
+    if len(same_leaf) == 1:
+        return f"; did you mean '{same_leaf[0]}'?"
+    hint = nearest(key, valid)
+    if hint.startswith("; did"):
+        return hint
+    beside = [name for name in valid if name.rpartition(".")[0] == parent]
+    return nearest(key, beside or [name for name in valid if "." not in name])

@@ -1,0 +1,191 @@
+"""From a command line to the runs it asks for: Hydra composes, dtrain checks and runs.
+
+A job is one run; ``--multirun`` makes several. All of them are composed and checked before the first one starts, so a
+mistake in the last one costs no training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import time
+from argparse import ArgumentError, ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import _run_hydra, get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import env_override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf.errors import OmegaConfBaseException
+
+from dtrain.config.checks import check_config
+from dtrain.config.compose import CONFIG_NAME, config_folder, load, open_loader, register_schema
+from dtrain.config.explain import explain
+from dtrain.config.schema import RunConfig
+from dtrain.errors import ConfigError, nearest
+
+PRECISION_VARIABLE = "DTRAIN_PRECISION"
+_HYDRA_KEYS = ("hydra.searchpath", "hydra.sweeper.params", "hydra.help", "hydra.verbose")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. In a sweep ``number`` counts from 1 and ``label`` says what sets the job apart; else None and empty."""
+
+    config: RunConfig
+    number: int | None = None
+    label: str = ""
+
+
+def compose(overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved and checked configuration for ``overrides`` (``["precision=bf16", "optim.lr=1e-3"]``).
+
+    Raises:
+        ConfigError: an unknown key or option, a value of the wrong type or out of range, or keys that contradict
+            each other or the number of ranks; one line each.
+    """
+    with _explained():
+        return _checked(load(open_loader(), CONFIG_NAME, overrides))
+
+
+def read_jobs(argv: Sequence[str]) -> list[Job]:
+    """The runs that ``argv`` (Hydra's options and overrides, without the verb) asks for.
+
+    Empty where Hydra has answered by itself, on standard output: ``--help``, ``--cfg job``, ``--info``, ...
+
+    Raises:
+        ConfigError: as :func:`compose`; also for an unknown option of the command line.
+    """
+    parser, args = _parse(argv)
+    with _explained():
+        loader = open_loader(args.config_path, args.config_dir)
+        config_name = args.config_name or CONFIG_NAME
+        parsed = _parse_overrides(loader, args.overrides, multirun=args.multirun)
+        args.overrides += _precision_override(loader, parsed)
+        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
+            _let_hydra_answer(parser, args)
+            return []
+        if not args.multirun:
+            return [Job(_checked(load(loader, config_name, args.overrides)))]
+        return _sweep(loader, config_name, args.overrides)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, ValueError, OSError, yaml.YAMLError) as error:
+        raise explain(error) from error
+
+
+def _checked(config: RunConfig) -> RunConfig:
+    # imported here because it brings torch: a misspelt key is reported without that wait
+    from dtrain.distributed.setup import LaunchEnv
+
+    check_config(config, LaunchEnv.read().world_size)
+    return config
+
+
+def _parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
+    """Hydra's own options, without the ``--local_rank`` that launchers add; options and overrides in any order."""
+    text = "\n".join(argv)
+    words = re.sub(r"^--local[_-]rank(=|\n)\S*(\n|$)", "", text, flags=re.MULTILINE).split("\n") if text else []
+    parser = get_args_parser()
+    parser.allow_abbrev, parser.exit_on_error = False, False
+    try:
+        args, unknown = parser.parse_known_intermixed_args([word for word in words if word])
+    except ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    if unknown:
+        options = [name for action in parser._actions for name in action.option_strings]
+        raise ConfigError(f"unknown option '{unknown[0]}'{nearest(unknown[0], options)}")
+    if args.experimental_rerun is not None:
+        raise ConfigError("--experimental-rerun reads a pickle, which can run code; use --config-dir with your YAML")
+    return parser, args
+
+
+def _parse_overrides(loader: ConfigLoaderImpl, overrides: list[str], *, multirun: bool) -> list[Override]:
+    """The overrides, parsed, and checked for what Hydra would accept and then ignore, or refuse without a name."""
+    parsed = OverridesParser.create(loader).parse_overrides(overrides)
+    groups = loader.list_groups("")
+    for override in parsed:
+        key, written = override.key_or_group, override.input_line
+        if not key:
+            raise ConfigError(f"cannot read '{written}'; write key=value")
+        if override.is_hydra_override() and not key.startswith(_HYDRA_KEYS):
+            raise ConfigError(f"'{key}' has no effect: dtrain runs its jobs itself, each in run_dir; remove '{written}'")
+        if override.is_sweep_override():
+            if not multirun:
+                raise ConfigError(
+                    f"{written} gives several values; add --multirun to run each, or write [a,b] for a list, or quote it"
+                )
+        elif key in groups and not override.is_delete() and not isinstance(override.value(), str):
+            options = ", ".join(sorted(loader.get_group_options(key)))
+            raise ConfigError(f"{written}: '{key}' takes one of its options: {options}")
+    return parsed
+
+
+def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> list[str]:
+    """``precision=NAME`` from the environment, unless the command line chooses the precision itself."""
+    name = os.environ.get(PRECISION_VARIABLE)
+    if not name or any(override.key_or_group in ("precision", "precision.name") for override in parsed):
+        return []
+    options = loader.get_group_options("precision")
+    if name not in options:
+        raise ConfigError(f"{PRECISION_VARIABLE}={name} in the environment is not a precision{nearest(name, options)}")
+    return [f"precision={name}"]
+
+
+def _let_hydra_answer(parser: ArgumentParser, args: Namespace) -> None:
+    with env_override({"HYDRA_FULL_ERROR": "1"}):  # so that it raises instead of printing and exiting
+        try:
+            _run_hydra(args, parser, _let_hydra_answer, str(config_folder()), CONFIG_NAME)
+        except SystemExit as stop:
+            if stop.code:
+                raise ConfigError("Hydra could not answer; see its line above") from None
+
+
+def _sweep(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[Job]:
+    """The cartesian product of the swept values, in Hydra's order: the last key varies fastest."""
+    whole = loader.load_configuration(config_name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
+    given = {override.get_key_element(): override for override in OverridesParser.create(loader).parse_overrides(params)}
+    given |= {item.get_key_element(): item for item in OverridesParser.create(loader).parse_overrides(overrides)}
+    choices = [
+        [f"{key}={value}" for value in item.sweep_string_iterator()] if item.is_sweep_override() else [item.input_line]
+        for key, item in given.items()
+    ]
+    base = time.strftime("runs/%Y-%m-%d_%H-%M-%S")
+    swept = [len(values) > 1 for values in choices]
+    jobs = []
+    for number, chosen in enumerate(itertools.product(*choices), start=1):
+        config = _checked(load(loader, config_name, [str(item) for item in chosen]))
+        label = " ".join(str(item) for item, varies in zip(chosen, swept, strict=True) if varies)
+        jobs.append(Job(replace(config, run_dir=config.run_dir or base), number, label))
+    return jobs
+
+
+def run_jobs(jobs: Sequence[Job]) -> int:
+    """Trains each job in turn; returns the exit code of the first one that fails, else 0.
+
+    A job of a sweep is given the folder of the whole sweep as ``run_dir``, and its number; it trains in
+    ``<run_dir>/<number>``. The training code broadcasts rank 0's folder, so clocks that differ do no harm.
+    """
+    from dtrain.train.run import run_training
+
+    for job in jobs:
+        if job.number is not None and os.environ.get("RANK", "0") == "0":
+            folder = f"{job.config.run_dir}/{job.number}"
+            print(f"job {job.number}/{len(jobs)}: {job.label} -> {folder}", file=sys.stderr, flush=True)
+        code = run_training(job.config, job=job.number)
+        if code:
+            return code
+    return 0

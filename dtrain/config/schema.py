@@ -1,0 +1,280 @@
+"""The typed schema of a run: frozen dataclasses, one a Hydra group.
+
+YAML under ``conf/`` only picks and overrides these defaults. Constraints that concern one field live here (choices and
+ranges, as field metadata); constraints across groups live in ``config.resolve``, which is also the only place that
+knows Hydra. Nothing here imports torch, so ``dtrain --help`` stays fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from dtrain.errors import ConfigError, nearest
+
+
+def _one_of(default: str, *choices: str) -> Any:
+    return field(default=default, metadata={"choices": (default, *choices)})
+
+
+def _at_least(default: Any, minimum: float) -> Any:
+    return field(default=default, metadata={"min": minimum})
+
+
+def _between(default: Any, minimum: float, maximum: float) -> Any:
+    return field(default=default, metadata={"min": minimum, "max": maximum})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long to train, in which batches, and how often to look."""
+
+    steps: int = _at_least(200, 1)  # attempted steps
+    micro_batch_size: int = _at_least(8, 1)  # sequences in one forward on one rank
+    global_batch_size: int = _at_least(16, 1)  # sequences in one step over all ranks; accumulation follows from it
+    log_every: int = _at_least(10, 1)
+    eval_every: int = _at_least(100, 0)  # 0: only at the end
+    eval_batches: int = _at_least(16, 1)  # micro-batches of validation over all ranks
+    save_every: int = _at_least(100, 0)  # 0: only at the end
+    sample_tokens: int = _at_least(160, 0)  # length of the text sample written at the end; 0: none
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What does the training step. Each engine has its own subclass; a key it does not use is unknown to it."""
+
+    name: str = "native"
+
+
+@dataclass(frozen=True)
+class NativeEngineConfig(EngineConfig):
+    """dtrain's own engine: sharded masters, leaves in the replica dtype, one vote a step."""
+
+    name: str = "native"
+    zero_stage: int = _between(2, 0, 2)
+    reproducible: bool = False
+    grad_reduction: str = _one_of("auto", "all_reduce", "reduce_scatter")  # stage 1 only; auto: reduce_scatter
+    max_consecutive_skips: int = _at_least(50, 1)
+
+
+@dataclass(frozen=True)
+class LossScaleConfig:
+    """How the loss is scaled. ``auto``: dynamic where the compute dtype is FP16, none elsewhere."""
+
+    mode: str = _one_of("auto", "none", "static", "dynamic")
+    init: float = _at_least(65536.0, 2.0**-24)  # also the constant of mode static
+    growth_factor: float = _at_least(2.0, 1.0)
+    backoff_factor: float = _between(0.5, 0.0, 1.0)
+    growth_interval: int = _at_least(2000, 1)  # clean steps before the scale grows
+    hysteresis: int = _at_least(1, 1)  # overflows tolerated before the scale backs off
+    min: float = _at_least(2.0**-14, 0.0)
+    max: float = _at_least(2.0**24, 1.0)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Which numbers the model computes in. Masters and optimizer state are FP32 in all of them."""
+
+    name: str = _one_of("auto", "fp32", "tf32", "bf16", "fp16")
+    fp32_modules: list[str] = field(default_factory=list)  # name patterns kept in FP32 beside the norms
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model. ``factory(config, vocab_size)`` returns the ``nn.Module``; the default builds the transformer."""
+
+    name: str = "tiny"
+    factory: str = "dtrain.models.transformer:build"  # package.module:function
+    num_layers: int = _at_least(4, 1)
+    hidden_dim: int = _at_least(256, 1)
+    num_heads: int = _at_least(4, 1)
+    num_kv_heads: int | None = _at_least(None, 1)  # null: as many as num_heads
+    ffn_dim: int | None = _at_least(None, 1)  # null: 8/3 of hidden_dim, rounded up to a multiple of 64
+    max_seq_len: int = _at_least(256, 1)
+    dropout: float = _between(0.0, 0.0, 1.0)
+    tie_embeddings: bool = True
+    rope_theta: float = _at_least(10000.0, 1.0)
+    norm_eps: float = _at_least(1e-5, 0.0)
+    args: dict[str, Any] = field(default_factory=dict)  # free keys for a factory of your own
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from. Each source has its own subclass."""
+
+    name: str = "stdlib"
+    validation_percent: float = _between(5.0, 0.0, 50.0)  # share of files held out, by a hash of the relative path
+
+
+@dataclass(frozen=True)
+class StdlibDataConfig(DataConfig):
+    """The text of the running Python's standard library, as byte tokens: real text, no download."""
+
+    name: str = "stdlib"
+
+
+@dataclass(frozen=True)
+class TextDataConfig(DataConfig):
+    """Any text files by glob, as byte tokens."""
+
+    name: str = "text"
+    files: str = ""  # a glob such as '/data/**/*.txt'
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW on the FP32 masters (Loshchilov and Hutter, 2019); norms and biases are not decayed."""
+
+    name: str = _one_of("adamw")
+    lr: float = _at_least(2e-3, 0.0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = _at_least(1e-8, 0.0)
+    weight_decay: float = _at_least(0.1, 0.0)
+    max_grad_norm: float | None = _at_least(1.0, 0.0)  # null: no clipping
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate as a function of applied steps; ``total_steps`` follows ``train.steps``."""
+
+    name: str = "cosine"
+    warmup_steps: int = _at_least(20, 0)
+
+
+@dataclass(frozen=True)
+class CosineConfig(ScheduleConfig):
+    """Linear warm-up, then half a cosine down to ``min_ratio`` of the peak."""
+
+    name: str = "cosine"
+    min_ratio: float = _between(0.1, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class LinearConfig(ScheduleConfig):
+    """Linear warm-up, then a straight line down to ``min_ratio`` of the peak."""
+
+    name: str = "linear"
+    min_ratio: float = _between(0.1, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ConstantConfig(ScheduleConfig):
+    """Linear warm-up, then the peak for ever."""
+
+    name: str = "constant"
+
+
+@dataclass(frozen=True)
+class WSDConfig(ScheduleConfig):
+    """Warm-up, stable, decay: the last ``decay_steps`` fall in a straight line to ``min_ratio`` of the peak."""
+
+    name: str = "wsd"
+    decay_steps: int = _at_least(40, 1)
+    min_ratio: float = _between(0.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class TrackerConfig:
+    """Where metrics go beside ``metrics.jsonl``, which is always written."""
+
+    name: str = "none"
+
+
+@dataclass(frozen=True)
+class WandbConfig(TrackerConfig):
+    """Weights & Biases: online when logged in, offline otherwise, never a prompt; rank 0 only."""
+
+    name: str = "wandb"
+    project: str = "dtrain"
+    entity: str | None = None
+    run_name: str | None = None  # null: the name of the run directory
+    tags: list[str] = field(default_factory=list)
+    mode: str = _one_of("auto", "online", "offline", "disabled")
+
+
+@dataclass(frozen=True)
+class TensorboardConfig(TrackerConfig):
+    """TensorBoard event files in the run directory; needs ``pip install dtrain[tensorboard]``."""
+
+    name: str = "tensorboard"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which checkpoints are kept."""
+
+    keep_last: int = _at_least(2, 1)
+    save_at_end: bool = True
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The machine: device, threads and timeouts."""
+
+    device: str = _one_of("auto", "cpu", "cuda")
+    threads_per_rank: int | None = _at_least(None, 1)  # null: cores / ranks on this host; 1 when reproducible
+    timeout_s: float = _at_least(600.0, 1.0)  # a collective that takes longer ends the run
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One training run, resolved and checked; what ``config.yaml`` in the run directory holds."""
+
+    run_dir: str | None = None  # null: runs/<date>_<time>, chosen once for all ranks
+    seed: int = _at_least(0, 0)
+    resume: str = "auto"  # auto: the newest checkpoint of run_dir that verifies | none | a path
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=NativeEngineConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=StdlibDataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=CosineConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
+    "engine": {"native": NativeEngineConfig},
+    "data": {"stdlib": StdlibDataConfig, "text": TextDataConfig},
+    "schedule": {"cosine": CosineConfig, "linear": LinearConfig, "constant": ConstantConfig, "wsd": WSDConfig},
+    "tracker": {"none": TrackerConfig, "wandb": WandbConfig, "tensorboard": TensorboardConfig},
+}
+"""Groups whose options have different keys: option name -> its schema. All other groups have one schema."""
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Checks every ``choices``/``min``/``max`` of ``config`` and of the records inside it.
+
+    Raises:
+        ConfigError: naming the first key at fault, its value and what is allowed.
+    """
+    for path, value, metadata in _leaves(config, prefix):
+        choices = metadata.get("choices")
+        if choices is not None and value not in choices:
+            raise ConfigError(f"{path}={value} is not one of {', '.join(choices)}{_hint(value, choices)}")
+        if value is None or isinstance(value, (str, bool)):
+            continue
+        low, high = metadata.get("min"), metadata.get("max")
+        if low is not None and not value >= low:
+            raise ConfigError(f"{path}={value} is too small; it must be at least {low:g}")
+        if high is not None and not value <= high:
+            raise ConfigError(f"{path}={value} is too large; it must be at most {high:g}")
+
+
+def _hint(value: Any, choices: tuple[str, ...]) -> str:
+    hint = nearest(str(value), choices)
+    return hint if hint.startswith("; did") else ""
+
+
+def _leaves(config: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    for item in fields(config):
+        path = f"{prefix}{item.name}"
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value, item.metadata

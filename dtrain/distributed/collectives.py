@@ -1,0 +1,157 @@
+"""The only file that communicates.
+
+Every collective goes through a :class:`Communicator`, which is passed around as an argument. It folds each call into a
+rolling hash of the order of collectives; the vote compares that hash across ranks, because gloo returns wrong sums
+silently when two ranks issue equally shaped collectives in a different order.
+
+Sums are formed in FP32 always. ``reduce_scatter_sum`` on gloo is an all-to-all of the slices followed by a local sum in
+rank order: half the time of gloo's own reduce-scatter (which blocks its caller and sums in the wire dtype).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renames the two; dtrain supports torch from 2.11 on.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
+_HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
+_LOG_LENGTH = 4096  # collectives of one step that are remembered by name
+
+
+class Pending:
+    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
+
+    def __init__(self, work: Any = None, finish: Callable[[], None] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Waits once; later calls return at once."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+
+class Communicator:
+    """Collectives over one process group, or over a single rank without one.
+
+    Args:
+        group: the process group, or None for a world of one rank, which opens no socket.
+        device: where the tensors of the collectives live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group = group
+        self.device = device
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.backend = str(dist.get_backend(group)) if group is not None else "none"
+        self.schedule_hash = 0
+        self.schedule_log: list[str] = []
+
+    def begin_schedule(self) -> None:
+        """Starts the log of collectives of one step; the hash rolls on for the whole run."""
+        self.schedule_log.clear()
+
+    def _record(self, op: str, label: str, tensor: Tensor) -> None:
+        entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
+        if len(self.schedule_log) < _LOG_LENGTH:
+            self.schedule_log.append(entry)
+        self.schedule_hash = (self.schedule_hash * _HASH_MULTIPLIER ^ zlib.crc32(entry.encode())) & _HASH_MASK
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Pending:
+        """Starts gathering ``shard`` [n] of every rank into ``output`` [world_size * n], in rank order.
+
+        ``shard`` may be this rank's slice of ``output``.
+        """
+        self._record("all_gather", label, output)
+        if self.world_size == 1:
+            if output.data_ptr() != shard.data_ptr():
+                output.copy_(shard)
+            return Pending()
+        return Pending(_all_gather_single(output, shard, group=self._group, async_op=True))
+
+    def exchange_slices(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
+        """Starts sending slice r of ``flat`` [world_size * n] to rank r; ``output`` has row r from rank r, as it was."""
+        self._record("exchange_slices", label, flat)
+        if self.world_size == 1:
+            output.view(-1).copy_(flat)
+            return Pending()
+        return Pending(dist.all_to_all_single(output.view(-1), flat, group=self._group, async_op=True))
+
+    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
+        """Starts summing ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's slice. Both FP32."""
+        _require_fp32("reduce_scatter_sum", flat)
+        self._record("reduce_scatter_sum", label, flat)
+        if self.world_size == 1:
+            if output.data_ptr() != flat.data_ptr():
+                output.copy_(flat)
+            return Pending()
+        if self.backend != "gloo":
+            return Pending(_reduce_scatter_single(output, flat, group=self._group, async_op=True))
+        received = torch.empty_like(flat)
+        work = dist.all_to_all_single(received, flat, group=self._group, async_op=True)
+
+        def sum_in_rank_order() -> None:
+            rows = received.view(self.world_size, -1)
+            output.copy_(rows[0])
+            for row in rows[1:]:
+                output.add_(row)
+
+        return Pending(work, sum_in_rank_order)
+
+    def all_reduce_sum(self, tensor: Tensor, *, label: str) -> Pending:
+        """Starts summing ``tensor`` in place over the ranks. FP32."""
+        _require_fp32("all_reduce_sum", tensor)
+        self._record("all_reduce_sum", label, tensor)
+        if self.world_size == 1:
+            return Pending()
+        return Pending(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
+        """Overwrites ``tensor`` on every rank with that of rank ``src``; contiguous tensors of any dtype."""
+        self._record("broadcast", label, tensor)
+        if self.world_size > 1 and tensor.numel() > 0:
+            dist.broadcast(tensor, group_src=src, group=self._group)
+
+    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+        """Returns [world_size, n]: the 1-D ``row`` of every rank. Small records; blocks until it is there."""
+        self._record("gather_rows", label, row)
+        if self.world_size == 1:
+            return row.unsqueeze(0).clone()
+        rows = row.new_empty(self.world_size * row.numel())
+        _all_gather_single(rows, row.contiguous(), group=self._group)
+        return rows.view(self.world_size, row.numel())
+
+    def exchange_text(self, text: str) -> list[str]:
+        """Returns the text of every rank, in rank order. As padded UTF-8 bytes: nothing is ever pickled."""
+        payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
+        sizes = self.gather_rows(size, label="text size").flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: payload.numel()] = payload
+        if not max(sizes):
+            return [""] * self.world_size
+        rows = self.gather_rows(padded, label="text").cpu()
+        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
+
+
+def _require_fp32(op: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"{op} forms partial sums, so it takes float32 tensors; got {tensor.dtype}")

@@ -1,0 +1,225 @@
+"""What every engine offers, and what every step returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.distributed.collectives import Communicator
+from dtrain.errors import UsageError
+from dtrain.precision.policy import Contract, PrecisionPolicy
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Who made a step fail.
+
+    Attributes:
+        rank: the rank whose loss was not finite; for a gradient, the owner of the shard in which it was found.
+        step: attempted steps before this one.
+        phase: ``forward loss`` or ``reduced gradient``.
+        micro_batch: local index of the micro-batch (forward loss), else None.
+        tensor: name of the first parameter with a non-finite main grad (reduced gradient), else None.
+    """
+
+    rank: int
+    step: int
+    phase: str
+    micro_batch: int | None = None
+    tensor: str | None = None
+
+    def __str__(self) -> str:
+        where = f"micro-batch {self.micro_batch}" if self.tensor is None else f"'{self.tensor}'"
+        return f"step {self.step}: {self.phase} not finite in {where} on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step; the same value on every rank.
+
+    Attributes:
+        applied: whether the optimizer updated the masters.
+        reason: None, or why not: ``overflow``, ``nonfinite_loss``, ``empty``.
+        loss: weighted mean over all micro-batches of all ranks.
+        grad_norm: global L2 norm of the unscaled gradient, before clipping.
+        loss_scale: that the gradients of this step carried.
+        lr: learning rate of this step.
+        culprit: who was at fault, where the step was skipped for a non-finite number.
+        stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
+    """
+
+    applied: bool
+    reason: str | None
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    lr: float
+    culprit: Culprit | None = None
+    stop_requested: bool = False
+
+
+class Engine(ABC):
+    """One training step on all ranks: forward, backward, reduction, vote, update.
+
+    Attributes:
+        module: the user's model; its parameters are the compute replicas.
+        comm: the ranks that train together.
+        policy: the precision policy in force.
+        contract: that policy resolved on the model.
+        attempted_steps: steps taken, skipped ones included.
+        applied_steps: updates of the masters.
+        data_cursor: samples consumed so far; the caller's to advance, saved and voted on.
+    """
+
+    name: str
+    module: nn.Module
+    comm: Communicator
+    policy: PrecisionPolicy
+    contract: Contract
+    num_parameters: int
+    attempted_steps: int = 0
+    applied_steps: int = 0
+    data_cursor: int = 0
+
+    def __init__(self) -> None:
+        self._micro_batch = 0
+        self._is_last = True
+        self._accumulating = False
+        self._evaluating = False
+        self._stop_requested = False
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.comm.device
+
+    def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the micro-batches of ``batch``, numbering them and knowing the last one.
+
+        Every rank gives the same number; a short rank gives a finite dummy with ``weight=0``.
+
+        Raises:
+            UsageError: called again before ``step``.
+        """
+        if self._accumulating:
+            raise UsageError("engine.accumulate was called again before engine.step; one batch makes one step")
+        self._accumulating = True
+        self._micro_batch, self._is_last = 0, False
+        items = iter(batch)
+        try:
+            current = next(items)
+        except StopIteration:
+            raise UsageError("engine.accumulate got an empty batch; every rank gives at least one micro-batch") from None
+        for following in items:
+            yield current
+            self._micro_batch += 1
+            current = following
+        self._is_last = True
+        yield current
+
+    @contextmanager
+    def eval(self) -> Iterator[None]:
+        """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
+        was_training = self.module.training
+        self.module.eval()
+        self._evaluating = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._evaluating = False
+            self.module.train(was_training)
+
+    def request_stop(self) -> None:
+        """Asks all ranks, through the next vote, to stop after that step."""
+        self._stop_requested = True
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, under the precision policy; returns what the model returns."""
+
+    @abstractmethod
+    def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
+        """Backward of the mean ``loss`` of one micro-batch, scaled; ``weight`` counts it in the global mean.
+
+        Args:
+            loss: a 0-dim FP32 tensor, or a model output with a ``loss`` entry or attribute.
+            weight: a number or a 0-dim device tensor, for instance the micro-batch's token count.
+
+        Raises:
+            ContractError: the loss is not FP32.
+            UsageError: a second backward on one micro-batch.
+        """
+
+    @abstractmethod
+    def step(self, *, lr: float | None = None) -> StepOutcome:
+        """Reduces, votes, and updates on all ranks or on none.
+
+        Args:
+            lr: overrides the schedule for this step; the same on all ranks.
+
+        Raises:
+            DivergenceError: the ranks no longer do the same thing; nothing was updated.
+            NonFiniteError: too many consecutive steps were skipped.
+            UsageError: no backward came before.
+        """
+
+    @abstractmethod
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        keep_last: int = 2,
+    ) -> Path:
+        """Writes a checkpoint under ``directory``; all ranks call. Returns its path.
+
+        Args:
+            directory: usually ``run/checkpoints``.
+            extra: the caller's own JSON.
+            config: the run's configuration, stored redacted.
+            keep_last: committed checkpoints kept.
+
+        Raises:
+            CheckpointError: any rank failed; no checkpoint became visible.
+        """
+
+    @abstractmethod
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Restores the newest checkpoint under ``path`` that verifies, or the one at ``path``; returns its ``extra``.
+
+        Raises:
+            CheckpointError: none verifies, or it is of another model.
+        """
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers."""
+
+    @abstractmethod
+    def memory_formula(self) -> dict[str, int]:
+        """Bytes on a rank by the ZeRO formula: master, moments, compute, main_grad."""
+
+    @abstractmethod
+    def master_state(self) -> dict[str, Tensor]:
+        """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered buffer by buffer; all ranks call."""

@@ -1,0 +1,94 @@
+"""AdamW over flat FP32 tensors.
+
+One fused call updates every segment of the arena. The arithmetic is torch's own fused kernel (``torch._fused_adamw_``):
+it runs at memory speed, and over stretches of whole chunks it gives the same bits however the arena is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, algorithm 2).
+
+    Attributes:
+        lr: peak learning rate; a schedule scales it.
+        betas: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; not applied to parameters of one dimension or none (norms, biases).
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"AdamW betas must be two numbers from 0 to below 1; got {self.betas}")
+        for name in ("lr", "eps", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"AdamW {name} must be at least 0; got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class UpdateSlice:
+    """A stretch of the arena with one weight-decay class; all tensors FP32, 1-D, of one length."""
+
+    decayed: bool
+    master: Tensor
+    main_grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class FlatAdamW:
+    """Applies :class:`AdamW` to the slices of an arena.
+
+    Args:
+        rule: hyper-parameters.
+        slices: the arena, cut where the weight-decay class changes.
+    """
+
+    def __init__(self, rule: AdamW, slices: Sequence[UpdateSlice]) -> None:
+        self._rule = rule
+        self._classes = [[s for s in slices if s.decayed is decayed] for decayed in (True, False)]
+
+    def update(self, *, step: int, lr: float, grad_divisor: float) -> None:
+        """One update; the main grads are left divided.
+
+        Args:
+            step: number of this update, counted from 1, for the bias correction.
+            lr: learning rate of this update.
+            grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
+        """
+        rule = self._rule
+        for slices in self._classes:
+            if not slices:
+                continue
+            device = slices[0].master.device
+            torch._fused_adamw_(
+                [s.master for s in slices],
+                [s.main_grad for s in slices],
+                [s.exp_avg for s in slices],
+                [s.exp_avg_sq for s in slices],
+                [],
+                [torch.tensor(float(step), device=device) for _ in slices],
+                lr=lr,
+                beta1=rule.betas[0],
+                beta2=rule.betas[1],
+                weight_decay=rule.weight_decay if slices[0].decayed else 0.0,
+                eps=rule.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=torch.tensor(grad_divisor, device=device),
+                found_inf=torch.zeros((), device=device),
+            )

@@ -1,0 +1,302 @@
+"""Precision as a value: which dtype each parameter, output and reduction has, and the contract that proves it.
+
+A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a :class:`Contract`: a replica dtype
+for every parameter, printed at the start, stored with each checkpoint, asserted on the live tensors.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from dtrain.errors import ConfigError, ContractError, ModelError, nearest
+
+NAMES = ("auto", "fp32", "tf32", "bf16", "fp16")
+_COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+_FP32_CLASSES = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.modules.loss._Loss)
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """Which numbers a model computes in.
+
+    Attributes:
+        name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; ``auto`` until :meth:`on` has seen the device.
+        compute_dtype: of the replicas, of matrix products and of the gradients as they leave backward.
+        master_dtype: of the weights the optimizer updates, and of its state and the reduced gradients.
+        reduce_dtype: of gradient leaves on the wire; their sums are always FP32.
+        output_dtype: floating outputs of the model that carry no loss of their own are cast to it, so that a loss or
+            metric computed outside the model is never low.
+        fp32_modules: name patterns (``fnmatch``) of modules kept in FP32 beside norms, softmax and losses.
+        tf32: FP32 matrix products may run on TF32 Tensor Cores (10 mantissa bits).
+        reason: why ``auto`` chose this.
+    """
+
+    name: str
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    output_dtype: torch.dtype = torch.float32
+    fp32_modules: tuple[str, ...] = ()
+    tf32: bool = False
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        if self.master_dtype != torch.float32 or self.output_dtype != torch.float32:
+            raise ConfigError(
+                f"master and output dtype are FP32 in every policy; got {self.master_dtype} and {self.output_dtype}"
+            )
+        if self.compute_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"compute dtype must be float32, bfloat16 or float16; got {self.compute_dtype}")
+        if self.reduce_dtype not in (torch.float32, self.compute_dtype):
+            raise ConfigError(
+                f"reduce dtype must be float32 or the compute dtype {self.compute_dtype}; got {self.reduce_dtype}"
+            )
+
+    @staticmethod
+    def named(name: str, *, fp32_modules: Iterable[str] = ()) -> PrecisionPolicy:
+        """The policy of that name.
+
+        Raises:
+            ConfigError: an unknown name.
+        """
+        if name not in NAMES:
+            raise ConfigError(f"precision '{name}' is not one of {', '.join(NAMES)}{nearest(name, NAMES)}")
+        dtype = _COMPUTE.get(name, torch.float32)
+        return PrecisionPolicy(
+            name, dtype, reduce_dtype=dtype, fp32_modules=tuple(fp32_modules), tf32=name == "tf32"
+        )  # fmt: skip
+
+    def on(self, device: torch.device) -> PrecisionPolicy:
+        """The policy as ``device`` can honour it; decides ``auto`` and says why.
+
+        Raises:
+            ConfigError: TF32 on a device without it.
+        """
+        if self.name == "auto":
+            name, reason = _choose(device)
+            return replace(PrecisionPolicy.named(name, fp32_modules=self.fp32_modules), reason=reason)
+        if self.tf32 and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8):
+            raise ConfigError(f"precision=tf32 needs an NVIDIA GPU of Ampere or later, this is {device}; use fp32")
+        return self
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the compute dtype is narrower than FP32."""
+        return self.compute_dtype != torch.float32
+
+    def resolve(self, model: nn.Module) -> Contract:
+        """The contract of ``model`` under this policy.
+
+        Raises:
+            ConfigError: a pattern of ``fp32_modules`` matches no module.
+        """
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        for pattern in self.fp32_modules:
+            if not fnmatch.filter(names, pattern):
+                raise ConfigError(f"fp32_modules pattern '{pattern}' matches no module{nearest(pattern, names[1:])}")
+        fp32_modules = tuple(
+            name
+            for name, module in model.named_modules()
+            if is_fp32_class(module) or any(fnmatch.fnmatch(name, pattern) for pattern in self.fp32_modules)
+        )
+        inside = tuple(f"{name}." if name else "" for name in fp32_modules)
+        protected = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(inside)}
+        dtypes = {
+            name: torch.float32 if id(p) in protected or not p.is_floating_point() else self.compute_dtype
+            for name, p in model.named_parameters()
+        }
+        return Contract(self, fp32_modules, dtypes)
+
+
+def is_fp32_class(module: nn.Module) -> bool:
+    """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses."""
+    return isinstance(module, _FP32_CLASSES) or bool(_NORM_CLASS.search(type(module).__name__))
+
+
+def _choose(device: torch.device) -> tuple[str, str]:
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            return "bf16", f"{name} (compute capability {major}.{minor}) has BF16 Tensor Cores"
+        return "fp16", f"{name} (compute capability {major}.{minor}) has no BF16 Tensor Cores; FP16 with loss scaling"
+    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+        return "bf16", "this CPU multiplies BF16 matrices in hardware"
+    return "fp32", "this CPU has no BF16 matrix instructions"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """Which dtype every parameter's replica has, and all else that a checkpoint or a reader needs to know."""
+
+    policy: PrecisionPolicy
+    fp32_modules: tuple[str, ...]
+    replica_dtypes: Mapping[str, torch.dtype]
+
+    def describe(self) -> list[str]:
+        """Lines for people."""
+        policy = self.policy
+        low = sum(dtype != torch.float32 for dtype in self.replica_dtypes.values())
+        lines = [
+            f"precision {policy.name}: master {_short(policy.master_dtype)}, compute {_short(policy.compute_dtype)}, "
+            f"reduce {_short(policy.reduce_dtype)} (sums fp32), output {_short(policy.output_dtype)}, moments fp32",
+            f"{low} parameters computed in {_short(policy.compute_dtype)}, {len(self.replica_dtypes) - low} in fp32 "
+            f"({len(self.fp32_modules)} modules kept in fp32)",
+        ]
+        return [f"precision auto: {policy.name}, because {policy.reason}", *lines] if policy.reason else lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for ``config.yaml``, manifests and comparison between ranks."""
+        policy = self.policy
+        return {
+            "precision": policy.name,
+            "master": _short(policy.master_dtype),
+            "compute": _short(policy.compute_dtype),
+            "accumulate": "fp32",
+            "reduce": _short(policy.reduce_dtype),
+            "output": _short(policy.output_dtype),
+            "optimizer_state": "fp32",
+            "tf32": policy.tf32,
+            "fp32_modules": list(self.fp32_modules),
+            "replicas": {name: _short(dtype) for name, dtype in self.replica_dtypes.items()},
+        }
+
+    def check_parameters(self, model: nn.Module) -> None:
+        """Asserts the dtype of every live replica.
+
+        Raises:
+            ContractError: naming the first parameter whose dtype is another one.
+        """
+        for name, parameter in model.named_parameters():
+            want = self.replica_dtypes[name]
+            if parameter.dtype != want:
+                raise ContractError(
+                    f"the compute replica of '{name}' is {parameter.dtype}, the contract says {want}; "
+                    f"do not call .to(), .half() or .float() on a model after dtrain.initialize"
+                )
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+class Autocast:
+    """Installs a contract's forward rules on a model: autocast outside, FP32 islands inside.
+
+    Autocast alone would run an FP32 Linear in BF16, and on CPU it leaves softmax and norms low; so the forward of every
+    FP32 module runs with autocast off and its floating inputs cast, and on CPU the functional forms are caught as well.
+    """
+
+    def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
+        self._policy = contract.policy
+        self._device_type = device.type
+        if self._policy.is_low:
+            for name in contract.fp32_modules:
+                _run_in_fp32(model.get_submodule(name), device.type)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """The context that a forward runs in."""
+        if not self._policy.is_low:
+            yield
+            return
+        gaps = _CpuFp32Functions() if self._device_type == "cpu" else nullcontext()
+        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), gaps:
+            yield
+
+    def cast_output(self, output: Any) -> Any:
+        """``output`` with its floating tensors in the output dtype, unless it carries a loss already.
+
+        0-dim tensors stay as they are: a loss that was computed low must be refused, not dressed up.
+        """
+        if not self._policy.is_low or find_loss(output) is not None:
+            return output
+        dtype = self._policy.output_dtype
+
+        def cast(value: Any) -> Any:
+            low = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+            return value.to(dtype) if low else value
+
+        return pytree.tree_map(cast, output)
+
+
+def find_loss(output: Any) -> Tensor | None:
+    """The loss inside a model's output: the 0-dim tensor itself, ``output["loss"]`` or ``output.loss``, else None."""
+    if isinstance(output, Tensor):
+        return output if output.dim() == 0 else None
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def set_matmul_precision(policy: PrecisionPolicy) -> None:
+    """Sets the process-wide mode of FP32 matrix products: TF32 only where the policy is ``tf32``."""
+    torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _run_in_fp32(module: nn.Module, device_type: str) -> None:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
+        with torch.autocast(device_type, enabled=False):
+            return original(*args, **kwargs)
+
+    module.forward = forward
+
+
+class _CpuFp32Functions(TorchFunctionMode):
+    """On CPU, runs the functions in FP32 that CUDA's autocast runs in FP32 and CPU's does not."""
+
+    _functions: frozenset[Callable[..., Any]] = frozenset(
+        {F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.softmin,
+         F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm,
+         F.instance_norm, F.batch_norm, torch.batch_norm}
+    )  # fmt: skip
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in self._functions or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
+
+
+def check_trainable(model: nn.Module) -> None:
+    """Refuses parameters that no FP32 master can stand for.
+
+    Raises:
+        ModelError: naming the parameter: on ``meta``, lazy, float64 or complex, or no trainable parameter at all.
+    """
+    trainable = 0
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(f"'{name}' is a lazy parameter without a shape; run one forward before dtrain.initialize")
+        if p.is_meta:
+            raise ModelError(f"'{name}' is on the meta device and has no values; build the model on CPU or its GPU")
+        if not p.requires_grad:
+            continue
+        trainable += 1
+        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"'{name}' is {p.dtype}; an FP32 master can hold float32, bfloat16 and float16 only")
+    if not trainable:
+        raise ModelError("the model has no parameter that requires a gradient; nothing to train")

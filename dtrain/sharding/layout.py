@@ -1,0 +1,200 @@
+"""Where every parameter lies: pure arithmetic, no tensors, no process group.
+
+A parameter group is flattened into one flat buffer per replica dtype. Inside a flat buffer parameters are ordered by
+(hyper-parameter class, definition); each class starts on a chunk, so the optimizer indexes hyper-parameters by chunk::
+
+    flat buffer   |w0   |w1        |pad|b0|b1|pad   |padding |      numel = world_size x shard_numel
+    classes       |<-- decayed ------->|<- plain -->|
+    shards        |<-- rank 0 --->|<-- rank 1 ----->|<- ... >|      each a whole number of chunks
+
+Offsets do not depend on the world size; only the padding at the end does. So every parameter has the same alignment at
+every stage and size, and kernels see the same shapes: one condition for equal bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+CHUNK = 1024
+"""Elements of one chunk: the unit of sharding, of hyper-parameters and of the norm's partial sums."""
+
+ALIGNMENT = 64
+"""Each parameter starts on a multiple of so many elements (128 bytes in BF16), as fast kernels want it."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout needs to know of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    replica_dtype: torch.dtype
+    decayed: bool  # the hyper-parameter class: weight decay or none
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in its flat buffer: elements ``start`` to ``stop``."""
+
+    spec: ParamSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """End of the parameter, without padding."""
+        return self.start + self.spec.numel
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A row-major stretch of one parameter that lies in a stretch of a flat buffer."""
+
+    spec: ParamSpec
+    start: int  # in the parameter
+    stop: int
+    offset: int  # of ``start`` from the beginning of the stretch of the buffer
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat buffer: the parameters of one group with one replica dtype."""
+
+    group: str
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    classes: tuple[tuple[bool, int, int], ...]  # (decayed, start, stop), each a whole number of chunks
+    world_size: int
+
+    def __post_init__(self) -> None:
+        cursor = 0
+        for slot in self.slots:
+            if slot.start < cursor or slot.start % ALIGNMENT:
+                raise ValueError(f"slot '{slot.spec.name}' starts at {slot.start}; expected an aligned place >= {cursor}")
+            cursor = slot.stop
+        if any(start % CHUNK or stop % CHUNK for _, start, stop in self.classes) or cursor > self.real_numel:
+            raise ValueError(f"classes {self.classes} do not cover whole chunks up to {cursor}")
+
+    @property
+    def name(self) -> str:
+        """Group and dtype, as messages and collectives call this buffer."""
+        return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def real_numel(self) -> int:
+        """Elements without the padding that the world size adds."""
+        return self.classes[-1][2] if self.classes else 0
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard."""
+        return round_up(round_up(self.real_numel, CHUNK) // CHUNK, self.world_size) // self.world_size * CHUNK
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.shard_numel * self.world_size
+
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Start and stop of the shard of ``rank`` in the buffer."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def intervals(self, start: int, stop: int) -> tuple[Interval, ...]:
+        """The stretches of parameters that lie between ``start`` and ``stop`` of the buffer."""
+        found = []
+        for slot in self.slots:
+            low, high = max(slot.start, start), min(slot.stop, stop)
+            if low < high:
+                found.append(Interval(slot.spec, low - slot.start, high - slot.start, low - start))
+        return tuple(found)
+
+    def class_ranges(self, start: int, stop: int) -> tuple[tuple[bool, int, int], ...]:
+        """(decayed, start, stop) of each class between ``start`` and ``stop``, counted from ``start``."""
+        cut = ((decayed, max(low, start) - start, min(high, stop) - start) for decayed, low, high in self.classes)
+        return tuple((decayed, low, high) for decayed, low, high in cut if low < high)
+
+    def slot_at(self, position: int) -> Slot | None:
+        """The parameter that holds element ``position``, or None in padding."""
+        return next((slot for slot in self.slots if slot.start <= position < slot.stop), None)
+
+
+def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
+    """The flat buffers of one group, one a replica dtype, low dtypes first."""
+    ordered = sorted(specs, key=lambda s: (s.replica_dtype == torch.float32, not s.decayed))
+    layouts = []
+    for dtype, same_dtype in groupby(ordered, key=lambda s: s.replica_dtype):
+        layouts.append(_flat_layout(group, dtype, same_dtype, world_size))
+    return tuple(layouts)
+
+
+def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int) -> FlatLayout:
+    slots: list[Slot] = []
+    classes: list[tuple[bool, int, int]] = []
+    cursor = 0
+    for decayed, same_class in groupby(specs, key=lambda s: s.decayed):
+        begin = cursor
+        for spec in same_class:
+            cursor = round_up(cursor, ALIGNMENT)
+            slots.append(Slot(spec, cursor))
+            cursor += spec.numel
+        cursor = round_up(cursor, CHUNK)
+        classes.append((decayed, begin, cursor))
+    return FlatLayout(group, dtype, tuple(slots), tuple(classes), world_size)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The slice of one flat buffer in this rank's arena."""
+
+    layout: FlatLayout
+    arena_start: int
+    flat_start: int  # where the slice begins in the flat buffer
+    numel: int
+
+    @property
+    def arena_stop(self) -> int:
+        """End of the segment in the arena."""
+        return self.arena_start + self.numel
+
+    def intervals(self) -> tuple[Interval, ...]:
+        """The stretches of parameters in this segment, offsets counted from its beginning."""
+        return self.layout.intervals(self.flat_start, self.flat_start + self.numel)
+
+    def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
+        """(decayed, start, stop) of the hyper-parameter classes in this segment, counted from its beginning."""
+        return self.layout.class_ranges(self.flat_start, self.flat_start + self.numel)
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """One rank's contiguous arena: the segments of all flat buffers, in their order."""
+
+    segments: tuple[Segment, ...]
+
+    @staticmethod
+    def of(layouts: Iterable[FlatLayout], rank: int, *, sharded: bool) -> ArenaLayout:
+        """The arena of ``rank``: its shards, or the whole buffers where the masters are replicated."""
+        segments, cursor = [], 0
+        for layout in layouts:
+            start, stop = layout.shard(rank) if sharded else (0, layout.numel)
+            segments.append(Segment(layout, cursor, start, stop - start))
+            cursor += stop - start
+        return ArenaLayout(tuple(segments))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the arena."""
+        return self.segments[-1].arena_stop if self.segments else 0

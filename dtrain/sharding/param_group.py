@@ -1,0 +1,101 @@
+"""Which parameters are sharded and communicated together."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtrain.errors import ConfigError, ModelError, nearest
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """One unit of sharding: its name (that of its module, empty for the root) and its trainable parameters."""
+
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple[ParamGroup, ...]:
+    """The parameter groups of ``model`` in definition order; the root group, if it has parameters, comes first.
+
+    Args:
+        model: the model.
+        groups: ``auto``: each element of an outermost ``ModuleList`` or ``Sequential``; or name patterns
+            (``fnmatch``) of modules. What no unit holds, and what two units share, is the root's.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+        ModelError: two different parameters share storage.
+    """
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    _check_tied_by_storage(trainable)
+    units = _auto_units(model) if groups == "auto" else _matched_units(model, groups)
+    owners: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), set()).add(_unit_of(name, units))
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {"": [], **{unit: [] for unit in units}}
+    for name, parameter in trainable:
+        own = owners[id(parameter)]
+        members[next(iter(own)) if len(own) == 1 else ""].append((name, parameter))
+    return tuple(ParamGroup(unit, tuple(found)) for unit, found in members.items() if found)
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Second names of tied parameters -> the name under which they are kept."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        kept = first.setdefault(id(parameter), name)
+        if kept != name:
+            found[name] = kept
+    return found
+
+
+def _unit_of(name: str, units: Sequence[str]) -> str:
+    return next((unit for unit in units if name.startswith(f"{unit}.")), "")
+
+
+def _auto_units(model: nn.Module) -> list[str]:
+    units: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if isinstance(module, _CONTAINERS):
+                units.append(path)
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return units
+
+
+def _matched_units(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
+    names = [name for name, _ in model.named_modules() if name]
+    matched: list[str] = []
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        found = fnmatch.filter(names, pattern)
+        if not found:
+            raise ConfigError(f"groups pattern '{pattern}' matches no module{nearest(pattern, names)}")
+        matched += found
+    # a unit inside another would share its parameters: the outer one wins
+    return [name for name in names if name in matched and not _unit_of(name, matched)]
+
+
+def _check_tied_by_storage(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+    seen: dict[int, str] = {}
+    for name, parameter in parameters:
+        if not parameter.numel():
+            continue
+        other = seen.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            raise ModelError(
+                f"'{name}' and '{other}' are two parameters over one storage; tie them by assigning the Parameter "
+                f"itself (a.weight = b.weight), so that both names stand for one tensor"
+            )

@@ -1,0 +1,64 @@
+"""ZeRO stages as data: three placements, and nothing else that knows a stage number.
+
+Moving a tensor between placements is the whole theory (Rajbhandari et al., "ZeRO", SC 2020, section 5)::
+
+    partial sum -> REPLICATE   all-reduce
+    partial sum -> SHARD       reduce-scatter
+    SHARD       -> REPLICATE   all-gather
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Placement(Enum):
+    """Whether every rank holds the whole tensor or its shard."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+
+
+@dataclass(frozen=True)
+class Placements:
+    """Where the three kinds of tensors live."""
+
+    compute: Placement
+    gradient: Placement
+    master: Placement
+
+
+STAGES: dict[int, Placements] = {
+    0: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.REPLICATE),
+    1: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.SHARD),
+    2: Placements(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
+}
+
+
+def memory_formula(
+    placements: Placements, *, low_numel: int, fp32_numel: int, low_bytes: int, world_size: int
+) -> dict[str, int]:
+    """Model-state bytes of one rank by the ZeRO formula, with FP32 main grads.
+
+    Per parameter: ``low_bytes`` (4 for FP32 modules) for the compute replica, 4 for the main grad, 4 for the master and
+    8 for both moments; what is sharded is divided by ``world_size``. Padding and buffers are not in the formula.
+
+    Args:
+        placements: a row of :data:`STAGES`.
+        low_numel: parameters whose replica is low.
+        fp32_numel: parameters whose replica is FP32.
+        low_bytes: bytes of a low element.
+        world_size: ranks that share.
+    """
+    numel = low_numel + fp32_numel
+
+    def share(total: int, placement: Placement) -> int:
+        return total if placement is Placement.REPLICATE else -(-total // world_size)
+
+    return {
+        "compute": share(low_numel * low_bytes + fp32_numel * 4, placements.compute),
+        "main_grad": share(numel * 4, placements.gradient),
+        "master": share(numel * 4, placements.master),
+        "moments": share(numel * 8, placements.master),
+    }

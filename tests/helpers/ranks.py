@@ -1,0 +1,86 @@
+"""Runs a function on several real ranks: gloo over a FileStore, processes forked from a server with torch preloaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain", "tests.helpers.ranks"])
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised; the message holds every traceback."""
+
+
+def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+        pipe.send((True, fn(rank, world, *args)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Calls ``fn(rank, world, *args)`` on ``world`` processes and returns what each returned, in rank order.
+
+    ``fn`` is a module-level function; it finds a gloo process group (none at world 1) and one thread.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(world):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_main, args=(rank, world, f"{folder}/store", theirs, fn, args))
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, timeout)
+        finally:
+            for process in processes:
+                process.join(timeout=0.5)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    deadline = time.monotonic() + timeout
+    while len(results) + len(failures) < len(pipes):
+        pending = [p for i, p in enumerate(pipes) if i not in results and i not in failures]
+        # once one rank has failed, the others may wait for it for ever: give them a moment to say what they saw
+        remaining = min(deadline - time.monotonic(), 2.0 if failures else timeout)
+        ready = wait(pending, timeout=max(remaining, 0))
+        if not ready:
+            break
+        for pipe in ready:
+            index = pipes.index(pipe)  # type: ignore[arg-type]
+            try:
+                ok, value = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                ok, value = False, "the process died without a word"
+            (results if ok else failures)[index] = value
+    if failures:
+        raise RankFailure("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
+    if len(results) < len(pipes):
+        missing = sorted(set(range(len(pipes))) - set(results))
+        raise RankFailure(f"ranks {missing} did not finish within {timeout:g} s")
+    return [results[rank] for rank in range(len(pipes))]
