@@ -64,9 +64,10 @@ def _check_batch(train: TrainConfig, world_size: int) -> None:
         return
     below = train.global_batch_size // unit * unit
     sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     raise ConfigError(
         f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
-        f"{train.micro_batch_size} x {world_size} {'rank' if world_size == 1 else 'ranks'}; the nearest that do: {sizes}"
+        f"{train.micro_batch_size} x {ranks}; the nearest that {'do' if below else 'does'}: {sizes}"
     )
 
 
@@ -122,7 +123,7 @@ def _check_model(model: ModelConfig) -> None:
         return
     if model.args:
         raise ConfigError(
-            f"model.args.{next(iter(model.args))} is for a model.factory of your own; the built-in one takes no model.args"
+            f"model.args.{next(iter(model.args))} is for a model.factory of your own; the built-in one takes none"
         )
     if model.hidden_dim % model.num_heads:
         raise ConfigError(
@@ -144,6 +145,11 @@ def _check_model(model: ModelConfig) -> None:
 def _check_engine(engine: NativeEngineConfig) -> None:
     if engine.grad_reduction != "auto" and engine.zero_stage != 1:
         raise ConfigError(
-            f"engine.grad_reduction={engine.grad_reduction} is used with engine.zero_stage=1 only, and engine.zero_stage="
-            f"{engine.zero_stage}; remove it, or set engine.zero_stage=1"
+            f"engine.grad_reduction={engine.grad_reduction} is used with engine.zero_stage=1 only, and "
+            f"engine.zero_stage={engine.zero_stage}; remove it, or set engine.zero_stage=1"
+        )
+    if engine.grad_reduction != "auto" and engine.reproducible:
+        raise ConfigError(
+            f"engine.grad_reduction={engine.grad_reduction} has no effect with engine.reproducible=true, which sums at the "
+            "owner; remove one of them"
         )

@@ -113,7 +113,7 @@ def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
     if not is_dataclass(schema):
         return
     known = {item.name for item in fields(schema)}
-    for key in node:
+    for key in map(str, node):
         if key not in known:
             raise ConfigError(unknown_key(f"{prefix}{key}", schema))
         child = node._get_node(key)

@@ -11,8 +11,10 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import (
     ConfigKeyError,
+    ConfigTypeError,
     InterpolationKeyError,
     InterpolationResolutionError,
+    InterpolationValidationError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
@@ -21,7 +23,9 @@ from omegaconf.errors import (
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import ConfigError, nearest
 
-_FREE_GROUPS = ("experiment", "debug")  # groups that override others and have no key of their own
+FREE_GROUPS = ("experiment", "debug")
+"""Groups that override others and have no key of their own."""
+
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -32,19 +36,22 @@ def explain(error: Exception) -> ConfigError:
     if isinstance(error, MissingConfigException):
         return ConfigError(_missing_config(error))
     cause = _omegaconf_cause(error)
-    text = _one_line(str(error)) if cause is None else _omegaconf(error, cause)
+    text = _hydra(error) if cause is None else _omegaconf(error, cause)
     return ConfigError(text + _where(str(error)))
 
 
 def _one_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines()]
-    return "; ".join(line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_")))
+    kept = [
+        line.rstrip(".") for line in lines if line and not line.startswith(("full_key", "object_type", "reference_"))
+    ]
+    return "; ".join(kept).replace(":; ", ": ")
 
 
 def _where(message: str) -> str:
-    """Names the YAML file where Hydra does, unless it is the primary one, which only repeats the command line."""
+    """Names the YAML file where Hydra does, unless it is dtrain's own, in whose name the command line chooses."""
     file = re.match(r"In '([^']+)'", message)
-    return f" (in {file[1]}.yaml)" if file else ""
+    return f" (in {file[1]}.yaml)" if file and file[1] != "train" else ""
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
@@ -65,36 +72,53 @@ def _missing_config(error: MissingConfigException) -> str:
     if not group:
         return _one_line(str(error).partition("\nSearch path")[0].partition("\nConfig search path")[0])
     choices = [f"{group}={name}" for name in error.options or ()]
-    where = "" if str(error).startswith("In 'train'") else _where(str(error))
-    return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{where}"
+    return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_where(str(error))}"
+
+
+def _hydra(error: Exception) -> str:
+    there = re.match(r"Could not append to config. An item is already at '([^']+)'", str(error))
+    if there:
+        return f"'{there[1]}' exists already; write it without '+'"
+    absent = re.match(r"Could not delete from config. '([^']+)' does not exist", str(error))
+    if absent:
+        return unknown_key(absent[1], RunConfig)
+    message = re.sub(r"^In '[^']+': ", "", str(error))
+    unmatched = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", message)
+    if unmatched:
+        groups = [item.name for item in fields(RunConfig)]
+        return f"no group '{unmatched[1]}' to override{nearest(unmatched[1], groups)}"
+    return _one_line(message)
 
 
 def _omegaconf(error: Exception, cause: OmegaConfBaseException) -> str:
     key = cause.full_key or str(cause.key)
-    written = f"{key}={_written(cause)}"
     if isinstance(cause, MissingMandatoryValue):
         hint = f"choose {key}={'|'.join(GROUP_OPTIONS[key])}" if key in GROUP_OPTIONS else f"give {key}=VALUE"
         return f"'{key}' is required; {hint}"
     if isinstance(cause, InterpolationKeyError):
         wanted = re.search(r"Interpolation key '([^']+)'", str(cause))
         name = wanted[1] if wanted else key
-        return f"{written}: '{name}' is not a key{_suggest(name, set(_keys(RunConfig)))}"
+        return f"{key}={_interpolation(cause)}: '{name}' is not a key{_suggest(name, set(_keys(RunConfig)))}"
+    if isinstance(cause, InterpolationValidationError):
+        return f"{key}={_interpolation(cause)} gives {cause.value}, which is not {_type_name(_expected_type(cause))}"
     if isinstance(cause, InterpolationResolutionError):
-        return f"{written} cannot be resolved: {_reason(cause)}"
-    if isinstance(cause, ValidationError):
+        return f"{key}={_interpolation(cause)} cannot be resolved: {_reason(cause)}"
+    if isinstance(cause, ConfigTypeError):
+        return f"'{key}' cannot be removed: every key of the schema has a value"
+    # OmegaConf names the part of the key that it stumbled over; Hydra still has the whole
+    overridden = re.match(r"(?:Could not override '|Error merging override \+*)([\w.]+)", str(error))
+    whole = overridden[1] if overridden else key
+    if isinstance(cause, ValidationError) and not whole.startswith(f"{key}."):
         return _wrong_type(cause, key)
-    if isinstance(cause, (ConfigKeyError, AttributeError)):
-        overridden = re.match(r"Could not override '([^']+)'", str(error))
-        return unknown_key(overridden[1] if overridden else key, cause.object_type)
+    if isinstance(cause, (ConfigKeyError, AttributeError, ValidationError)):
+        return unknown_key(whole, cause.object_type)
     return f"{key}: {_one_line(str(cause))}"
 
 
-def _written(cause: OmegaConfBaseException) -> Any:
-    """The value as the user wrote it, an interpolation unresolved."""
-    if cause.value is None and cause.parent_node is not None:
-        node = cause.parent_node._get_node(cause.key)
-        return None if node is None else node._value()
-    return cause.value
+def _interpolation(cause: OmegaConfBaseException) -> Any:
+    """The value as the user wrote it, unresolved."""
+    node = cause.parent_node._get_node(cause.key, validate_access=False)
+    return node._value()
 
 
 def _reason(cause: Exception) -> str:
@@ -136,7 +160,7 @@ def unknown_key(key: str, schema: Any) -> str:
     options = GROUP_OPTIONS.get(group, {})
     chosen = next((option for option, kind in options.items() if kind is schema), None)
     if chosen is None:
-        return f"unknown key '{key}'{_suggest(key, {*_keys(RunConfig), *_FREE_GROUPS})}"
+        return f"unknown key '{key}'{_suggest(key, {*_keys(RunConfig), *FREE_GROUPS})}"
     own = list(_keys(schema, f"{group}."))
     owners = [option for option, kind in options.items() if key in _keys(kind, f"{group}.")]
     if owners:
@@ -161,10 +185,12 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 def _suggest(key: str, valid: set[str]) -> str:
     """The key with the same last part where there is just one, else the nearest, else the valid ones beside it."""
     parent, _, leaf = key.rpartition(".")
+    if parent in valid and not any(name.startswith(f"{parent}.") for name in valid):
+        return f"; did you mean '{parent}'?"  # a value, not a group of keys
     same_leaf = [name for name in valid if name.rpartition(".")[2] == leaf]
     if len(same_leaf) == 1:
         return f"; did you mean '{same_leaf[0]}'?"
-    hint = nearest(key, valid)
+    hint = nearest(key, [name for name in valid if not key.startswith(f"{name}.")])
     if hint.startswith("; did"):
         return hint
     beside = [name for name in valid if name.rpartition(".")[0] == parent]

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import time
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -27,8 +26,8 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.config.checks import check_config
-from dtrain.config.compose import CONFIG_NAME, config_folder, load, open_loader, register_schema
-from dtrain.config.explain import explain
+from dtrain.config.compose import CONFIG_NAME, config_folder, load, open_loader
+from dtrain.config.explain import FREE_GROUPS, explain
 from dtrain.config.schema import RunConfig
 from dtrain.errors import ConfigError, nearest
 
@@ -52,8 +51,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: an unknown key or option, a value of the wrong type or out of range, or keys that contradict
             each other or the number of ranks; one line each.
     """
-    with _explained():
-        return _checked(load(open_loader(), CONFIG_NAME, overrides))
+    return _load(open_loader(), CONFIG_NAME, overrides)
 
 
 def read_jobs(argv: Sequence[str]) -> list[Job]:
@@ -65,17 +63,16 @@ def read_jobs(argv: Sequence[str]) -> list[Job]:
         ConfigError: as :func:`compose`; also for an unknown option of the command line.
     """
     parser, args = _parse(argv)
-    with _explained():
-        loader = open_loader(args.config_path, args.config_dir)
-        config_name = args.config_name or CONFIG_NAME
-        parsed = _parse_overrides(loader, args.overrides, multirun=args.multirun)
-        args.overrides += _precision_override(loader, parsed)
-        if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
-            _let_hydra_answer(parser, args)
-            return []
-        if not args.multirun:
-            return [Job(_checked(load(loader, config_name, args.overrides)))]
-        return _sweep(loader, config_name, args.overrides)
+    loader = open_loader(args.config_path, args.config_dir)
+    config_name = args.config_name or CONFIG_NAME
+    parsed = _parse_overrides(loader, args.overrides, multirun=args.multirun)
+    args.overrides += _precision_override(loader, parsed)
+    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
+        _let_hydra_answer(parser, args)
+        return []
+    if not args.multirun:
+        return [Job(_load(loader, config_name, args.overrides))]
+    return _sweep(loader, config_name, args.overrides)
 
 
 @contextmanager
@@ -86,7 +83,9 @@ def _explained() -> Iterator[None]:
         raise explain(error) from error
 
 
-def _checked(config: RunConfig) -> RunConfig:
+def _load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]) -> RunConfig:
+    with _explained():
+        config = load(loader, config_name, overrides)
     # imported here because it brings torch: a misspelt key is reported without that wait
     from dtrain.distributed.setup import LaunchEnv
 
@@ -94,14 +93,23 @@ def _checked(config: RunConfig) -> RunConfig:
     return config
 
 
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """Drops the ``--local_rank=N`` that launchers append; the environment says the same."""
+    kept, words = [], iter(argv)
+    for word in words:
+        if word in ("--local_rank", "--local-rank"):
+            next(words, None)
+        elif not word.startswith(("--local_rank=", "--local-rank=")):
+            kept.append(word)
+    return kept
+
+
 def _parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
-    """Hydra's own options, without the ``--local_rank`` that launchers add; options and overrides in any order."""
-    text = "\n".join(argv)
-    words = re.sub(r"^--local[_-]rank(=|\n)\S*(\n|$)", "", text, flags=re.MULTILINE).split("\n") if text else []
+    """Hydra's own options and the overrides, in any order."""
     parser = get_args_parser()
     parser.allow_abbrev, parser.exit_on_error = False, False
     try:
-        args, unknown = parser.parse_known_intermixed_args([word for word in words if word])
+        args, unknown = parser.parse_known_intermixed_args(_without_local_rank(argv))
     except ArgumentError as error:
         raise ConfigError(str(error)) from None
     if unknown:
@@ -114,19 +122,25 @@ def _parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
 
 def _parse_overrides(loader: ConfigLoaderImpl, overrides: list[str], *, multirun: bool) -> list[Override]:
     """The overrides, parsed, and checked for what Hydra would accept and then ignore, or refuse without a name."""
-    parsed = OverridesParser.create(loader).parse_overrides(overrides)
+    with _explained():
+        parsed = OverridesParser.create(loader).parse_overrides(overrides)
     groups = loader.list_groups("")
+    own_groups = {*FREE_GROUPS, *(item.name for item in fields(RunConfig))}
     for override in parsed:
-        key, written = override.key_or_group, override.input_line
+        key, written = override.key_or_group, str(override.input_line)
         if not key:
             raise ConfigError(f"cannot read '{written}'; write key=value")
         if override.is_hydra_override() and not key.startswith(_HYDRA_KEYS):
-            raise ConfigError(f"'{key}' has no effect: dtrain runs its jobs itself, each in run_dir; remove '{written}'")
+            raise ConfigError(
+                f"'{key}' has no effect: dtrain runs its jobs itself, each in run_dir; remove '{written}'"
+            )
         if override.is_sweep_override():
             if not multirun:
                 raise ConfigError(
-                    f"{written} gives several values; add --multirun to run each, or write [a,b] for a list, or quote it"
+                    f"{written} gives several values; add --multirun to run each, or write a list as [a,b]"
                 )
+        elif override.is_add() and key in own_groups:
+            raise ConfigError(f"'{key}' is chosen already; write {written.lstrip('+')} without '+'")
         elif key in groups and not override.is_delete() and not isinstance(override.value(), str):
             options = ", ".join(sorted(loader.get_group_options(key)))
             raise ConfigError(f"{written}: '{key}' takes one of its options: {options}")
@@ -145,29 +159,32 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
 
 
 def _let_hydra_answer(parser: ArgumentParser, args: Namespace) -> None:
-    with env_override({"HYDRA_FULL_ERROR": "1"}):  # so that it raises instead of printing and exiting
+    with _explained(), env_override({"HYDRA_FULL_ERROR": "1"}):  # so that it raises instead of printing and exiting
         try:
-            _run_hydra(args, parser, _let_hydra_answer, str(config_folder()), CONFIG_NAME)
+            _run_hydra(args, parser, read_jobs, str(config_folder()), CONFIG_NAME)
         except SystemExit as stop:
             if stop.code:
-                raise ConfigError("Hydra could not answer; see its line above") from None
+                raise ConfigError("Hydra cannot show that; it says why above") from None
 
 
 def _sweep(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[Job]:
     """The cartesian product of the swept values, in Hydra's order: the last key varies fastest."""
-    whole = loader.load_configuration(config_name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
-    params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
-    given = {override.get_key_element(): override for override in OverridesParser.create(loader).parse_overrides(params)}
-    given |= {item.get_key_element(): item for item in OverridesParser.create(loader).parse_overrides(overrides)}
-    choices = [
-        [f"{key}={value}" for value in item.sweep_string_iterator()] if item.is_sweep_override() else [item.input_line]
-        for key, item in given.items()
-    ]
+    parser = OverridesParser.create(loader)
+    with _explained():
+        whole = loader.load_configuration(config_name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
+        given = {item.get_key_element(): item for item in parser.parse_overrides(params + overrides)}
+        choices = [
+            [f"{key}={value}" for value in item.sweep_string_iterator()]
+            if item.is_sweep_override()
+            else [item.input_line]
+            for key, item in given.items()
+        ]
     base = time.strftime("runs/%Y-%m-%d_%H-%M-%S")
     swept = [len(values) > 1 for values in choices]
     jobs = []
     for number, chosen in enumerate(itertools.product(*choices), start=1):
-        config = _checked(load(loader, config_name, [str(item) for item in chosen]))
+        config = _load(loader, config_name, [str(item) for item in chosen])
         label = " ".join(str(item) for item, varies in zip(chosen, swept, strict=True) if varies)
         jobs.append(Job(replace(config, run_dir=config.run_dir or base), number, label))
     return jobs
@@ -179,12 +196,14 @@ def run_jobs(jobs: Sequence[Job]) -> int:
     A job of a sweep is given the folder of the whole sweep as ``run_dir``, and its number; it trains in
     ``<run_dir>/<number>``. The training code broadcasts rank 0's folder, so clocks that differ do no harm.
     """
+    if not jobs:
+        return 0
     from dtrain.train.run import run_training
 
     for job in jobs:
         if job.number is not None and os.environ.get("RANK", "0") == "0":
             folder = f"{job.config.run_dir}/{job.number}"
-            print(f"job {job.number}/{len(jobs)}: {job.label} -> {folder}", file=sys.stderr, flush=True)
+            print(f"job {job.number}/{len(jobs)}: {job.label or 'one run'} -> {folder}", file=sys.stderr, flush=True)
         code = run_training(job.config, job=job.number)
         if code:
             return code

@@ -7,6 +7,7 @@ knows Hydra. Nothing here imports torch, so ``dtrain --help`` stays fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -258,6 +259,8 @@ def check_fields(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"{path}={value} is not one of {', '.join(choices)}{_hint(value, choices)}")
         if value is None or isinstance(value, (str, bool)):
             continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{path}={value} is not a finite number")
         low, high = metadata.get("min"), metadata.get("max")
         if low is not None and not value >= low:
             raise ConfigError(f"{path}={value} is too small; it must be at least {low:g}")

@@ -84,7 +84,7 @@ class Communicator:
         return Pending(_all_gather_single(output, shard, group=self._group, async_op=True))
 
     def exchange_slices(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
-        """Starts sending slice r of ``flat`` [world_size * n] to rank r; ``output`` has row r from rank r, as it was."""
+        """Starts sending slice r of ``flat`` [world_size * n] to rank r; row r of ``output`` comes from rank r."""
         self._record("exchange_slices", label, flat)
         if self.world_size == 1:
             output.view(-1).copy_(flat)

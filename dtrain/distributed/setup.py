@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import ConfigError
@@ -60,7 +62,9 @@ def choose_device(name: str, local_rank: int) -> torch.device:
         raise ConfigError("launch.device=cuda, but torch sees no CUDA device here; use launch.device=cpu")
     count = torch.cuda.device_count()
     if local_rank >= count:
-        raise ConfigError(f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} ranks here")
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: this host has {count}; start at most {count} ranks here"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -84,8 +88,8 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(f"dtrain/{env.restart_count}/{job}", store)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"dtrain/{env.restart_count}/{job}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return Communicator(dist.group.WORLD, device)

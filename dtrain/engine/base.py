@@ -39,7 +39,7 @@ class Culprit:
 
     def __str__(self) -> str:
         where = f"micro-batch {self.micro_batch}" if self.tensor is None else f"'{self.tensor}'"
-        return f"step {self.step}: {self.phase} not finite in {where} on rank {self.rank}"
+        return f"{self.phase} not finite in {where} on rank {self.rank}"
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,9 @@ class Engine(ABC):
         try:
             current = next(items)
         except StopIteration:
-            raise UsageError("engine.accumulate got an empty batch; every rank gives at least one micro-batch") from None
+            raise UsageError(
+                "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
+            ) from None
         for following in items:
             yield current
             self._micro_batch += 1

@@ -73,7 +73,7 @@ def initialize(
         ModelError: a parameter that cannot be trained.
         DivergenceError: the ranks were given different arguments or models.
     """
-    _check_arguments(engine, zero_stage, grad_reduction, max_grad_norm)
+    _check_arguments(engine, zero_stage, grad_reduction, reproducible, max_grad_norm)
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     rule = LossScale.of(loss_scale)
     check_trainable(model)
@@ -113,7 +113,9 @@ def initialize(
     return built
 
 
-def _check_arguments(engine: str, zero_stage: int, grad_reduction: str, max_grad_norm: float | None) -> None:
+def _check_arguments(
+    engine: str, zero_stage: int, grad_reduction: str, reproducible: bool, max_grad_norm: float | None
+) -> None:
     if engine not in ENGINES:
         raise ConfigError(f"engine '{engine}' is not one of {', '.join(ENGINES)}{nearest(engine, ENGINES)}")
     if zero_stage not in STAGES:
@@ -123,6 +125,10 @@ def _check_arguments(engine: str, zero_stage: int, grad_reduction: str, max_grad
         raise ConfigError(f"grad_reduction '{grad_reduction}' is not one of {', '.join(reductions)}")
     if grad_reduction != "auto" and zero_stage != 1:
         raise ConfigError(f"grad_reduction={grad_reduction} concerns zero_stage=1 only; got zero_stage={zero_stage}")
+    if grad_reduction != "auto" and reproducible:
+        raise ConfigError(
+            f"grad_reduction={grad_reduction} has no effect with reproducible=True, which sums at the owner"
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
 
@@ -131,24 +137,26 @@ def _require_reproducible(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise ConfigError(
-                f"reproducible=True cannot hold with '{name}' ({type(module).__name__}): its running statistics depend on "
-                f"which micro-batches a rank sees; use GroupNorm or LayerNorm"
+                f"reproducible=True cannot hold with '{name}' ({type(module).__name__}): its running statistics "
+                f"depend on which micro-batches a rank sees; use GroupNorm or LayerNorm"
             )
 
 
 def _use_deterministic_kernels() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
     own = torch.initial_seed() % (1 << 63) if seed is None else seed
-    agreed = json.loads(comm.exchange_text(json.dumps({"run_id": uuid.uuid4().hex, "seed": own}))[0])
-    if seed is not None and agreed["seed"] != seed:
-        raise DivergenceError(f"seed is {agreed['seed']} on rank 0 and {seed} on rank {comm.rank}; give all the same")
-    return RunIdentity(agreed["run_id"], agreed["seed"])
+    words = [json.loads(text) for text in comm.exchange_text(json.dumps([uuid.uuid4().hex, own, seed is not None]))]
+    run_id, agreed, _ = words[0]
+    for rank, (_, other, given) in enumerate(words):
+        if given and other != agreed:
+            raise DivergenceError(f"seed is {agreed} on rank 0 and {other} on rank {rank}; give all ranks the same")
+    return RunIdentity(run_id, agreed)
 
 
 def _config_text(

@@ -128,7 +128,7 @@ class NativeEngine(Engine):
         if value.requires_grad:
             state.in_backward = True
             try:
-                (value * self.loss_scale.scale).backward()  # type: ignore[no-untyped-call]
+                (value * self.loss_scale.scale).backward()
             finally:
                 state.in_backward = False
         state.reducer.end_micro_batch()
@@ -325,7 +325,7 @@ class NativeEngine(Engine):
         return persistence.save(self, Path(directory), extra=extra, config=config, keep_last=keep_last)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores the newest checkpoint under ``path`` that verifies, or the one at ``path``; returns its ``extra``."""
+        """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
         self._require_between_steps("load")
         extra = persistence.load(self, Path(path))
         self._skips.clear()

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from dtrain.errors import ConfigError
+from dtrain.sharding.buffer import UpdateSlice
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,6 @@ class AdamW:
         for name in ("lr", "eps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"AdamW {name} must be at least 0; got {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class UpdateSlice:
-    """A stretch of the arena with one weight-decay class; all tensors FP32, 1-D, of one length."""
-
-    decayed: bool
-    master: Tensor
-    main_grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 class FlatAdamW:

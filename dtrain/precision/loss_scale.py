@@ -102,9 +102,7 @@ class LossScaleState:
             left = self.overflows_left - 1
             if left > 0:
                 return replace(self, clean_steps=0, overflows_left=left)
-            return replace(
-                self, scale=max(self.scale * rule.backoff_factor, rule.min), clean_steps=0, overflows_left=0
-            )
+            return replace(self, scale=max(self.scale * rule.backoff_factor, rule.min), clean_steps=0, overflows_left=0)
         clean = self.clean_steps + 1
         if clean < rule.growth_interval:
             return replace(self, clean_steps=clean)

@@ -1,7 +1,7 @@
 """Precision as a value: which dtype each parameter, output and reduction has, and the contract that proves it.
 
-A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a :class:`Contract`: a replica dtype
-for every parameter, printed at the start, stored with each checkpoint, asserted on the live tensors.
+A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a :class:`Contract`: the dtype of
+every replica, printed at the start, stored with each checkpoint, asserted on the live tensors.
 """
 
 from __future__ import annotations

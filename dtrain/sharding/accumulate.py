@@ -54,7 +54,7 @@ class RunningSum:
 class TreeSum:
     """Sums along one balanced binary tree that depends only on the number of leaves.
 
-    A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive leaves; two blocks of one
+    A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive leaves; two blocks of a
     level merge into the next. Leftovers merge right to left. So any split of the same leaves over ranks gives the
     same bits.
     """

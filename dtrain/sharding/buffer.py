@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,17 @@ class ReplicaBuffer:
                 )
 
 
+@dataclass(frozen=True)
+class UpdateSlice:
+    """A stretch of the arena with one weight-decay class; all tensors FP32, 1-D, of one length."""
+
+    decayed: bool
+    master: Tensor
+    main_grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
 class BufferPool:
     """Flat buffers that are used again by the next group of the same layout; padding stays zero in them."""
 
@@ -59,12 +71,12 @@ class BufferPool:
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer that was given back under ``key``, or a new one of zeros."""
-        free = self._free.get(key)
+        free = self._free.get((key, numel, dtype))
         return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
 
     def give(self, key: object, buffer: Tensor) -> None:
         """Takes ``buffer`` back."""
-        self._free.setdefault(key, []).append(buffer)
+        self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
 
     def nbytes(self) -> int:
         """Bytes of all buffers that lie idle."""

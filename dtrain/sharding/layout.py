@@ -83,7 +83,9 @@ class FlatLayout:
         cursor = 0
         for slot in self.slots:
             if slot.start < cursor or slot.start % ALIGNMENT:
-                raise ValueError(f"slot '{slot.spec.name}' starts at {slot.start}; expected an aligned place >= {cursor}")
+                raise ValueError(
+                    f"slot '{slot.spec.name}' starts at {slot.start}; expected an aligned place >= {cursor}"
+                )
             cursor = slot.stop
         if any(start % CHUNK or stop % CHUNK for _, start, stop in self.classes) or cursor > self.real_numel:
             raise ValueError(f"classes {self.classes} do not cover whole chunks up to {cursor}")
@@ -92,6 +94,11 @@ class FlatLayout:
     def name(self) -> str:
         """Group and dtype, as messages and collectives call this buffer."""
         return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every parameter: equal for layouts whose padding lies in the same places."""
+        return tuple((slot.start, slot.stop) for slot in self.slots)
 
     @property
     def real_numel(self) -> int:

@@ -121,7 +121,7 @@ class ShardedGradient:
 
     def _open(self) -> Tensor:
         if self._leaf is None:
-            self._leaf = self._pool.take(self._layout.slots, self._layout.numel, self._wire_dtype)
+            self._leaf = self._pool.take(self._layout.extents, self._layout.numel, self._wire_dtype)
             self._views = slot_views(self._leaf, self._layout)
         return self._leaf
 
@@ -139,17 +139,16 @@ class ShardedGradient:
         self._missing = set(range(len(self._views)))
         self._leaf, self._views = None, []
         layout, world_size = self._layout, self._comm.world_size
-        key = ("received", layout.numel)
-        received = leaf if world_size == 1 else self._pool.take(key, layout.numel, self._wire_dtype)
+        received = leaf if world_size == 1 else self._pool.take("received", layout.numel, self._wire_dtype)
         work = self._comm.exchange_slices(received, leaf, label=layout.name)
 
         def accumulate() -> None:
             work.wait()
             for row, weight in zip(received.view(world_size, -1), weights().unbind(), strict=True):
                 self._sum.push(row, weight)
-            self._pool.give(layout.slots, leaf)
+            self._pool.give(layout.extents, leaf)
             if received is not leaf:
-                self._pool.give(key, received)
+                self._pool.give("received", received)
 
         return Pending(finish=accumulate)
 
@@ -181,6 +180,7 @@ class GradientReducer:
         self._missing: list[set[int]] = []
         self._next = len(groups)
         self._reduce = False
+        self._finished = True
         self._weights: Callable[[], Tensor] = partial(torch.ones, comm.world_size)
         self._in_flight: deque[Pending] = deque()
         self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if exchanged
@@ -189,6 +189,7 @@ class GradientReducer:
         """Opens a micro-batch of ``weight`` (0-dim FP32); ``last``: the sums are reduced after it."""
         self._missing = [set(range(number)) for number in self._num_parameters]
         self._next = 0
+        self._finished = False
         self._reduce = last or self._every
         if self._every:
             row = torch.empty(self._comm.world_size, device=self._comm.device)
@@ -224,7 +225,10 @@ class GradientReducer:
             self._in_flight.popleft().wait()
 
     def finish(self) -> None:
-        """Completes the main grads of this step."""
+        """Completes the main grads of this step; a second call finds them complete."""
+        if self._finished:
+            return
+        self._finished = True
         if not self._reduce:
             self._reduce = True
             self.end_micro_batch()

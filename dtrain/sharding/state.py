@@ -1,4 +1,4 @@
-"""The model states of one rank: compute replicas, main grads, masters and moments, placed by a row of the stage table."""
+"""The model states of one rank - replicas, main grads, masters, moments - placed by a row of the stage table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import UsageError
-from dtrain.optim.adamw import UpdateSlice
 from dtrain.precision.policy import Contract, is_fp32_class
 from dtrain.sharding.accumulate import RunningSum, TreeSum
-from dtrain.sharding.buffer import BufferPool, ReplicaBuffer
+from dtrain.sharding.buffer import BufferPool, ReplicaBuffer, UpdateSlice
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
 from dtrain.sharding.param_group import ParamGroup, find_groups
 from dtrain.sharding.placement import Placement, Placements
@@ -193,9 +192,7 @@ class ShardedState:
             replica.write(segment, self.master[segment.arena_start : segment.arena_stop])
             if gather:
                 start, stop = segment.flat_start, segment.flat_start + segment.numel
-                pending.append(
-                    self._comm.all_gather(replica.flat, replica.flat[start:stop], label=segment.layout.name)
-                )
+                pending.append(self._comm.all_gather(replica.flat, replica.flat[start:stop], label=segment.layout.name))
         for work in pending:
             work.wait()
 
@@ -208,7 +205,7 @@ class ShardedState:
             yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
 
     def chunk_squares(self) -> Tensor:
-        """FP64 [chunks of this rank]: the sum of squares of each chunk of the main grads; not finite iff a chunk is not.
+        """FP64 [chunks of this rank]: sums of squares of the main grads' chunks; not finite where a chunk is not.
 
         The FP32 norm of 1,024 elements is precise enough and twenty times faster; where it overflows, FP64 decides.
         """
@@ -264,7 +261,7 @@ class ShardedState:
                 yield part, segment.arena_start + part.offset
 
     def gather_full(self, arena: Tensor) -> Iterator[tuple[ParamSpec, Tensor]]:
-        """Every parameter of ``arena`` (master or a moment) in full, FP32, flat buffer by flat buffer; all ranks call."""
+        """Every parameter of ``arena`` (master or a moment) in full, FP32, buffer by buffer; all ranks call."""
         for segment in self.arena.segments:
             yield from self._full_segment(segment, arena[segment.arena_start : segment.arena_stop])
 

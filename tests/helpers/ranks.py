@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -28,9 +29,10 @@ def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[...,
     try:
         if world > 1:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
-        pipe.send((True, fn(rank, world, *args)))
+        # plain pickle copies tensors; the pipe's own would share their memory, which dies with this process
+        pipe.send_bytes(pickle.dumps((True, fn(rank, world, *args))))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -74,7 +76,7 @@ def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
         for pipe in ready:
             index = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
+                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
                 ok, value = False, "the process died without a word"
             (results if ok else failures)[index] = value

@@ -1,0 +1,90 @@
+"""The command line: ``dtrain VERB ...``, also as ``python -m dtrain VERB ...``.
+
+Heavy imports wait inside the verbs, so that help and misspelt names answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from dtrain.errors import ConfigError, DtrainError, nearest
+
+
+def train(argv: list[str]) -> int:
+    """train a model: dtrain train precision=bf16 train.steps=1000"""
+    from dtrain.config.resolve import read_jobs, run_jobs
+
+    try:
+        jobs = read_jobs(argv)
+    except ConfigError as error:
+        # every rank reads the same command line, so one voice is enough
+        return _fail(error) if _rank() == 0 else error.exit_code
+    return run_jobs(jobs)
+
+
+def checkpoint(argv: list[str]) -> int:
+    """look at checkpoints: dtrain checkpoint verify|list PATH"""
+    from dtrain.checkpoint.cli import main as checkpoint_main
+
+    return checkpoint_main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "checkpoint": checkpoint}
+"""What ``dtrain`` can do; the docstring of each function is its line in the usage."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code.
+
+    0: done; 2: bad configuration; 75: stopped by a signal after saving; 1: any other failure. An error that dtrain
+    raises on purpose becomes one line on standard error; any other keeps its traceback.
+    """
+    verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if verb in ("-h", "--help"):
+        print(_usage())
+        return 0
+    if verb == "--version":
+        print(f"dtrain {_version()}")
+        return 0
+    if verb not in VERBS:
+        return _fail(ConfigError(f"unknown verb '{verb}'{nearest(verb, VERBS)}"))
+    try:
+        return VERBS[verb](rest)
+    except DtrainError as error:
+        return _fail(error)
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:{width}}  {verb.__doc__}" for name, verb in VERBS.items())
+    return f"usage: dtrain VERB ...\n\n{verbs}\n\nMore on a verb: dtrain train --help. Version: dtrain --version."
+
+
+def _version() -> str:
+    try:
+        return metadata.version("dtrain")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        pyproject = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        return str(tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["version"])
+
+
+def _fail(error: DtrainError) -> int:
+    rank = _rank()
+    speaker = f"rank {rank}: " if rank else ""
+    print(f"dtrain: {speaker}{error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _rank() -> int:
+    """This rank, or 0 where the environment of the launcher makes no sense: then each process says so."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return int(rank) if rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""The safetensors container: its header, written and read by us, so that a reader trusts nothing it has not checked.
+
+A file is 8 bytes of little-endian header length, a JSON header padded with spaces to a multiple of 8, then the data of
+all tensors without gaps. Format: https://github.com/huggingface/safetensors (README, 'Format').
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtrain.errors import CheckpointError
+
+HEADER_LIMIT = 100_000_000  # bytes; the safetensors library's own cap
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class DamageError(CheckpointError):
+    """A checkpoint that must not be used.
+
+    Args:
+        file: the file at fault, relative to the checkpoint's directory.
+        reason: what is wrong with it, with what was expected and got.
+        why: one hyphenated word for the name of a quarantined directory.
+    """
+
+    def __init__(self, file: str, reason: str, why: str) -> None:
+        super().__init__(f"{file}: {reason}")
+        self.file = file
+        self.reason = reason
+        self.why = why
+
+
+@dataclass(frozen=True)
+class Span:
+    """One tensor of a file: its dtype, its shape there, and its bytes [begin, end) counted from the file's start."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The safetensors name of a dtype, such as ``F32``."""
+    return _NAMES[dtype]
+
+
+def require_dtype(dtype: torch.dtype, label: str) -> None:
+    """Refuses a dtype that a safetensors file cannot hold.
+
+    Raises:
+        CheckpointError: names the tensor and the dtypes that can be saved.
+    """
+    if dtype not in _NAMES:
+        names = ", ".join(sorted(str(known).removeprefix("torch.") for known in _NAMES))
+        raise CheckpointError(f"{label}: {dtype} cannot be saved; use one of {names}")
+
+
+def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The length field and the padded header of a file that holds the (key, dtype, shape) given, in this order.
+
+    Raises:
+        CheckpointError: the header would be too large for a reader.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_LIMIT:
+        raise CheckpointError(
+            f"{len(tensors)} pieces need a header of {len(text)} bytes; at most {HEADER_LIMIT} are read"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(descriptor: int, file: str, size: int) -> dict[str, Span]:
+    """Reads and checks the header of an open file of ``size`` bytes; the spans tile its data section exactly.
+
+    Raises:
+        DamageError: anything a writer of this format would not write.
+    """
+    if size < 8:
+        raise DamageError(file, f"{size} bytes are too few for a safetensors file", "header")
+    length = int.from_bytes(read_bytes(descriptor, file, 0, 8), "little")
+    if length > min(HEADER_LIMIT, size - 8):
+        raise DamageError(file, f"a header of {length} bytes does not fit (file {size}, cap {HEADER_LIMIT})", "header")
+    header = parse_json(read_bytes(descriptor, file, 8, length), file)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise DamageError(file, "the header's __metadata__ is not an object", "header")
+    spans = {key: _span(file, key, value, 8 + length) for key, value in header.items()}
+    position = 8 + length
+    for key, span in sorted(spans.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if span.begin != position:
+            raise DamageError(file, f"{key} begins at byte {span.begin}, expected {position}", "header")
+        position = span.end
+    if position != size:
+        raise DamageError(file, f"its tensors end at byte {position} of {size}", "header")
+    return spans
+
+
+def _span(file: str, key: str, value: Any, base: int) -> Span:
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise DamageError(file, f"the header's entry of {key} is not dtype, shape, data_offsets", "header")
+    dtype = DTYPES.get(str(value["dtype"]))
+    if dtype is None:
+        raise DamageError(file, f"{key} has the unknown dtype {value['dtype']!r}", "header")
+    shape, offsets = value["shape"], value["data_offsets"]
+    if not is_naturals(shape) or not is_naturals(offsets) or len(offsets) != 2:
+        raise DamageError(file, f"{key} has the shape {shape!r} and the offsets {offsets!r}", "header")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise DamageError(file, f"{key}: {value['dtype']} {shape} does not fill bytes {begin} to {end}", "header")
+    return Span(dtype, tuple(shape), base + begin, base + end)
+
+
+def is_naturals(value: Any) -> bool:
+    """Whether a JSON value is a list of whole numbers from 0 on."""
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def parse_json(data: bytes, file: str) -> dict[str, Any]:
+    """Parses a JSON object strictly: UTF-8, no NaN, no key twice.
+
+    Raises:
+        DamageError: it is not such an object.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key appears twice")
+        return result
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(file, f"not readable as JSON ({error})", "json") from None
+    if not isinstance(value, dict):
+        raise DamageError(file, f"expected a JSON object, got {type(value).__name__}", "json")
+    return value
+
+
+def open_regular(path: Path) -> tuple[int, int]:
+    """Opens a regular file, never a link or a device, for reading; returns its descriptor and its size.
+
+    Raises:
+        DamageError: there is none, or it is something else.
+        OSError: it is there but cannot be opened.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise DamageError(path.name, f"not a regular file ({stat.filemode(mode)})", "not-regular")
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DamageError(path.name, "missing", "missing") from None
+    return descriptor, os.fstat(descriptor).st_size
+
+
+def read_into(descriptor: int, file: str, offset: int, target: memoryview) -> None:
+    """Fills ``target`` with the file's bytes from ``offset`` on.
+
+    Raises:
+        DamageError: the file ends before.
+        OSError: what the file system says.
+    """
+    while target:
+        count = os.preadv(descriptor, [target], offset)
+        if count == 0:
+            raise DamageError(file, f"ends at byte {offset}, {len(target)} bytes too early", "size")
+        target, offset = target[count:], offset + count
+
+
+def read_bytes(descriptor: int, file: str, offset: int, count: int) -> bytes:
+    """The file's ``count`` bytes from ``offset`` on; raises as :func:`read_into` does."""
+    data = bytearray(count)
+    read_into(descriptor, file, offset, memoryview(data))
+    return bytes(data)

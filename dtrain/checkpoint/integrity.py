@@ -1,0 +1,169 @@
+"""The checks that a checkpoint passes before a byte of it is used.
+
+In this order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes;
+each file's header against the manifest; each file's sha256; the fingerprint of every tensor from the files' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dtrain.checkpoint import manifest as manifests
+from dtrain.checkpoint.container import DamageError, Span, open_regular, read_bytes, read_header, read_into
+from dtrain.checkpoint.directory import STEP_NAME
+from dtrain.checkpoint.fingerprint import MASK, fingerprint_bytes
+from dtrain.checkpoint.manifest import FileEntry, Manifest
+
+_READ_BYTES = 4 << 20
+
+Sums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint at ``path``.
+
+    Raises:
+        DamageError: it is damaged, or of another step than the directory's name says.
+        OSError: the directory or the manifest cannot be read.
+    """
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
+        raise DamageError(".", f"not a directory ({stat.filemode(mode)})", "not-a-directory")
+    descriptor, size = open_regular(path / manifests.FILE)
+    try:
+        if size > manifests.SIZE_LIMIT:
+            raise DamageError(manifests.FILE, f"{size} bytes, more than {manifests.SIZE_LIMIT}", "size")
+        manifest = Manifest.decode(read_bytes(descriptor, manifests.FILE, 0, size))
+    finally:
+        os.close(descriptor)
+    match = STEP_NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise DamageError(manifests.FILE, f"is of step {manifest.step}, not of {path.name}", "other-step")
+    return manifest
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Checks that the directory holds the manifest's files with their sizes, and nothing else.
+
+    Raises:
+        DamageError: names the file.
+    """
+    expected = {file.name for file in manifest.files} | {manifests.FILE}
+    for name in sorted(os.listdir(path)):
+        if name not in expected:
+            raise DamageError(name, "not listed in the manifest", "extra-file")
+    for file in manifest.files:
+        descriptor, _ = open_file(path, file)
+        os.close(descriptor)
+
+
+def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
+    """Opens a data file of the size that the manifest states; returns its descriptor and size.
+
+    Raises:
+        DamageError: it is missing, not a regular file, or of another size.
+        OSError: it cannot be opened.
+    """
+    descriptor, size = open_regular(path / file.name)
+    if size != file.bytes:
+        os.close(descriptor)
+        raise DamageError(file.name, f"size differs (expected {file.bytes} bytes, got {size})", "size")
+    return descriptor, size
+
+
+def read_spans(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, Span]:
+    """The header of an open data file, checked against the manifest.
+
+    Raises:
+        DamageError: the two do not say the same.
+    """
+    spans = read_header(descriptor, file.name, file.bytes)
+    held = manifest.by_file[file.name]
+    if spans.keys() != held.keys():
+        key = min(spans.keys() ^ held.keys())
+        where = "its header" if key in spans else "the manifest"
+        raise DamageError(file.name, f"only {where} lists {key}", "header")
+    for key, (tensor, chunk) in held.items():
+        span, shape = spans[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
+        if span.dtype != tensor.dtype or span.shape != shape:
+            got = f"{span.dtype} {list(span.shape)}"
+            raise DamageError(file.name, f"{key} is {got}, the manifest says {tensor.dtype} {list(shape)}", "header")
+    return spans
+
+
+def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> Sums:
+    """Checks one data file, by default to its last byte, and returns its part of the tensors' fingerprints.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: its manifest.
+        file: which file.
+        fast: check size and header only.
+
+    Raises:
+        DamageError: names the file and what is wrong.
+        OSError: it cannot be read.
+    """
+    descriptor, _ = open_file(path, file)
+    try:
+        spans = read_spans(descriptor, manifest, file)
+        return {} if fast else _scan_data(descriptor, manifest, file, spans)
+    finally:
+        os.close(descriptor)
+
+
+def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, Span]) -> Sums:
+    ordered = sorted(spans.items(), key=lambda item: item[1].begin)
+    digest = hashlib.sha256(read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes))
+    position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
+    buffer = memoryview(bytearray(_READ_BYTES))
+    sums: Sums = {}
+    for key, span in ordered:
+        tensor, chunk = manifest.by_file[file.name][key]
+        itemsize, total = tensor.dtype.itemsize, 0
+        for begin in range(span.begin, span.end, _READ_BYTES):
+            block = buffer[: min(_READ_BYTES, span.end - begin)]
+            read_into(descriptor, file.name, begin, block)
+            digest.update(block)
+            total += fingerprint_bytes(block, itemsize, chunk.start + (begin - span.begin) // itemsize)
+        index = position[id(tensor)]
+        sums[index] = (sums.get(index, 0) + total) & MASK
+    if digest.hexdigest() != file.sha256:
+        reason = f"sha256 differs (expected {file.sha256}, got {digest.hexdigest()})"
+        raise DamageError(file.name, reason, "sha256")
+    return sums
+
+
+def check_fingerprints(manifest: Manifest, parts: Iterable[Sums]) -> None:
+    """Compares the sum of the parts with the manifest's fingerprint, for every tensor.
+
+    Raises:
+        DamageError: names the tensor.
+    """
+    totals = [0] * len(manifest.tensors)
+    for part in parts:
+        for index, value in part.items():
+            totals[index] = (totals[index] + value) & MASK
+    for tensor, total in zip(manifest.tensors, totals, strict=True):
+        if total != tensor.fingerprint:
+            reason = f"{tensor.label} has the fingerprint {total:016x} in the files, {tensor.fingerprint:016x} here"
+            raise DamageError(manifests.FILE, reason, "fingerprint")
+
+
+def examine(path: Path, *, fast: bool = False) -> Manifest:
+    """All checks of one checkpoint in this process; ``fast`` leaves out the data (sha256 and fingerprints).
+
+    Raises:
+        DamageError: it must not be used; names file and reason.
+        OSError: it cannot be read.
+    """
+    manifest = load_manifest(path)
+    check_files(path, manifest)
+    parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
+    if not fast:
+        check_fingerprints(manifest, parts)
+    return manifest

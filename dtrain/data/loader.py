@@ -1,0 +1,90 @@
+"""From an order of samples to this rank's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from dtrain.data.sampling import Indices, micro_batch_indices, sample_ids
+
+_VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
+
+
+class SampleSource(Protocol):
+    """Samples by number."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in one epoch."""
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        """The model's keyword arguments for these samples: CPU tensors with the samples along axis 0."""
+
+
+class BatchLoader:
+    """Endless iterator over steps; each item is the list of this rank's micro-batches of one step.
+
+    ``cursor``, the global samples consumed, is its whole state: a loader started from a stored cursor goes on exactly
+    there, at another world size or global batch size too.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        seed: int,
+        micro_batch_size: int,
+        num_micro_batches: int,
+        rank: int = 0,
+        world_size: int = 1,
+        cursor: int = 0,
+    ) -> None:
+        """Args: ``num_micro_batches`` is the number of gradient accumulation steps on each rank."""
+        self.source = source
+        self.seed = seed
+        self.micro_batch_size = micro_batch_size
+        self.num_micro_batches = num_micro_batches
+        self.rank = rank
+        self.world_size = world_size
+        self.cursor = cursor
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples consumed in one step by all ranks."""
+        return self.micro_batch_size * self.num_micro_batches * self.world_size
+
+    def __iter__(self) -> BatchLoader:
+        return self
+
+    def __next__(self) -> list[dict[str, Tensor]]:
+        micro_batches = [self._micro_batch(micro) for micro in range(self.num_micro_batches)]
+        self.cursor += self.global_batch_size
+        return micro_batches
+
+    def _micro_batch(self, micro: int) -> dict[str, Tensor]:
+        indices = micro_batch_indices(self.cursor, micro, self.rank, self.world_size, self.micro_batch_size)
+        return self.source.batch(sample_ids(self.seed, indices, self.source.num_samples))
+
+
+def validation_batches(
+    source: SampleSource, micro_batch_size: int, num_batches: int, rank: int = 0, world_size: int = 1
+) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """This rank's share of the first ``num_batches`` micro-batches of ``source`` in a fixed shuffled order.
+
+    Micro-batch ``m`` goes to rank ``m % world_size``. No sample comes twice: a small source gives fewer micro-batches,
+    the last of them perhaps short.
+
+    Yields:
+        (micro-batch, weight): ``weight`` is its number of samples. Ranks all get the same number of items, because a
+        forward may contain collectives; where micro-batches run out the item is a repeat of the first, of weight 0.
+    """
+    total = min(num_batches, -(-source.num_samples // micro_batch_size))
+    end = min(total * micro_batch_size, source.num_samples)
+    for first in range(0, total, world_size):
+        index = first + rank
+        start = index * micro_batch_size if index < total else 0
+        ids = np.arange(start, min(start + micro_batch_size, end), dtype=np.int64)
+        batch = source.batch(sample_ids(_VALIDATION_SEED, ids, source.num_samples))
+        yield batch, len(ids) if index < total else 0

@@ -1,0 +1,189 @@
+"""Text as byte tokens: the running Python's standard library, or any files by glob.
+
+A token is a byte (0..255) or ``END_OF_DOCUMENT`` (256), which follows every file, so there is no tokenizer to train,
+store or mismatch. Files go to training or validation by a hash of their relative path: adding a file never moves
+another one across the split.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtrain.config.schema import DataConfig, StdlibDataConfig, TextDataConfig
+from dtrain.data.sampling import Indices
+from dtrain.errors import ConfigError
+
+END_OF_DOCUMENT = 256
+VOCAB_SIZE = 257
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+Tokens = NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file: its posix path relative to the root of the data, and its bytes."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class TokenWindows:
+    """Windows of ``seq_len + 1`` tokens with stride ``seq_len``, so each token but the first is a target once."""
+
+    tokens: Tokens
+    seq_len: int
+
+    @property
+    def num_samples(self) -> int:
+        """Number of windows."""
+        return max(0, len(self.tokens) - 1) // self.seq_len
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        """The windows as ``{"tokens": int64 [B, T], "targets": int64 [B, T]}``, targets one token ahead."""
+        positions = np.asarray(sample_ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
+        window = torch.from_numpy(self.tokens[positions].astype(np.int64))
+        return {"tokens": window[:, :-1].contiguous(), "targets": window[:, 1:].contiguous()}
+
+
+@dataclass(frozen=True)
+class TextDataset:
+    """Training and validation windows of one text.
+
+    ``fingerprint`` is the sha256 (hex) over names and contents of all files in order: ranks that see different data
+    differ in it. ``description`` says in one line what was read and how validation was held out.
+    """
+
+    train: TokenWindows
+    validation: TokenWindows
+    fingerprint: str
+    description: str
+    vocab_size: int = VOCAB_SIZE
+
+    def decode(self, tokens: Iterable[int] | Tensor) -> str:
+        """The text of 1-D ``tokens``; bytes that are not UTF-8 become U+FFFD, an end of document ``<|end|>``."""
+        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        return b"".join(b"<|end|>" if v == END_OF_DOCUMENT else bytes((v,)) for v in values).decode(errors="replace")
+
+
+def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
+    """Reads the files that ``config`` names and cuts them into windows of ``seq_len`` tokens.
+
+    Where the split by file leaves either side without one whole window (a single file, say), the last
+    ``validation_percent`` of the text, at least one window, is held out instead; a validation loss always exists.
+
+    Raises:
+        ConfigError: no file matches, a file cannot be read, or the text is too short for two windows.
+    """
+    if isinstance(config, TextDataConfig):
+        documents, label = _glob_documents(config.files), f"data.files={config.files}"
+    elif isinstance(config, StdlibDataConfig):
+        documents, label = _stdlib_documents(), "data=stdlib"
+    else:
+        raise ConfigError(f"data={config.name} is not a text source; valid: stdlib, text")
+    held_out = [_held_out(document.name, config.validation_percent) for document in documents]
+    train = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if not out]), seq_len)
+    validation = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if out]), seq_len)
+    how = f"{sum(held_out)} of them held out for validation"
+    if train.num_samples == 0 or validation.num_samples == 0:
+        train, validation = _hold_out_tail(_tokenize(documents), config.validation_percent, seq_len, label)
+        share = 100 * len(validation.tokens) / (len(train.tokens) + len(validation.tokens))
+        how = f"the last {share:.1f} % of the text held out for validation"
+    size = sum(len(document.content) for document in documents) / 1e6
+    description = f"{label}: {len(documents)} files, {size:.1f} MB, {how}"
+    return TextDataset(train, validation, _fingerprint(documents), description)
+
+
+def _stdlib_documents() -> list[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    documents = []
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        try:
+            documents.append(Document(name, path.read_bytes()))
+        except OSError:  # a distribution's dangling link is no reason to refuse to train
+            continue
+    if not documents:
+        raise ConfigError(f"data=stdlib: no readable .py file under {root}; use data=text data.files=<glob>")
+    return documents
+
+
+def _glob_documents(pattern: str) -> list[Document]:
+    if not pattern:
+        raise ConfigError("data.files is empty; give a glob such as data.files='/data/**/*.txt'")
+    expanded = os.path.expandvars(os.path.expanduser(pattern))
+    paths = [Path(found) for found in glob.glob(expanded, recursive=True) if os.path.isfile(found)]
+    if not paths:
+        inside = "; it is a folder: add /**/*.txt" if os.path.isdir(expanded) else ""
+        raise ConfigError(f"data.files={pattern} matches no file (working directory {os.getcwd()}){inside}")
+    root = _fixed_prefix(expanded)
+    documents = []
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in set(paths)):
+        try:
+            documents.append(Document(name, path.read_bytes()))
+        except OSError as error:
+            raise ConfigError(
+                f"data.files={pattern}: cannot read {path}: {error.strerror}; make it readable or narrow the glob"
+            ) from error
+    return documents
+
+
+def _fixed_prefix(pattern: str) -> Path:
+    """The folder above the first wildcard (the file's own folder where there is none)."""
+    folder = Path(pattern).parent
+    while glob.has_magic(str(folder)):
+        folder = folder.parent
+    return folder
+
+
+def _held_out(name: str, percent: float) -> bool:
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+
+
+def _tokenize(documents: list[Document]) -> Tokens:
+    tokens = np.full(sum(len(document.content) + 1 for document in documents), END_OF_DOCUMENT, dtype=np.uint16)
+    start = 0
+    for document in documents:
+        stop = start + len(document.content)
+        tokens[start:stop] = np.frombuffer(document.content, dtype=np.uint8)
+        start = stop + 1
+    return tokens
+
+
+def _hold_out_tail(tokens: Tokens, percent: float, seq_len: int, label: str) -> tuple[TokenWindows, TokenWindows]:
+    needed = 2 * (seq_len + 1)
+    if len(tokens) < needed:
+        raise ConfigError(
+            f"{label} holds {len(tokens)} tokens, but one training and one validation window of model.max_seq_len="
+            f"{seq_len} need {needed}; add text or lower model.max_seq_len"
+        )
+    num_windows = max(1, int(len(tokens) * percent / 100) // seq_len)
+    tail = min(num_windows * seq_len + 1, len(tokens) - (seq_len + 1))
+    return TokenWindows(tokens[:-tail], seq_len), TokenWindows(tokens[-tail:], seq_len)
+
+
+def _fingerprint(documents: list[Document]) -> str:
+    digest = hashlib.sha256()
+    for document in documents:
+        name = document.name.encode(errors="surrogateescape")
+        # lengths first: no two lists of files run together into the same bytes
+        digest.update(len(name).to_bytes(8, "big") + name + len(document.content).to_bytes(8, "big"))
+        digest.update(document.content)
+    return digest.hexdigest()

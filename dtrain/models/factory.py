@@ -1,0 +1,74 @@
+"""Builds the model that ``model.factory`` names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain.config.schema import ModelConfig
+from dtrain.errors import ConfigError, nearest
+
+_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
+    """Calls ``config.factory(config, vocab_size)`` with torch's generators seeded by ``seed``.
+
+    The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
+    or configuration, never from a checkpoint. Its module may lie in the working directory.
+
+    Raises:
+        ConfigError: the factory is not of the form ``package.module:function``, cannot be imported, does not exist, or
+            does not return an ``nn.Module``. What the factory itself raises is passed on.
+    """
+    factory = _load(config.factory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = factory(config, vocab_size)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.factory={config.factory} returned a {type(model).__name__}; expected a torch nn.Module"
+        )
+    return model
+
+
+def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
+    if not _FORM.fullmatch(factory):
+        raise ConfigError(f"model.factory={factory} is not of the form package.module:function")
+    module_name, name = factory.split(":")
+    module = _import(module_name, factory)
+    function = getattr(module, name, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"model.factory={factory}: module {module_name} has no {name}{nearest(name, known)}")
+    if not callable(function):
+        raise ConfigError(f"model.factory={factory} is of type {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _import(module_name: str, factory: str) -> ModuleType:
+    if not module_name.startswith("dtrain."):
+        # as `python -m` does; a console script leaves the working directory out. It stays, for later imports
+        cwd = os.getcwd()
+        if cwd not in sys.path and "" not in sys.path:
+            sys.path.insert(0, cwd)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ConfigError(
+                f"model.factory={factory}: no module named {error.name} on the Python path or in {os.getcwd()}"
+            ) from error
+        raise ConfigError(f"model.factory={factory}: importing {module_name} failed: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"model.factory={factory}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,240 @@
+"""The default model: a decoder-only transformer.
+
+RMSNorm before each sub-layer (Zhang and Sennrich, 2019), rotary positions (Su et al., 2021), SwiGLU (Shazeer, 2020),
+grouped-query attention (Ainslie et al., 2023), no biases. The vocabulary is padded to a multiple of 64 for the Tensor
+Cores; padded entries are cut off before anything can see their logits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.config.schema import ModelConfig
+from dtrain.errors import ConfigError
+
+IGNORE_INDEX = -100
+
+_INIT_STD = 0.02
+_VOCAB_MULTIPLE = 64
+_FFN_MULTIPLE = 64
+
+
+class ModelOutput(NamedTuple):
+    """What the model returns.
+
+    ``logits`` is FP32 [B, T, vocab_size] (padding removed); ``loss`` is the FP32 mean cross entropy over the targets
+    that are not ``IGNORE_INDEX`` (0 where there are none), or None without targets.
+    """
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The sizes that a ``ModelConfig`` implies."""
+
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    ffn: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Dims:
+        """Derives and checks them.
+
+        Raises:
+            ConfigError: heads do not divide the hidden dimension, KV heads do not divide the heads, or a head has an
+                odd dimension (rotary positions turn pairs).
+        """
+        num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+        if config.hidden_dim % config.num_heads:
+            raise ConfigError(
+                f"model.hidden_dim={config.hidden_dim} is not a multiple of model.num_heads={config.num_heads}"
+            )
+        if config.num_heads % num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads={config.num_heads} is not a multiple of model.num_kv_heads={num_kv_heads}"
+            )
+        head = config.hidden_dim // config.num_heads
+        if head % 2:
+            raise ConfigError(
+                f"model.hidden_dim / model.num_heads = {config.hidden_dim} / {config.num_heads} = {head} is odd, but "
+                "rotary positions need an even head dimension; change one of the two"
+            )
+        ffn = config.ffn_dim if config.ffn_dim is not None else _round_up(math.ceil(8 * config.hidden_dim / 3))
+        return cls(config.hidden_dim, config.num_layers, config.num_heads, num_kv_heads, head, ffn)
+
+
+def _round_up(size: int, multiple: int = _FFN_MULTIPLE) -> int:
+    return math.ceil(size / multiple) * multiple
+
+
+def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """``exp(i * t * theta^(-2j / head_dim))`` for position t and pair j: complex64 [seq_len, 1, head_dim / 2]."""
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    positions = torch.arange(seq_len, dtype=torch.float32, device=device)
+    angles = positions[:, None] * theta ** (-pairs / head_dim)
+    return torch.polar(torch.ones_like(angles), angles)[:, None]
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turns neighbouring pairs of ``x`` [B, T, heads, head_dim] by ``rotation``, in FP32; keeps the dtype of ``x``."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+
+
+class TokenEmbedding(nn.Embedding):
+    """An embedding whose gradient is summed in FP32.
+
+    On CPU autograd adds the rows of repeated tokens one by one in the dtype of the table; in BF16 such a sum stops
+    growing after some 256 equal addends, and a byte occurs far more often in a micro-batch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up int64 ``input`` [...]; returns [..., embedding_dim] in the dtype of the table."""
+        return F.embedding(input, self.weight.float()).to(self.weight.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention with rotary positions; queries, keys and values in one matmul."""
+
+    def __init__(self, dims: Dims, dropout: float) -> None:
+        super().__init__()
+        self.dims = dims
+        self.dropout = dropout
+        self.qkv = nn.Linear(dims.hidden, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head, bias=False)
+        self.out = nn.Linear(dims.num_heads * dims.head, dims.hidden, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """``x`` [B, T, hidden], ``rotation`` complex64 [T, 1, head / 2]; returns [B, T, hidden]."""
+        heads, kv_heads = self.dims.num_heads, self.dims.num_kv_heads
+        qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.dims.head))
+        queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=-2)
+        queries, keys = rotate(queries_keys, rotation).split((heads, kv_heads), dim=-2)
+        mixed = F.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=heads != kv_heads,
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``down(silu(gate(x)) * up(x))``; gate and up in one matmul."""
+
+    def __init__(self, dims: Dims) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(dims.hidden, 2 * dims.ffn, bias=False)
+        self.down = nn.Linear(dims.ffn, dims.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then the feed-forward network, each added to the residual stream."""
+
+    def __init__(self, dims: Dims, dropout: float, norm_eps: float) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(dims.hidden, eps=norm_eps)
+        self.attn = Attention(dims, dropout)
+        self.ffn_norm = nn.RMSNorm(dims.hidden, eps=norm_eps)
+        self.ffn = FeedForward(dims)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        """``x`` [B, T, hidden], ``rotation`` as in ``Attention``; returns [B, T, hidden]."""
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotation))
+        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return out
+
+
+class Transformer(nn.Module):
+    """A causal language model over ``vocab_size`` tokens.
+
+    Raises:
+        ConfigError: the sizes in ``config`` do not fit together (see ``Dims.of``).
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        dims = Dims.of(config)
+        # one draw before any layer takes from the generator: the weights depend on the seed and their names alone
+        init_seed = int(torch.randint(2**62, (), device="cpu"))
+        self.config = config
+        self.vocab_size = vocab_size
+        padded = _round_up(vocab_size, _VOCAB_MULTIPLE)
+        self.embed = TokenEmbedding(padded, dims.hidden)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
+        self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(dims.hidden, padded, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        self._init_weights(init_seed)
+
+    @torch.no_grad()
+    def _init_weights(self, seed: int) -> None:
+        """Normal(0, 0.02); projections into the residual stream / sqrt(2 num_layers) (GPT-2, Radford et al., 2019)."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                continue  # norms keep their ones
+            residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
+            std = _INIT_STD / math.sqrt(2 * self.config.num_layers) if residual else _INIT_STD
+            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+            generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
+            # drawn on the CPU whatever the device of the model: the same weights everywhere
+            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(
+                0, std, generator=generator
+            )
+            parameter.copy_(values)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+        """Predicts the next token at each position.
+
+        Args:
+            tokens: int64 [B, T].
+            targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
+        """
+        # not a buffer: nothing to broadcast, to cast or to lose when the model moves; it costs microseconds
+        head_dim = self.config.hidden_dim // self.config.num_heads
+        rotation = rotations(tokens.shape[1], head_dim, self.config.rope_theta, tokens.device)
+        x = self.dropout(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x, rotation)
+        logits = self.head(self.norm(x))[..., : self.vocab_size].float()
+        if targets is None:
+            return ModelOutput(logits, None)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
+
+
+def build(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """The default ``model.factory``.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or free ``model.args``, which this model does not read.
+    """
+    if config.args:
+        raise ConfigError(
+            f"model.args={dict(config.args)} would be ignored: the default transformer takes none; remove it or set "
+            "model.factory=package.module:function"
+        )
+    return Transformer(config, vocab_size)

@@ -1,0 +1,185 @@
+"""What a run reports, and the files it keeps: ``metrics.jsonl`` and ``summary.json``.
+
+``metrics.jsonl`` has two kinds of lines. A training line carries the fields of :class:`StepMetrics` (``reason`` and
+``culprit`` only where a step was skipped); a validation line is ``{"step": ..., "val_loss": ...}``. JSON has no NaN or
+infinity, so a number that is not finite is written as ``null``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from dtrain.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One logged step.
+
+    ``step`` counts attempted steps; ``tokens`` those of applied steps. ``tokens_per_s`` and ``step_ms`` are the mean
+    over the steps since the last logged one, without evaluation and saving.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    loss_scale: float
+    applied: bool
+    skipped_steps: int
+    tokens: int
+    tokens_per_s: float
+    step_ms: float
+    reason: str | None = None
+    culprit: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values, without ``reason`` and ``culprit`` where the step was applied."""
+        values = finite(asdict(self))
+        return {key: value for key, value in values.items() if value is not None or key not in ("reason", "culprit")}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The end of a run: ``summary.json``.
+
+    ``tokens_per_s`` and ``wall_s`` are those of the last start of the run (its first step, which compiles, is left out
+    of the rate where there are others); ``mfu`` is None where the device's peak is unknown.
+    """
+
+    finished: bool
+    steps: int
+    applied_steps: int
+    skipped_steps: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    mfu: float | None
+    wall_s: float
+    memory: dict[str, int]
+    memory_formula: dict[str, int]
+    num_parameters: int
+    world_size: int
+    device: str
+    engine: str
+    precision: str
+    contract: dict[str, Any]
+
+
+class Sink(Protocol):
+    """Something that listens to a run on rank 0: the metrics file, the console, a tracker."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A logged step."""
+
+    def validation(self, step: int, loss: float) -> None:
+        """A validation loss after ``step`` attempted steps."""
+
+    def close(self, exit_code: int) -> None:
+        """The end, also after a failure."""
+
+
+class MetricsFile:
+    """Appends to ``metrics.jsonl``, a flushed line at a time.
+
+    Args:
+        run_dir: the run directory.
+        start_step: the step that the run continues from. Lines after it are dropped first, so that the curve of a
+            resumed run is continued, not doubled.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        path = run_dir / METRICS_FILE
+        if path.exists():
+            kept = [line for line in read_metrics(path) if line["step"] <= start_step]
+            write_atomically(path, "".join(_to_line(line) for line in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Appends a training line."""
+        self._append(metrics.to_dict())
+
+    def validation(self, step: int, loss: float) -> None:
+        """Appends a validation line."""
+        self._append(finite({"step": step, "val_loss": loss}))
+
+    def close(self, exit_code: int) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._file.write(_to_line(line))
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, without a last one that a crash cut short.
+
+    Raises:
+        ConfigError: a line before the last one is not a JSON object with a ``step``.
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            record["step"] += 0
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise ConfigError(
+                f"{path}, line {number}: expected a JSON object with a number 'step', got {line[:60]!r}; "
+                "remove that line or choose another run_dir"
+            ) from None
+        records.append(record)
+    return records
+
+
+def write_summary(run_dir: Path, summary: Summary) -> None:
+    """Writes ``summary.json``: whole or not at all."""
+    text = json.dumps(finite(asdict(summary)), indent=2, allow_nan=False)
+    write_atomically(run_dir / SUMMARY_FILE, text + "\n")
+
+
+def read_summary(run_dir: Path) -> Summary | None:
+    """The ``summary.json`` of a run directory; None where there is none that can be read."""
+    try:
+        values = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        return Summary(**{item.name: values[item.name] for item in fields(Summary)})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None in place of each number that is not finite, in dicts and sequences too."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(item) for item in value]
+    return value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces the file at ``path``; a crash leaves the old one or the new one, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _to_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"

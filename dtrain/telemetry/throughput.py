@@ -1,0 +1,121 @@
+"""Tokens a second, and model FLOPs utilisation where the peak of the device is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense peak of a device in TFLOP/s by format, FP32 accumulation."""
+
+    half: float  # BF16 and FP16
+    tf32: float
+    fp32: float
+
+
+_A100 = Peak(half=312.0, tf32=156.0, fp32=19.5)
+_H100_SXM = Peak(half=989.4, tf32=494.7, fp32=66.9)
+_H100_PCIE = Peak(half=756.0, tf32=378.0, fp32=51.0)
+_H100_NVL = Peak(half=835.5, tf32=417.5, fp32=60.0)
+
+PEAKS: dict[str, Peak] = {
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100-PCIE-40GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+    "NVIDIA A30": Peak(half=165.0, tf32=82.0, fp32=10.3),
+    "NVIDIA H100 80GB HBM3": _H100_SXM,
+    "NVIDIA H100 PCIe": _H100_PCIE,
+    "NVIDIA H100 NVL": _H100_NVL,
+    "NVIDIA GH200 480GB": _H100_SXM,
+    "NVIDIA H200": _H100_SXM,
+    "NVIDIA H200 NVL": _H100_NVL,
+}
+"""Vendor datasheets (NVIDIA A100, A30, H100, GH200, H200), without sparsity, by the exact name that torch reports: a
+slice of a GPU (MIG) has another name, and so no peak."""
+
+
+def device_name(device: torch.device) -> str:
+    """The name that torch reports for a GPU, else the type of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al., 2022, PaLM, appendix B): achieved over peak, in [0, 1].
+
+    Args:
+        device: the name of one rank's device, as :func:`device_name` gives it.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        flops_per_s: the model's own FLOPs a second on one rank (no recomputation).
+
+    Returns:
+        None where the peak of that device in that precision is unknown: never a guess.
+    """
+    peak = PEAKS.get(device)
+    if peak is None:
+        return None
+    by_precision = {"bf16": peak.half, "fp16": peak.half, "tf32": peak.tf32, "fp32": peak.fp32}
+    teraflops = by_precision.get(precision)
+    return flops_per_s / (teraflops * 1e12) if teraflops is not None else None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps and the seconds they took."""
+
+    steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds a step; 0.0 before the first."""
+        return self.seconds / self.steps if self.steps else 0.0
+
+    def plus(self, seconds: float) -> Pace:
+        """With one more step that took ``seconds``."""
+        return Pace(self.steps + 1, self.seconds + seconds)
+
+
+class StepTimer:
+    """Times training steps on a clock that stands still during evaluation and saving.
+
+    The clock runs on between steps, so that work which a GPU still does when a step returns is not lost.
+    """
+
+    def __init__(self) -> None:
+        self._mark = time.perf_counter()
+        self._window = Pace()
+        self._first = Pace()
+        self._later = Pace()
+
+    def step_done(self) -> None:
+        """Ends one step and begins the next."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        self._window = self._window.plus(seconds)
+        if self._first.steps:
+            self._later = self._later.plus(seconds)
+        else:
+            self._first = self._first.plus(seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens inside."""
+        start = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - start
+
+    def window(self) -> Pace:
+        """The steps since the last call."""
+        pace, self._window = self._window, Pace()
+        return pace
+
+    def total(self) -> Pace:
+        """All steps but the first, which compiles and warms up; that one where there is no other."""
+        return self._later if self._later.steps else self._first

@@ -1,0 +1,213 @@
+"""Experiment trackers: sinks that pass metrics on to Weights & Biases or TensorBoard.
+
+The only file that imports wandb and tensorboard, inside the functions that need them. Trackers exist on rank 0 only,
+and one that fails is dropped with a warning: training goes on, and ``metrics.jsonl`` has everything anyway.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.telemetry.metrics import Sink, StepMetrics, write_atomically
+
+TRACKER_FILE = "tracker.json"
+
+Mode = Literal["online", "offline", "disabled"]
+
+
+def check_tracker(config: TrackerConfig) -> None:
+    """Checks on every rank, before anything starts, that the tracker can be had.
+
+    Raises:
+        ConfigError: its package is not installed.
+    """
+    if isinstance(config, TensorboardConfig) and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "tracker=tensorboard needs the package tensorboard, which is not installed: "
+            "pip install dtrain[tensorboard], or choose tracker=none"
+        )
+
+
+def open_tracker(config: TrackerConfig, run_dir: Path, *, settings: Mapping[str, Any], start_step: int) -> list[Sink]:
+    """The tracker that ``config`` names, as a list of none or one.
+
+    Args:
+        config: the tracker group of the run.
+        run_dir: the run directory, which holds all files of the tracker.
+        settings: the resolved config of the run, redacted: it may leave this machine.
+        start_step: the step that the run continues from.
+    """
+    opened: Sink | None = None
+    if isinstance(config, WandbConfig):
+        wandb_config = config
+        opened = _guarded("wandb", lambda: WandbTracker(wandb_config, run_dir, settings))
+    elif isinstance(config, TensorboardConfig):
+        opened = _guarded("tensorboard", lambda: TensorboardTracker(run_dir, start_step))
+    return [opened] if opened is not None else []
+
+
+class WandbTracker:
+    """A Weights & Biases run in ``run_dir/wandb``; its id is kept in ``tracker.json``, so a resumed run continues it.
+
+    Nothing but the redacted config and the metrics is sent: neither the command line, nor code, nor git state, nor
+    console output.
+    """
+
+    def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        mode = wandb_mode(config.mode)
+        self._run = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=config.run_name or run_dir.name,
+            tags=config.tags,
+            dir=str(run_dir),
+            id=_run_id(run_dir),
+            resume="allow",
+            mode=mode,
+            config=dict(settings),
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, save_code=False, x_disable_meta=True, init_timeout=60
+            ),
+        )
+        # our own axis: wandb drops what is logged at a step that its run has already seen, as a resumed one has
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        if mode == "online":
+            logger.info("wandb: online at %s", self._run.url)
+        elif mode == "offline":
+            logger.info("wandb: offline in %s; upload with `wandb sync`", run_dir / "wandb")
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Logs the numbers of a training step as ``train/...``."""
+        self._run.log({"step": metrics.step} | {f"train/{key}": value for key, value in _numbers(metrics).items()})
+
+    def validation(self, step: int, loss: float) -> None:
+        """Logs ``val/loss``."""
+        self._run.log({"step": step, "val/loss": loss})
+
+    def close(self, exit_code: int) -> None:
+        """Ends the run, marked as failed where ``exit_code`` is not 0."""
+        self._run.finish(exit_code=exit_code)
+
+
+def wandb_mode(asked: str) -> Mode:
+    """``online``, ``offline`` or ``disabled``, decided without network and without a prompt.
+
+    ``auto`` is ``WANDB_MODE`` where it is set, else online when logged in, else offline. Online without a login would
+    make wandb ask for a key, so it becomes offline with a warning.
+    """
+    mode = os.environ.get("WANDB_MODE", "auto").lower() if asked == "auto" else asked
+    mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # wandb's older names
+    if mode == "disabled":
+        return "disabled"
+    if mode != "offline" and _logged_in():
+        return "online"
+    if mode == "online":
+        logger.warning("wandb: online was asked for but nobody is logged in (`wandb login`); tracking offline")
+    return "offline"
+
+
+def _logged_in() -> bool:
+    """Whether wandb would find a key without asking: in ``WANDB_API_KEY``, or in the netrc file for its host."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    paths = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
+    for path in paths:
+        try:
+            if netrc.netrc(Path(path).expanduser()).authenticators(host):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _run_id(run_dir: Path) -> str:
+    """The run's id from ``tracker.json``, which is written the first time."""
+    path = run_dir / TRACKER_FILE
+    if path.exists():
+        run_id = json.loads(path.read_text(encoding="utf-8")).get("wandb_run_id")
+        if isinstance(run_id, str) and run_id.isalnum():
+            return run_id
+    run_id = uuid.uuid4().hex[:8]
+    write_atomically(path, json.dumps({"wandb_run_id": run_id}) + "\n")
+    return run_id
+
+
+class TensorboardTracker:
+    """TensorBoard event files in ``run_dir/tensorboard``; what a resumed run repeats is purged from the curve."""
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Logs the numbers of a training step as ``train/...``."""
+        for key, value in _numbers(metrics).items():
+            self._writer.add_scalar(f"train/{key}", value, metrics.step)
+
+    def validation(self, step: int, loss: float) -> None:
+        """Logs ``val/loss``."""
+        self._writer.add_scalar("val/loss", loss, step)
+
+    def close(self, exit_code: int) -> None:
+        """Flushes and closes the event file."""
+        self._writer.close()
+
+
+class _Guarded:
+    """Passes everything on until it fails once; then says so and is silent."""
+
+    def __init__(self, name: str, tracker: Sink) -> None:
+        self._name = name
+        self._tracker: Sink | None = tracker
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._try(lambda tracker: tracker.step(metrics))
+
+    def validation(self, step: int, loss: float) -> None:
+        self._try(lambda tracker: tracker.validation(step, loss))
+
+    def close(self, exit_code: int) -> None:
+        self._try(lambda tracker: tracker.close(exit_code))
+
+    def _try(self, call: Callable[[Sink], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except Exception as error:
+            self._tracker = None
+            _warn(self._name, error)
+
+
+def _guarded(name: str, make: Callable[[], Sink]) -> Sink | None:
+    try:
+        return _Guarded(name, make())
+    except Exception as error:
+        _warn(name, error)
+        return None
+
+
+def _warn(name: str, error: Exception) -> None:
+    logger.warning("%s failed and is off from here, training goes on: %s: %s", name, type(error).__name__, error)
+
+
+def _numbers(metrics: StepMetrics) -> dict[str, float]:
+    """What a tracker can plot: the numbers of a step, and whether it was applied as 0 or 1."""
+    values = metrics.to_dict()
+    return {key: float(value) for key, value in values.items() if key != "step" and isinstance(value, (int, float))}

@@ -1,0 +1,227 @@
+"""One training run, from a checked config to an exit code."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from dtrain.config.schema import RunConfig
+from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset, validation_batches
+from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.logging import configure_logging, logger
+from dtrain.distributed.setup import LaunchEnv, choose_device, connect, disconnect
+from dtrain.engine.base import Engine
+from dtrain.models import build_model, generate, train_flops_per_token
+from dtrain.telemetry.console import Console, compact, memory_lines, printable
+from dtrain.telemetry.metrics import MetricsFile, Sink, Summary, write_atomically, write_summary
+from dtrain.telemetry.throughput import device_name, mfu
+from dtrain.telemetry.trackers import check_tracker, open_tracker
+from dtrain.train.run_dir import (
+    RunDir,
+    check_not_newer,
+    check_resume,
+    decide_on_rank_0,
+    open_run_dir,
+    redacted,
+    write_config,
+)
+from dtrain.train.setup import check_same, make_engine, make_loader, set_threads
+from dtrain.train.signals import StopSignals
+from dtrain.train.trainer import Feed, Result, Saving, Trainer
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: start the same command again to go on
+
+_DATA_FINGERPRINT = "data_fingerprint"  # in a checkpoint's extra
+
+
+def run_training(config: RunConfig, *, job: int | None = None) -> int:
+    """Trains as ``config`` says; called on every rank.
+
+    The first SIGTERM, SIGUSR1 or Ctrl-C on any rank ends the step on all ranks and saves; starting the same command
+    with the same ``run_dir`` goes on from there.
+
+    Args:
+        config: resolved and checked.
+        job: the number of this run in a sweep, else None.
+
+    Returns:
+        0 when all steps are done, 75 when a signal stopped the run after saving.
+
+    Raises:
+        DtrainError: anything that dtrain refuses or that fails; its class has the exit code.
+    """
+    check_resume(config)
+    check_tracker(config.tracker)
+    device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
+    with StopSignals() as stop:
+        comm = connect(device, timeout_s=config.launch.timeout_s, job=job or 0)
+        try:
+            configure_logging(comm.rank)
+            run_dir = open_run_dir(config, comm, job)
+            if run_dir.finished:
+                logger.info(
+                    "%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps
+                )
+                return EXIT_DONE
+            return _train(config, comm, run_dir, stop)
+        finally:
+            disconnect()
+
+
+def _train(config: RunConfig, comm: Communicator, run_dir: RunDir, stop: StopSignals) -> int:
+    start = time.monotonic()
+    threads = set_threads(config, comm)
+    dataset = load_dataset(config.data, config.model.max_seq_len)
+    check_same(comm, config, dataset)
+    logger.info("run %s", run_dir.path)
+    logger.info("data %s", dataset.description)
+    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
+    _resume(engine, run_dir, dataset)
+    _describe(config, engine, threads)
+    sinks = _open_sinks(config, engine, run_dir)
+    exit_code = EXIT_FAILED
+    try:
+        result = _make_trainer(config, engine, dataset, run_dir, stop, sinks).run()
+        summary = _summarize(config, engine, dataset, result, time.monotonic() - start)
+        if comm.rank == 0:
+            write_summary(run_dir.path, summary)
+        exit_code = EXIT_DONE if result.finished else EXIT_STOPPED
+    finally:
+        for sink in sinks:
+            sink.close(exit_code)
+    if comm.rank == 0:
+        if result.finished and not stop.requested:
+            _write_sample(config, engine, dataset, run_dir)
+        _say_goodbye(summary, run_dir, stop)
+    return exit_code
+
+
+def _resume(engine: Engine, run_dir: RunDir, dataset: TextDataset) -> None:
+    if run_dir.load_from is None:
+        return
+    extra = engine.load(run_dir.load_from)
+    if extra.get(_DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
+        logger.warning("the data is not what the checkpoint was trained on: from here the samples are others")
+
+    def check() -> str:
+        check_not_newer(run_dir, engine.attempted_steps)
+        return ""
+
+    decide_on_rank_0(engine.comm, check)
+
+
+def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
+    if engine.rank != 0:
+        return
+    ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
+    where = f"{device_name(engine.device)}, {threads} thread{'s' if threads > 1 else ''} each"
+    logger.info("model %s: %s parameters", config.model.name, compact(engine.num_parameters))
+    logger.info("engine %s: %s on %s", engine.name, ranks, where)
+    for line in memory_lines(engine.memory(), engine.memory_formula()):
+        logger.info(line)
+
+
+def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink]:
+    """What listens to the run: on rank 0 the metrics file, the console and the tracker; nothing on other ranks."""
+    sinks: list[Sink] = []
+    step = engine.attempted_steps
+
+    def open_all() -> str:
+        write_config(run_dir, config, step)
+        sinks.append(MetricsFile(run_dir.path, step))
+        sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
+        sinks.append(Console(config.train.steps, step))
+        return ""
+
+    decide_on_rank_0(engine.comm, open_all)
+    return sinks
+
+
+def _make_trainer(
+    config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir, stop: StopSignals, sinks: list[Sink]
+) -> Trainer:
+    train = config.train
+    feed = Feed(
+        loader=make_loader(config, dataset, engine),
+        validation=lambda: validation_batches(
+            dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
+        ),
+        tokens_per_step=train.global_batch_size * config.model.max_seq_len,
+    )
+    saving = Saving(
+        run_dir.checkpoints,
+        settings=redacted(config),
+        extra={_DATA_FINGERPRINT: dataset.fingerprint},
+        keep_last=config.checkpoint.keep_last,
+        at_end=config.checkpoint.save_at_end,
+    )
+    return Trainer(engine, feed, train, saving, stop=stop, sinks=sinks)
+
+
+def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: Result, wall_s: float) -> Summary:
+    flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
+    device = device_name(engine.device)
+    rate = result.tokens_per_s
+    utilisation = None
+    if flops is not None and rate is not None:
+        utilisation = mfu(device, engine.policy.name, flops * rate / engine.world_size)
+    return Summary(
+        finished=result.finished,
+        steps=engine.attempted_steps,
+        applied_steps=engine.applied_steps,
+        skipped_steps=engine.attempted_steps - engine.applied_steps,
+        tokens=engine.applied_steps * config.train.global_batch_size * config.model.max_seq_len,
+        train_loss=result.train_loss,
+        val_loss=result.val_loss,
+        tokens_per_s=rate,
+        mfu=utilisation,
+        wall_s=wall_s,
+        memory=engine.memory(),
+        memory_formula=engine.memory_formula(),
+        num_parameters=engine.num_parameters,
+        world_size=engine.world_size,
+        device=device,
+        engine=engine.name,
+        precision=engine.policy.name,
+        contract=engine.contract.to_dict(),
+    )
+
+
+def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir) -> None:
+    """Text from the trained model, on the console and in ``sample.txt``; on rank 0 alone, so nothing communicates."""
+    length = config.train.sample_tokens
+    if not length:
+        return
+    prompt = torch.tensor([[END_OF_DOCUMENT]], device=engine.device)
+    generator = torch.Generator().manual_seed(config.seed)
+    try:
+        with engine.eval():
+            tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)
+    except (AttributeError, TypeError) as error:
+        logger.info("no sample: it takes a model(tokens) whose output has logits (%s)", error)
+        return
+    text = dataset.decode(tokens[0, 1:])
+    write_atomically(run_dir.path / "sample.txt", text)
+    logger.info("sample:\n%s\n", printable(text))
+
+
+def _say_goodbye(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
+    if not summary.finished:
+        logger.warning(
+            "stopped at step %d%s after saving; start the same command with run_dir=%s to go on",
+            summary.steps,
+            f" by {stop.name}" if stop.requested else "",
+            run_dir.path,
+        )
+        return
+    losses = [("train_loss", summary.train_loss), ("val_loss", summary.val_loss)]
+    parts = [f"{name} {loss:.4f}" for name, loss in losses if loss is not None]
+    if summary.tokens_per_s is not None:
+        parts.append(f"{compact(summary.tokens_per_s)} tok/s")
+        parts.append(f"mfu {100 * summary.mfu:.1f} %" if summary.mfu is not None else "mfu unknown")
+    parts.append(f"{summary.skipped_steps} skipped")
+    logger.info("done: %d steps  %s", summary.steps, "  ".join(parts))
+    logger.info("results in %s", run_dir.path)

@@ -1,0 +1,228 @@
+"""The run directory: which one, what is in it already, and whether it may be continued. Rank 0 decides for all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtrain.checkpoint.container import DamageError
+from dtrain.checkpoint.directory import committed, is_single, of_run
+from dtrain.checkpoint.integrity import load_manifest
+from dtrain.checkpoint.snapshot import redact
+from dtrain.config.dump import config_to_dict
+from dtrain.config.schema import RunConfig
+from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
+
+CONFIG_FILE = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len")  # of the model's keys, on resume
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Where a run lives and what it starts from.
+
+    Attributes:
+        path: the run directory; it exists.
+        load_from: a checkpoint, or a directory of them; None to start from step 0.
+        finished: all steps are done already.
+    """
+
+    path: Path
+    load_from: Path | None
+    finished: bool
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the run's own checkpoints."""
+        return self.path / CHECKPOINTS
+
+
+def check_resume(config: RunConfig) -> None:
+    """Checks a ``resume`` that is a path before anything starts.
+
+    Raises:
+        ConfigError: there is no checkpoint at it.
+    """
+    if config.resume not in ("auto", "none"):
+        _find_checkpoints(config.resume)
+
+
+def open_run_dir(config: RunConfig, comm: Communicator, job: int | None) -> RunDir:
+    """Chooses the run directory on rank 0, creates it there, and tells the other ranks, which create nothing.
+
+    Args:
+        config: the run; without ``run_dir`` it is ``runs/<date>_<time>``.
+        comm: the ranks.
+        job: the number of this job in a sweep: each has a folder of its own in the run directory.
+
+    Raises:
+        ConfigError: on every rank: it cannot be created, it holds a run that ``resume`` does not let continue, or the
+            checkpoint to continue from is of another model.
+    """
+
+    def decide() -> str:
+        path = _create(config, job)
+        load_from, finished = _starting_point(config, path)
+        if load_from is not None:
+            _compare_with_checkpoint(load_from, redacted(config))
+        return json.dumps([str(path), str(load_from) if load_from else None, finished])
+
+    path, load_from, finished = json.loads(decide_on_rank_0(comm, decide))
+    return RunDir(Path(path), Path(load_from) if load_from else None, finished)
+
+
+def decide_on_rank_0(comm: Communicator, decide: Callable[[], str]) -> str:
+    """Calls ``decide`` on rank 0 and returns its text on every rank.
+
+    Raises:
+        ConfigError: on every rank, where ``decide`` raised it or an ``OSError``: the others would wait in vain.
+    """
+    answer = ""
+    if comm.rank == 0:
+        try:
+            answer = f"+{decide()}"
+        except (ConfigError, OSError) as error:
+            answer = f"-{error}"
+    answer = comm.exchange_text(answer)[0]
+    if answer.startswith("-"):
+        raise ConfigError(answer[1:])
+    return answer[1:]
+
+
+def check_not_newer(run_dir: RunDir, step: int) -> None:
+    """Checks that a run that continues from ``step`` will not meet checkpoints of its own future.
+
+    Raises:
+        ConfigError: the run directory holds a newer one, so it went on from ``step`` in another way.
+    """
+    steps = _steps(run_dir.checkpoints)
+    if steps and steps[-1] > step:
+        raise ConfigError(
+            f"resume={run_dir.load_from} is at step {step}, but {run_dir.checkpoints} goes on to step {steps[-1]}; "
+            "use resume=auto to continue from there, or a new run_dir to branch off"
+        )
+
+
+def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> None:
+    """Says what differs from the config that a checkpoint was made with.
+
+    Raises:
+        ConfigError: a key that decides what the model is.
+    """
+    changes = [
+        (path, old, new)
+        for path, old, new in _differences(before, now, "")
+        if not path.startswith(("run_dir", "resume", "tracker", "launch"))
+    ]
+    fatal = [c for c in changes if c[0].startswith("model.") and not c[0].startswith(_MAY_CHANGE)]
+    if fatal:
+        listed = ", ".join(f"{path}={old} (now {new})" for path, old, new in fatal)
+        raise ConfigError(
+            f"the checkpoint at step {step} holds another model: {listed}; set these back, or choose a new run_dir"
+        )
+    for path, old, new in changes:
+        logger.info("changed since the checkpoint at step %d: %s=%s (was %s)", step, path, new, old)
+
+
+def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:
+    """Writes ``config.yaml``; one that says something else is kept as ``config-until-step-<step>.yaml``."""
+    path = run_dir.path / CONFIG_FILE
+    text = yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True, width=120)
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        path.replace(path.with_name(f"config-until-step-{step}.yaml"))
+    write_atomically(path, text)
+
+
+def redacted(config: RunConfig) -> dict[str, Any]:
+    """The config as plain data without what looks like a secret: files and trackers outlive the run."""
+    values: dict[str, Any] = redact(config_to_dict(config))
+    return values
+
+
+def _create(config: RunConfig, job: int | None) -> Path:
+    parts = [] if job is None else [str(job)]
+    try:
+        if config.run_dir is not None:
+            path = Path(config.run_dir, *parts).absolute()
+            path.mkdir(parents=True, exist_ok=True)
+            return path
+        path = stamped = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}", *parts).absolute()
+        attempts = itertools.count(2)
+        while path.exists():  # two runs of one second
+            path = stamped.with_name(f"{stamped.name}-{next(attempts)}")
+        path.mkdir(parents=True)
+        return path
+    except OSError as error:
+        raise ConfigError(f"run_dir={error.filename} cannot be created: {error.strerror}; choose another") from error
+
+
+def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
+    """What to load and whether there is nothing left to do."""
+    summary = read_summary(path)
+    steps = _steps(path / CHECKPOINTS)
+    if config.resume == "none" and (steps or (path / SUMMARY_FILE).exists()):
+        what = f"checkpoints up to step {steps[-1]}" if steps else "the summary of a run"
+        raise ConfigError(
+            f"resume=none, but run_dir={path} already holds {what}; "
+            "continue it with resume=auto, or choose a new run_dir"
+        )
+    if config.resume == "none":
+        return None, False
+    if config.resume != "auto":
+        return _find_checkpoints(config.resume), False
+    if summary is not None and summary.finished and summary.steps >= config.train.steps:
+        return None, True
+    if steps:
+        return path / CHECKPOINTS, False
+    if (path / METRICS_FILE).exists():
+        logger.warning("%s holds metrics but no checkpoint: starting again from step 0", path)
+    return None, False
+
+
+def _compare_with_checkpoint(load_from: Path, now: dict[str, Any]) -> None:
+    newest = load_from if is_single(load_from) else committed(load_from)[-1]
+    try:
+        manifest = load_manifest(newest)
+    except (DamageError, OSError):
+        return  # the engine will name the damage, and take an older one if there is one
+    before = manifest.state.get("config")
+    if before:
+        compare_configs(before, now, manifest.step)
+
+
+def _find_checkpoints(resume: str) -> Path:
+    """The checkpoint at ``resume``, or the directory of checkpoints there or in the run directory there."""
+    path = Path(resume).absolute()
+    if path.is_dir():
+        directory = of_run(path)
+        if is_single(path) or committed(directory):
+            return directory
+    found = "it holds no step-<number>" if path.is_dir() else "no such directory"
+    raise ConfigError(
+        f"resume={resume}: {found}; expected auto, none, a checkpoint (.../checkpoints/step-00000100), "
+        "a directory of checkpoints, or a run directory"
+    )
+
+
+def _steps(directory: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in committed(directory)]
+
+
+def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*before, *(key for key in now if key not in before)]:
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield path, before, now

@@ -1,0 +1,59 @@
+"""Preemption: the first SIGTERM, SIGUSR1 or Ctrl-C asks for a stop, a second one ends the process at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# A launcher that forwards a signal which its whole process group got delivers it twice within milliseconds: one wish.
+_SAME_WISH_S = 1.0
+
+
+class StopSignals:
+    """While it is entered, a stop signal only sets ``requested``; the handlers that were there come back afterwards.
+
+    A second signal, more than a second after the first, ends the process as if there were no handler: a step that
+    hangs must not hold a machine that is being taken away. Outside the main thread, where Python takes no handlers,
+    it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._name = ""
+        self._previous: dict[signal.Signals, object] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop signal has come."""
+        return self._first is not None
+
+    @property
+    def name(self) -> str:
+        """The first signal that came, such as ``SIGTERM``; empty before."""
+        return self._name
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None: set by C code, which signal.signal cannot put back
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first, self._name = now, signal.Signals(number).name
+        elif now - self._first > _SAME_WISH_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

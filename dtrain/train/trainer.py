@@ -1,0 +1,209 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.config.schema import TrainConfig
+from dtrain.data import BatchLoader
+from dtrain.engine.base import Engine, StepOutcome
+from dtrain.errors import ModelError
+from dtrain.precision.policy import find_loss
+from dtrain.telemetry.metrics import Sink, StepMetrics
+from dtrain.telemetry.throughput import StepTimer
+from dtrain.train.signals import StopSignals
+
+Validation = Callable[[], Iterator[tuple[dict[str, Tensor], int]]]
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What an engine is trained and judged on.
+
+    Attributes:
+        loader: this rank's micro-batches, from the engine's data cursor on.
+        validation: gives this rank's share of the validation micro-batches with their weights, anew at each call.
+        tokens_per_step: tokens of one global batch.
+    """
+
+    loader: BatchLoader
+    validation: Validation
+    tokens_per_step: int
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go and what goes with them."""
+
+    directory: Path
+    settings: dict[str, Any]  # the resolved config, redacted
+    extra: dict[str, Any]
+    keep_last: int
+    at_end: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """How :meth:`Trainer.run` ended: all steps done, or stopped by a signal after saving."""
+
+    finished: bool
+    train_loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+
+
+class Trainer:
+    """Trains ``engine`` on ``feed`` for ``config.steps`` attempted steps.
+
+    Args:
+        engine: a built engine, perhaps with a checkpoint loaded; the loop goes on at its ``attempted_steps``.
+        feed: the data.
+        config: how long, and how often to look.
+        saving: where checkpoints go.
+        stop: the stop signals of this process.
+        sinks: what listens to the run; empty on other ranks than 0.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        feed: Feed,
+        config: TrainConfig,
+        saving: Saving,
+        *,
+        stop: StopSignals,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._config = config
+        self._saving = saving
+        self._stop = stop
+        self._sinks = sinks
+        self._train_loss: float | None = None
+        self._val_loss: tuple[int, float] | None = None
+        self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
+
+    def run(self) -> Result:
+        """Runs the remaining steps; evaluates, logs and saves on the way and at the end."""
+        config, engine = self._config, self._engine
+        self._timer = StepTimer()  # the clock starts here, not where the trainer was built
+        while engine.attempted_steps < config.steps:
+            outcome = self._step()
+            step = engine.attempted_steps
+            self._report(step, outcome)
+            if outcome.stop_requested and step < config.steps:
+                self._save(step)
+                return self._result(finished=False)
+            if _due(step, config.eval_every):
+                self._evaluate(step)
+            if _due(step, config.save_every):
+                self._save(step)
+        # save before the last evaluation: nothing that comes after training can lose it
+        step = engine.attempted_steps
+        if self._saving.at_end:
+            self._save(step)
+        self._evaluate(step)
+        return self._result(finished=True)
+
+    def _step(self) -> StepOutcome:
+        engine = self._engine
+        batch = next(self._feed.loader)
+        for micro in engine.accumulate(batch):
+            engine.backward(engine(**to_device(micro, engine.device)))
+        if self._stop.requested:
+            engine.request_stop()
+        outcome = engine.step()
+        engine.data_cursor = self._feed.loader.cursor
+        return outcome
+
+    def _report(self, step: int, outcome: StepOutcome) -> None:
+        if outcome.applied:
+            self._train_loss = outcome.loss
+        self._timer.step_done()  # after the first look at the outcome, which waits for the device
+        last = step == self._config.steps or outcome.stop_requested
+        if outcome.applied and not last and step % self._config.log_every:
+            return
+        pace = self._timer.window()
+        applied_steps = self._engine.applied_steps
+        metrics = StepMetrics(
+            step=step,
+            loss=outcome.loss,
+            lr=outcome.lr,
+            grad_norm=outcome.grad_norm,
+            loss_scale=outcome.loss_scale,
+            applied=outcome.applied,
+            skipped_steps=step - applied_steps,
+            tokens=applied_steps * self._feed.tokens_per_step,
+            tokens_per_s=self._feed.tokens_per_step / pace.step_s,
+            step_ms=1000 * pace.step_s,
+            reason=outcome.reason,
+            culprit=str(outcome.culprit) if outcome.culprit is not None else None,
+        )
+        for sink in self._sinks:
+            sink.step(metrics)
+
+    def _evaluate(self, step: int) -> None:
+        if self._val_loss is not None and self._val_loss[0] == step:
+            return
+        with self._timer.paused():
+            loss = validation_loss(self._engine, self._feed.validation())
+        self._val_loss = (step, loss)
+        for sink in self._sinks:
+            sink.validation(step, loss)
+
+    def _save(self, step: int) -> None:
+        if self._saved_step == step:
+            return
+        saving = self._saving
+        with self._timer.paused():
+            self._engine.save(saving.directory, extra=saving.extra, config=saving.settings, keep_last=saving.keep_last)
+        self._saved_step = step
+
+    def _result(self, *, finished: bool) -> Result:
+        step_s = self._timer.total().step_s or None
+        return Result(
+            finished=finished,
+            train_loss=self._train_loss,
+            val_loss=self._val_loss[1] if self._val_loss else None,
+            tokens_per_s=self._feed.tokens_per_step / step_s if step_s else None,
+        )
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch with its tensors on ``device``."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], int]]) -> float:
+    """The weighted mean loss over the micro-batches of all ranks; every rank gives the same number of them.
+
+    One small exchange; the sum is formed in FP64 in the order of the micro-batches, whatever the world size.
+
+    Raises:
+        ModelError: the model returns no loss.
+    """
+    rows: list[Tensor] = []
+    with engine.eval():
+        for micro, weight in batches:
+            output = engine(**to_device(micro, engine.device))
+            loss = find_loss(output)
+            if loss is None:
+                raise ModelError(
+                    f"in eval mode too a model must return its loss; got a {type(output).__name__} without"
+                )
+            rows.append(torch.stack((loss.double() * weight, loss.new_tensor(weight, dtype=torch.float64))))
+    gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")
+    # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
+    totals, weights = gathered.view(engine.world_size, -1, 2).transpose(0, 1).reshape(-1, 2).unbind(1)
+    return float(sum(totals.tolist())) / float(sum(weights.tolist()))
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

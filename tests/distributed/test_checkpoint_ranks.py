@@ -1,0 +1,84 @@
+"""Saves and loads by real ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.checkpoint import Piece, Snapshot, open_newest, save, verify
+from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.setup import connect
+from dtrain.errors import CheckpointError
+from tests.helpers.checkpoints import make_tensors, pieces_of
+from tests.helpers.ranks import run_ranks
+
+
+def _comm() -> Communicator:
+    return connect(torch.device("cpu"))
+
+
+def _save(rank: int, world: int, directory: Path, step: int) -> str:
+    snapshot = Snapshot(step, pieces_of(make_tensors(step), rank, world), {"world_size": world})
+    return save(directory, snapshot, _comm()).name
+
+
+def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
+    comm = _comm()
+    reader = open_newest(directory, comm)
+    held = []
+    for want in pieces_of(make_tensors(reader.step), rank, world):
+        data = reader.read(want.kind, want.name, want.start, want.stop)
+        assert torch.equal(data, want.data)
+        held.append(Piece(want.name, want.kind, want.shape, want.dtype, want.start, want.stop, data))
+    reader.check_fingerprints(held, comm)
+    return reader.step, reader.state["world_size"]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
+def test_resharding_over_real_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
+    assert run_ranks(saved, _save, tmp_path, 10) == ["step-00000010"] * saved
+    assert run_ranks(loaded, _load_and_check, tmp_path) == [(10, saved)] * loaded
+
+
+def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> None:
+    for step in (10, 20):
+        run_ranks(2, _save, tmp_path, step)
+    file = tmp_path / "step-00000020" / "r0001.safetensors"  # verified by rank 1 alone
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert run_ranks(2, _load_and_check, tmp_path) == [(10, 2)] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000020-sha256", "step-00000010"]
+
+
+def _place_wrongly(rank: int, world: int, directory: Path) -> str:
+    comm = _comm()
+    held = list(pieces_of(make_tensors(10), rank, world))
+    if rank == 1:
+        held[0].data[0] += 1e-6
+    with pytest.raises(CheckpointError) as error:
+        open_newest(directory, comm).check_fingerprints(held, comm)
+    return str(error.value)
+
+
+def test_value_placed_wrongly_on_one_rank_stops_all(tmp_path: Path) -> None:
+    run_ranks(1, _save, tmp_path, 10)
+    messages = run_ranks(2, _place_wrongly, tmp_path)
+    assert messages[0] == messages[1]
+    assert "master:weight differs from what was saved" in messages[0]
+
+
+def _save_where_one_cannot(rank: int, world: int, directory: Path) -> str:
+    if rank == 1:
+        directory = directory / "elsewhere"  # as on a host that does not share the file system
+    with pytest.raises(CheckpointError) as error:
+        _save(rank, world, directory, 20)
+    return str(error.value)
+
+
+def test_rank_without_the_shared_directory_stops_the_save(tmp_path: Path) -> None:
+    run_ranks(2, _save, tmp_path, 10)
+    for message in run_ranks(2, _save_where_one_cannot, tmp_path):
+        assert "failed on rank 1: No such file or directory" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert verify(tmp_path).ok

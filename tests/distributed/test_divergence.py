@@ -1,0 +1,95 @@
+"""A rank that differs in config, step, data or order of collectives stops the run before any update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.errors import DivergenceError
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, forward_backward, start
+from tests.helpers.zoo import make
+
+RUN = Run("transformer", options={"precision": "fp32"})
+
+
+def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
+    """One good step, then rank 1 differs in ``field``; returns the error and whether the masters stayed."""
+    engine = start(RUN)
+    forward_backward(engine, RUN, 0)
+    engine.step()
+    before = engine.state.master.clone()
+    lr = None
+    if rank == 1:
+        if field == "step":
+            engine.attempted_steps += 1
+        elif field == "data_cursor":
+            engine.data_cursor = 16
+        elif field == "loss_scale":
+            engine.loss_scale = dtrain.LossScale.of(8.0).start()
+        elif field == "config_hash":
+            engine._config_hash += 1
+            engine._config_text = engine._config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
+        elif field == "schedule_hash":
+            # two equally shaped groups reduced in swapped order: gloo would sum the wrong tensors silently
+            groups = engine.state.reducer._groups
+            groups[0], groups[1] = groups[1], groups[0]
+        elif field == "lr":
+            lr = 0.5
+    forward_backward(engine, RUN, 1)
+    with pytest.raises(DivergenceError) as caught:
+        engine.step(lr=lr if lr is not None else 1e-3)
+    return str(caught.value), torch.equal(before, engine.state.master)
+
+
+EXPECTED = {
+    "step": "step is 1 on rank 0 and 2 on rank 1",
+    "data_cursor": "data_cursor is 0 on rank 0 and 16 on rank 1",
+    "loss_scale": "loss_scale is 1.0 on rank 0 and 8.0 on rank 1",
+    "config_hash": "'max_grad_norm' is 0.05 on rank 0 and 0.5 on rank 1",
+    "schedule_hash": "Order of collectives: number ",
+    "lr": "lr is 0.001 on rank 0 and 0.5 on rank 1",
+}
+
+
+@pytest.mark.parametrize("field", sorted(EXPECTED))
+def test_stops_before_any_update_and_shows_both_values(field: str) -> None:
+    for message, untouched in run_ranks(2, differ, field):
+        assert "the ranks have diverged; nothing was updated" in message
+        assert EXPECTED[field] in message
+        assert untouched
+        if field == "schedule_hash":
+            assert "exchange_slices(blocks.1" in message
+            assert "exchange_slices(blocks.0" in message
+            assert "on rank 0" in message
+            assert "on rank 1" in message
+
+
+def set_up_differently(rank: int, world: int, what: str) -> str:
+    options: dict[str, Any] = {"precision": "fp32", "seed": 0}
+    model = make("mlp").build(0)
+    if rank == 1:
+        if what == "zero_stage":
+            options["zero_stage"] = 1
+        elif what == "lr":
+            options["optimizer"] = dtrain.AdamW(lr=0.5)
+        elif what == "model":
+            model = make("odd_sizes").build(0)
+        elif what == "seed":
+            options["seed"] = 1
+    try:
+        dtrain.initialize(model, **options)
+    except DivergenceError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("what", ["zero_stage", "lr", "model", "seed"])
+def test_found_at_the_start(what: str) -> None:
+    messages = run_ranks(2, set_up_differently, what)
+    told = [m for m in messages if m != "accepted"]
+    assert all("on rank 0" in m and "on rank 1" in m for m in told)
+    assert len(told) == 2, "every rank says it"

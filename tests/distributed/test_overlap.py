@@ -1,0 +1,80 @@
+"""Reductions overlap backward, in one order on all ranks, whatever each rank's graph looks like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain
+from dtrain.engine.native import NativeEngine
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, forward_backward, start
+
+
+def trace(rank: int, world: int, stage: int) -> list[str]:
+    """Gradients and collectives of one step, in the order in which they happened."""
+    run = Run("transformer", options={"precision": "bf16", "zero_stage": stage})
+    engine = start(run)
+    events: list[str] = []
+    for name, parameter in engine.module.named_parameters():
+        parameter.register_hook(lambda _, name=name: events.append(f"grad {name}"))
+    for verb in ("exchange_slices", "reduce_scatter_sum", "all_reduce_sum"):
+        original = getattr(engine.comm, verb)
+
+        def traced(*args: object, _original: object = original, **kwargs: object) -> object:
+            events.append(f"reduce {kwargs['label']}")
+            return _original(*args, **kwargs)  # type: ignore[operator]
+
+        setattr(engine.comm, verb, traced)
+    forward_backward(engine, run, 0)
+    engine.step()
+    return events
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_first_collective_starts_before_the_last_gradient(stage: int) -> None:
+    for events in run_ranks(2, trace, stage):
+        first_reduce = next(i for i, e in enumerate(events) if e.startswith("reduce"))
+        last_grad = max(i for i, e in enumerate(events) if e.startswith("grad"))
+        assert first_reduce < last_grad
+        assert events[first_reduce].startswith("reduce blocks."), "the last block is complete first"
+        assert events[-1].startswith("reduce root/"), "the root, with the embedding, is complete last"
+
+
+class Branches(nn.Module):
+    """Rank 0 uses one branch, rank 1 the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        return self.head(self.branches[branch](x)).square().mean()
+
+
+def train_branches(rank: int, world: int, stage: int) -> tuple[list[bool], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    engine = dtrain.initialize(Branches(), precision="fp32", zero_stage=stage, seed=0)
+    assert isinstance(engine, NativeEngine)
+    applied = []
+    for step in range(4):
+        x = torch.full((2, 4), float(rank + step + 1))
+        for _ in engine.accumulate(range(2)):
+            engine.backward(engine(x, branch=rank))
+        applied.append(engine.step().applied)
+    return applied, engine.master_state()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_take_different_branches(stage: int) -> None:
+    first, second = run_ranks(2, train_branches, stage)
+    assert first[0] == second[0] == [True] * 4
+    initial = {name: p.detach() for name, p in _initial().named_parameters()}
+    assert all(not torch.equal(first[1][name], tensor) for name, tensor in initial.items()), "both branches trained"
+
+
+def _initial() -> Branches:
+    torch.manual_seed(0)
+    return Branches()

@@ -1,0 +1,115 @@
+"""Ranks as threads, and small tensors cut into uneven pieces, for the tests of checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint import Piece, Snapshot, save
+from dtrain.distributed.collectives import Communicator
+
+Tensors = Mapping[tuple[str, str], Tensor]
+ALONE = Communicator(None, torch.device("cpu"))
+
+
+class ThreadCommunicator(Communicator):
+    """One of several ranks that are threads of this process; it exchanges text and nothing else."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[str]) -> None:
+        super().__init__(None, torch.device("cpu"))
+        self.rank, self.world_size = rank, world_size
+        self._barrier, self._board = barrier, board
+
+    def exchange_text(self, text: str) -> list[str]:
+        self._board[self.rank] = text
+        self._barrier.wait()
+        texts = list(self._board)
+        self._barrier.wait()
+        return texts
+
+
+def on_threads(world: int, fn: Callable[[Communicator], Any]) -> list[Any]:
+    """What ``fn(comm)`` returned, or the exception that it raised, on each of ``world`` ranks."""
+    barrier, board = threading.Barrier(world, timeout=30), [""] * world
+
+    def call(rank: int) -> Any:
+        try:
+            return fn(ThreadCommunicator(rank, world, barrier, board))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(call, range(world)))
+
+
+def make_tensors(seed: int = 0) -> dict[tuple[str, str], Tensor]:
+    """Tensors of several kinds, dtypes and shapes (one empty, one scalar), by (kind, name)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tensors = {(kind, "weight"): normal(5, 7) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    tensors |= {(kind, "blocks.0.bias"): normal(11) for kind in ("master", "exp_avg", "exp_avg_sq")}
+    tensors["buffer", "running_mean"] = normal(6).to(torch.bfloat16)
+    tensors["buffer", "num_batches"] = torch.tensor(seed)
+    tensors["buffer", "mask"] = torch.tensor([[True, False, True]])
+    tensors["frozen", "none"] = torch.empty(0, 3)
+    return tensors
+
+
+def even_cuts(numel: int, world: int) -> list[int]:
+    """Bounds of ``world`` intervals, the first ones one element longer."""
+    return [round(numel * rank / world) for rank in range(world + 1)]
+
+
+def piece(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> Piece:
+    data = tensor.reshape(-1)[start:stop].clone()
+    return Piece(key[1], key[0], tuple(tensor.shape), tensor.dtype, start, stop, data)
+
+
+def pieces_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[Piece, ...]:
+    """This rank's pieces: sharded kinds cut evenly (or at ``cuts``, as far as the tensor goes), the rest on rank 0."""
+    pieces = []
+    for key, tensor in tensors.items():
+        numel = tensor.numel()
+        if key[0] in ("buffer", "frozen"):
+            bounds = [0] + [numel] * world
+        else:
+            bounds = [min(cut, numel) for cut in cuts] + [numel] if cuts else even_cuts(numel, world)
+        if bounds[rank] < bounds[rank + 1] or (numel == 0 and rank == 0):
+            pieces.append(piece(key, tensor, bounds[rank], bounds[rank + 1]))
+    return tuple(pieces)
+
+
+def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None = None, **options: Any) -> list[Any]:
+    """Saves ``make_tensors(seed)`` (the step by default) from ``world`` threads; what each rank got, or raised."""
+    tensors = make_tensors(step if seed is None else seed)
+
+    def work(comm: Communicator) -> Path:
+        snapshot = Snapshot(step, pieces_of(tensors, comm.rank, world), {"world_size": world, "extra": {"step": step}})
+        return save(directory, snapshot, comm, **options)
+
+    return on_threads(world, work)
+
+
+def save_good(directory: Path, step: int, world: int = 2, **options: Any) -> Path:
+    """As :func:`save_threads`, where every rank succeeds."""
+    results = save_threads(directory, step, world, **options)
+    assert all(isinstance(result, Path) for result in results), results
+    return results[0]
+
+
+def assert_holds(reader: Any, tensors: Tensors) -> None:
+    """Every tensor comes back with its dtype, shape and bits, and there are no others."""
+    assert {(tensor.kind, tensor.name) for tensor in reader.tensors} == set(tensors)
+    for entry in reader.tensors:
+        expected = tensors[entry.kind, entry.name]
+        assert (entry.dtype, entry.shape) == (expected.dtype, tuple(expected.shape))
+        assert torch.equal(reader.read(entry.kind, entry.name), expected.reshape(-1))

@@ -1,0 +1,83 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.checkpoint.fingerprint import MASK, fingerprint, host_blocks
+
+DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int64]
+
+
+def oracle(data: torch.Tensor, start: int = 0) -> int:
+    """The definition, element by element, in Python's own integers."""
+    total = 0
+    raw = data.view(torch.uint8).numpy().tobytes()
+    size = data.element_size()
+    for i in range(len(raw) // size):
+        z = start + i
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+        z = (z ^ z >> 31) | 1
+        total += int.from_bytes(raw[i * size : (i + 1) * size], "little") * z
+    return total & MASK
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    high = 2 if dtype == torch.bool else 256
+    raw = np.random.default_rng(seed).integers(0, high, count * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_agrees_with_the_definition(dtype: torch.dtype) -> None:
+    data = random_bits(300, dtype)
+    assert fingerprint(data) == oracle(data)
+    assert fingerprint(data, 2**40 + 3) == oracle(data, 2**40 + 3)
+
+
+def test_known_value_of_the_stored_format() -> None:
+    """A checkpoint written today is read by every later version: these bits never change."""
+    assert f"{fingerprint(torch.arange(5, dtype=torch.float32)):016x}" == "eb9305b954400000"
+    assert fingerprint(torch.empty(0)) == 0
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 40_000), max_size=5), st.permutations(range(6)))
+def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -> None:
+    data = random_bits(40_000, torch.bfloat16)  # more than one block of weights
+    bounds = [0, *sorted(cuts), 40_000]
+    parts = [fingerprint(data[a:b], a) for a, b in itertools.pairwise(bounds)]
+    assert sum(parts[i] for i in order if i < len(parts)) & MASK == fingerprint(data)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(DTYPES), st.integers(1, 64), st.integers(0, 2**45), st.data())
+def test_every_single_bit_flip_is_caught(dtype: torch.dtype, count: int, start: int, draw: st.DataObject) -> None:
+    data = random_bits(count, torch.uint8).view(torch.uint8) if dtype == torch.bool else random_bits(count, dtype)
+    flipped = data.clone().view(torch.uint8)
+    bit = draw.draw(st.integers(0, flipped.numel() * 8 - 1))
+    flipped[bit // 8] ^= 1 << (bit % 8)
+    assert fingerprint(data, start) != fingerprint(flipped.view(data.dtype), start)
+
+
+def test_exchanged_elements_and_signs_are_caught() -> None:
+    data = torch.tensor([1.0, 2.0, 0.0, 0.0])
+    assert fingerprint(data) != fingerprint(data[[1, 0, 2, 3]])
+    assert fingerprint(data) != fingerprint(torch.tensor([1.0, 2.0, -0.0, 0.0]))
+    assert fingerprint(data) != fingerprint(data, 1)
+
+
+def test_one_element_of_any_stride_and_parameters() -> None:
+    data = torch.arange(10.0)
+    assert fingerprint(data[::5][1:]) == fingerprint(torch.tensor([5.0]))
+    assert fingerprint(torch.nn.Parameter(data)) == fingerprint(data)
+
+
+def test_blocks_are_small_and_cover_the_tensor() -> None:
+    data = random_bits(3_000_000, torch.float32)
+    blocks = list(host_blocks(data))
+    assert max(map(len, blocks)) <= 4 << 20
+    assert b"".join(blocks) == data.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,95 @@
+"""Lines for people, and a progress line that leaves the logger as it found it."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dtrain.distributed.logging import configure_logging, logger
+from dtrain.telemetry.console import Console, compact, format_step, memory_lines, printable
+from dtrain.telemetry.metrics import StepMetrics
+
+STEP = StepMetrics(
+    step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
+    tokens_per_s=45_210.0, step_ms=310.4,
+)  # fmt: skip
+
+
+def test_a_step_is_one_line() -> None:
+    assert format_step(STEP, 200) == ("step 20/200  loss 3.2140  lr 2.00e-03  grad_norm 1.02  45.2k tok/s  310 ms")
+
+
+def test_scale_and_skips_show_only_where_there_are_any() -> None:
+    line = format_step(replace(STEP, loss_scale=65536.0, skipped_steps=3), 200)
+    assert "loss_scale 65536  skipped 3" in line
+
+
+def test_a_skip_says_why_and_who() -> None:
+    skipped = replace(STEP, applied=False, loss=math.nan, reason="overflow", culprit="'head' on rank 1", loss_scale=8.0)
+    assert format_step(skipped, 200) == "step 20/200  skipped: overflow  loss_scale 8  culprit: 'head' on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (950, "950"), (45_210, "45.2k"), (124_400_000, "124M"), (8.03e9, "8.03G")]
+)
+def test_compact(number: float, text: str) -> None:
+    assert compact(number) == text
+
+
+def test_a_sample_cannot_steer_the_terminal() -> None:
+    assert printable("def f():\n\tpass\x1b[2J\r\x9b é") == "def f():\n\tpass\ufffd[2J\ufffd\ufffd é"
+
+
+def test_memory_against_the_formula() -> None:
+    lines = memory_lines({"master": 2 << 20, "buffers": 1 << 20}, {"master": 1 << 20})
+    assert lines[0].endswith("2.00 MiB  (ZeRO formula 1.00 MiB)")
+    assert lines[1].endswith("1.00 MiB")
+    assert lines[2].endswith("3.00 MiB  (ZeRO formula 1.00 MiB)")
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_progress_line_shows_steps_and_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    configure_logging(0)
+    try:
+        console = Console(200, 10)
+        console.step(STEP)
+        console.validation(20, 2.5)
+        console.step(replace(STEP, step=21, applied=False, reason="overflow"))
+        console.close(0)
+        assert sys.stderr is terminal
+        assert [h.stream for h in logger.handlers if isinstance(h, logging.StreamHandler)] == [terminal]
+        shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+        assert "loss 3.2140" in shown
+        assert "val_loss 2.5000" in shown
+        assert "skipped: overflow" in shown
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging(0)
+    try:
+        console = Console(200, 0)
+        console.step(STEP)
+        console.close(0)
+        assert stream.getvalue() == format_step(STEP, 200) + "\n"
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True

@@ -1,0 +1,76 @@
+"""MFU against datasheet peaks, and a clock that stands still between training."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from dtrain.telemetry.throughput import PEAKS, StepTimer, device_name, mfu
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156.0),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "fp16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.0),
+        ("NVIDIA H200", "bf16", 989.4),
+    ],
+)
+def test_half_the_peak_is_half(device: str, precision: str, teraflops: float) -> None:
+    assert mfu(device, precision, teraflops * 1e12 / 2) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H100", "nvidia h200"])
+def test_an_unknown_device_has_no_mfu(device: str) -> None:
+    assert mfu(device, "bf16", 1e12) is None
+
+
+def test_an_unknown_precision_has_no_mfu() -> None:
+    assert mfu("NVIDIA H200", "fp8", 1e12) is None
+
+
+def test_formats_are_never_slower_than_wider_ones() -> None:
+    assert all(peak.half > peak.tf32 > peak.fp32 for peak in PEAKS.values())
+
+
+def test_cpu_is_named() -> None:
+    assert device_name(torch.device("cpu")) == "cpu"
+
+
+class _Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+
+def test_pauses_do_not_count_and_the_first_step_is_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    timer = StepTimer()
+    clock.now += 8.0  # compiles
+    timer.step_done()
+    assert timer.total().step_s == 8.0
+    with timer.paused():
+        clock.now += 50.0
+    clock.now += 1.0
+    timer.step_done()
+    clock.now += 2.0
+    timer.step_done()
+    assert (timer.window().steps, timer.total().step_s) == (3, 1.5)
+    clock.now += 4.0
+    timer.step_done()
+    window = timer.window()
+    assert (window.steps, window.step_s) == (1, 4.0)
+    assert timer.window().step_s == 0.0
+
+
+def test_a_pause_that_raises_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(monkeypatch)
+    timer = StepTimer()
+    clock.now += 1.0
+    timer.step_done()
+    assert timer.window().seconds == 1.0

@@ -1,0 +1,254 @@
+"""The loop's cadence, stops and numbers, with an engine that only counts; the real one is in test_trainer_run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.config.schema import TrainConfig
+from dtrain.data import BatchLoader
+from dtrain.data.loader import validation_batches
+from dtrain.distributed.collectives import Communicator
+from dtrain.engine.base import Culprit, Engine, StepOutcome
+from dtrain.errors import ModelError
+from dtrain.telemetry.metrics import StepMetrics
+from dtrain.train.signals import StopSignals
+from dtrain.train.trainer import Feed, Result, Saving, Trainer, validation_loss
+from tests.helpers.ranks import run_ranks
+
+_BATCH = 4
+
+
+class _Source:
+    num_samples = 50
+
+    def batch(self, sample_ids: Any) -> dict[str, Tensor]:
+        return {"x": torch.from_numpy(np.asarray(sample_ids))}
+
+
+class _Stop(StopSignals):
+    """A stop signal that comes during a given step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = False
+
+    @property
+    def requested(self) -> bool:
+        return self.wanted
+
+
+class _CountingEngine:
+    """The surface of an engine that the loop uses; writes down what it is asked to do."""
+
+    def __init__(self, attempted_steps: int = 0, skip: Iterable[int] = (), comm: Communicator | None = None) -> None:
+        self.attempted_steps = self.applied_steps = attempted_steps
+        self.data_cursor = attempted_steps * _BATCH
+        self.skip = frozenset(skip)
+        self.comm = comm if comm is not None else Communicator(None, torch.device("cpu"))
+        self.device, self.rank, self.world_size = self.comm.device, self.comm.rank, self.comm.world_size
+        self.events: list[str] = []
+        self.cursors: list[int] = []
+        self.saved_cursors: list[int] = []
+        self._stop = False
+
+    def accumulate(self, batch: list[Any]) -> Iterator[Any]:
+        yield from batch
+
+    def __call__(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.double().mean().float()}
+
+    def backward(self, output: dict[str, Tensor]) -> None:
+        assert output["loss"].dim() == 0
+
+    def request_stop(self) -> None:
+        self._stop = True
+
+    def step(self) -> StepOutcome:
+        self.cursors.append(self.data_cursor)
+        self.attempted_steps += 1
+        if self.attempted_steps in self.skip:
+            culprit = Culprit(1, self.attempted_steps - 1, "reduced gradient", tensor="head")
+            return StepOutcome(False, "overflow", float("nan"), float("inf"), 8.0, 0.1, culprit, self._stop)
+        self.applied_steps += 1
+        return StepOutcome(True, None, 1.0 / self.attempted_steps, 1.0, 8.0, 0.1, None, self._stop)
+
+    @contextmanager
+    def eval(self) -> Iterator[None]:
+        yield
+
+    def save(self, directory: Path, *, extra: Any, config: Any, keep_last: int) -> Path:
+        assert (extra, config, keep_last) == ({"e": 1}, {"c": 1}, 3)
+        self.events.append(f"save {self.attempted_steps}")
+        self.saved_cursors.append(self.data_cursor)
+        return directory
+
+
+class _Ear:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.steps: list[StepMetrics] = []
+
+    def step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def validation(self, step: int, loss: float) -> None:
+        self.events.append(f"eval {step}")
+
+    def close(self, exit_code: int) -> None:
+        raise AssertionError("the trainer does not own its sinks")
+
+
+def _train(
+    engine: _CountingEngine, *, stop_at: int | None = None, at_end: bool = True, **config: int
+) -> tuple[Result, _Ear]:
+    stop, ear = _Stop(), _Ear(engine.events)
+    loader = BatchLoader(_Source(), 0, 2, _BATCH // 2, cursor=engine.data_cursor)
+    if stop_at == 0:
+        stop.wanted = True
+    elif stop_at is not None:
+        backward = engine.backward
+
+        def interrupted(output: dict[str, Tensor]) -> None:
+            stop.wanted = engine.attempted_steps + 1 >= stop_at
+            backward(output)
+
+        engine.backward = interrupted  # type: ignore[method-assign]
+    trainer = Trainer(
+        cast(Engine, engine),
+        Feed(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=10),
+        TrainConfig(**config),
+        Saving(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, keep_last=3, at_end=at_end),
+        stop=stop,
+        sinks=[ear],
+    )
+    return trainer.run(), ear
+
+
+def test_cadence() -> None:
+    engine = _CountingEngine()
+    result, ear = _train(engine, steps=7, log_every=3, eval_every=2, save_every=3)
+    assert result.finished
+    assert [m.step for m in ear.steps] == [3, 6, 7]
+    assert engine.events == ["eval 2", "save 3", "eval 4", "eval 6", "save 6", "save 7", "eval 7"]
+    assert engine.cursors == [0, 4, 8, 12, 16, 20, 24]
+    assert engine.saved_cursors == [12, 24, 28]  # what comes next, not what was
+    assert result.train_loss == 1 / 7
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_the_end_is_evaluated_and_saved_once(every: int) -> None:
+    engine = _CountingEngine()
+    _train(engine, steps=4, log_every=1, eval_every=every, save_every=every)
+    assert sorted(engine.events) == ["eval 4", "save 4"]
+
+
+def test_nothing_is_saved_at_the_end_where_that_is_not_wanted() -> None:
+    engine = _CountingEngine()
+    _train(engine, steps=4, eval_every=0, save_every=3, at_end=False)
+    assert engine.events == ["save 3", "eval 4"]
+
+
+def test_every_skip_is_logged_with_its_culprit() -> None:
+    engine = _CountingEngine(skip=(2, 5))
+    result, ear = _train(engine, steps=6, log_every=6, eval_every=0, save_every=0)
+    assert [(m.step, m.applied, m.skipped_steps, m.tokens) for m in ear.steps] == [
+        (2, False, 1, 10),
+        (5, False, 2, 30),
+        (6, True, 2, 40),
+    ]
+    assert ear.steps[0].reason == "overflow"
+    assert "'head' on rank 1" in str(ear.steps[0].culprit)
+    assert result.train_loss == 1 / 6
+
+
+def test_the_train_loss_is_that_of_the_last_applied_step() -> None:
+    result, _ = _train(_CountingEngine(skip=(3,)), steps=3, eval_every=0, save_every=0)
+    assert result.train_loss == 1 / 2
+
+
+@pytest.mark.parametrize(("stop_at", "last"), [(0, 1), (1, 1), (3, 3)])
+def test_a_stop_ends_the_step_and_saves_it(stop_at: int, last: int) -> None:
+    engine = _CountingEngine()
+    result, ear = _train(engine, stop_at=stop_at, steps=9, log_every=100, eval_every=0, save_every=0)
+    assert not result.finished
+    assert engine.attempted_steps == last
+    assert engine.events == [f"save {last}"]
+    assert [m.step for m in ear.steps] == [last]
+
+
+def test_a_stop_in_the_last_step_finishes_the_run() -> None:
+    engine = _CountingEngine()
+    result, _ = _train(engine, stop_at=4, steps=4, eval_every=0, save_every=0)
+    assert result.finished
+    assert engine.events == ["save 4", "eval 4"]
+
+
+def test_a_run_continues_where_it_was_loaded() -> None:
+    engine = _CountingEngine(attempted_steps=5)
+    _train(engine, steps=7, eval_every=0, save_every=5)
+    assert engine.cursors == [20, 24]
+    assert engine.events == ["save 7", "eval 7"]
+
+
+def test_a_run_with_no_steps_left_only_evaluates() -> None:
+    engine = _CountingEngine(attempted_steps=9)
+    result, ear = _train(engine, steps=7, eval_every=1, save_every=1)
+    assert engine.events == ["eval 9"]
+    assert ear.steps == []
+    assert (result.finished, result.train_loss, result.tokens_per_s) == (True, None, None)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    steps=st.integers(1, 12), cut=st.integers(1, 12), eval_every=st.integers(0, 5), save_every=st.integers(0, 5),
+    log_every=st.integers(1, 5),
+)  # fmt: skip
+def test_stopping_and_going_on_changes_no_data_and_no_evaluation(
+    steps: int, cut: int, eval_every: int, save_every: int, log_every: int
+) -> None:
+    config = {"steps": steps, "eval_every": eval_every, "save_every": save_every, "log_every": log_every}
+    whole = _CountingEngine()
+    _train(whole, **config)
+    first = _CountingEngine()
+    _train(first, stop_at=min(cut, steps), **config)
+    second = _CountingEngine(attempted_steps=first.attempted_steps)
+    _train(second, **config)
+    assert first.cursors + second.cursors == whole.cursors
+
+    def evaluated(events: list[str]) -> set[str]:
+        return {event for event in events if event.startswith("eval") and event != f"eval {first.attempted_steps}"}
+
+    assert evaluated(first.events) | evaluated(second.events) == evaluated(whole.events)
+
+
+def _validate(rank: int, world: int, num_batches: int) -> float:
+    import torch.distributed as dist
+
+    comm = Communicator(dist.group.WORLD if world > 1 else None, torch.device("cpu"))
+    engine = cast(Engine, _CountingEngine(comm=comm))
+    return validation_loss(engine, validation_batches(_Source(), 7, num_batches, rank, world))
+
+
+@pytest.mark.parametrize("num_batches", [1, 5, 100])
+def test_validation_loss_has_the_same_bits_at_any_world_size(num_batches: int) -> None:
+    losses = {loss for world in (1, 2, 3) for loss in run_ranks(world, _validate, num_batches)}
+    assert len(losses) == 1
+    if num_batches == 100:  # all 50 samples, each once
+        assert losses.pop() == pytest.approx(49 / 2)
+
+
+def test_a_model_without_a_loss_is_named() -> None:
+    engine = _CountingEngine()
+    engine.__class__ = type("Lossless", (_CountingEngine,), {"__call__": lambda self, x: {"logits": x}})
+    with pytest.raises(ModelError, match="must return its loss; got a dict"):
+        validation_loss(cast(Engine, engine), validation_batches(_Source(), 2, 1))

@@ -1,0 +1,153 @@
+"""Whole runs with the real engine: files, exit codes, resume, preemption, world sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.config.resolve import compose
+from dtrain.errors import ConfigError
+from dtrain.telemetry.metrics import read_metrics
+from dtrain.train.run import run_training
+from tests.helpers.ranks import run_ranks
+
+_SMALL = [
+    "experiment=smoke",
+    "precision=fp32",
+    "schedule=constant",  # the rate does not depend on train.steps
+    "train.sample_tokens=0",
+    "train.steps=4",
+    "train.eval_every=2",
+    "train.save_every=2",
+    "train.global_batch_size=4",
+    "train.eval_batches=3",
+    "model.hidden_dim=16",
+    "launch.threads_per_rank=1",
+    "engine.reproducible=true",
+]
+
+
+def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
+    return run_training(compose([*_SMALL, f"run_dir={run_dir}", *overrides]))
+
+
+def _curve(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
+
+
+def _fingerprints(run_dir: Path) -> dict[str, str]:
+    """Of all tensors of the newest checkpoint, which do not depend on sharding."""
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    manifest = json.loads((newest / "manifest.json").read_text().split("\n", 1)[1])
+    return {f"{t['kind']}:{t['name']}": t["fingerprint"] for t in manifest["tensors"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps on one rank."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert run_ranks(1, _run, str(run_dir)) == [0]
+    return run_dir
+
+
+def test_a_run_leaves_what_it_promises(whole: Path) -> None:
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    curve = _curve(whole)
+    assert [line["step"] for line in curve] == [1, 2, 2, 3, 4, 4]
+    assert [line["step"] for line in curve if "val_loss" in line] == [2, 4]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["skipped_steps"]) == (True, 4, 0)
+    assert summary["tokens"] == curve[-2]["tokens"] == 4 * 4 * 64
+    assert summary["val_loss"] == curve[-1]["val_loss"]
+    assert summary["train_loss"] == curve[-2]["loss"]
+    assert summary["mfu"] is None
+    assert summary["memory"]["master"] >= summary["memory_formula"]["master"] > 0
+    assert summary["contract"]["master"] == "fp32"
+
+
+def test_a_finished_run_says_so_and_can_be_prolonged(whole: Path, tmp_path: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert run_ranks(1, _run, str(whole)) == [0]
+    assert (whole / "metrics.jsonl").read_bytes() == before
+    assert run_ranks(1, _run, str(tmp_path), f"resume={whole}", "train.steps=5") == [0]
+    assert [line["step"] for line in _curve(tmp_path)] == [5, 5]
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=3", "train.save_every=0") == [0]
+    assert run_ranks(1, _run, str(tmp_path), "train.save_every=0") == [0]
+    assert _fingerprints(tmp_path) == _fingerprints(whole)
+    curve = [line for line in _curve(tmp_path) if (line["step"], "val_loss" in line) != (3, True)]
+    assert curve == _curve(whole)
+
+
+def test_two_ranks_have_the_bits_of_one_and_leave_the_same_files(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, _run, str(tmp_path)) == [0, 0]
+    assert _curve(tmp_path) == _curve(whole)
+    assert _fingerprints(tmp_path) == _fingerprints(whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+
+def _run_with_another_seed(rank: int, world: int, run_dir: str) -> str:
+    try:
+        _run(rank, world, run_dir, f"seed={rank}")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None:
+    messages = run_ranks(2, _run_with_another_seed, str(tmp_path))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("the config of rank 1 is not that of rank 0")
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def _start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dtrain", "train", *_SMALL, f"run_dir={run_dir}", *overrides]
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen(command, cwd=run_dir, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    endless = ["train.steps=100000", "train.save_every=0", "train.eval_every=0"]
+    child = _start(tmp_path, *endless)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or len(_curve(tmp_path)) < 3:
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 75, said
+    assert "by SIGTERM after saving" in said
+    curve = _curve(tmp_path)
+    last = curve[-1]["step"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["val_loss"]) == (False, last, None)
+
+    child = _start(tmp_path, *endless, f"train.steps={last + 2}")
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 0, said
+    resumed = _curve(tmp_path)
+    assert resumed[: len(curve)] == curve
+    assert [line["step"] for line in resumed[len(curve) :]] == [last + 1, last + 2, last + 2]
+    assert f"train.steps={last + 2} (was 100000)" in said

@@ -1,0 +1,157 @@
+"""Which run directory, and whether what is in it may be continued."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
+from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.telemetry.metrics import write_summary
+from dtrain.train.run_dir import (
+    RunDir,
+    check_not_newer,
+    check_resume,
+    compare_configs,
+    decide_on_rank_0,
+    open_run_dir,
+    redacted,
+    write_config,
+)
+from tests.helpers.ranks import run_ranks
+from tests.unit.test_telemetry_metrics import SUMMARY
+
+ALONE = Communicator(None, torch.device("cpu"))
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    return path
+
+
+def test_a_name_is_chosen_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = (open_run_dir(RunConfig(), ALONE, None).path for _ in range(2))
+    assert first != second
+    assert {first.parent, second.parent} == {tmp_path / "runs"}
+
+
+def test_each_job_of_a_sweep_has_its_folder(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "sweep"))
+    assert open_run_dir(config, ALONE, 3).path == tmp_path / "sweep" / "3"
+
+
+def test_auto_continues_from_the_runs_own_checkpoints(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, None, False)
+    _checkpoint(tmp_path, 100)
+    assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+
+
+def test_a_finished_run_is_finished_until_it_gets_more_steps(tmp_path: Path) -> None:
+    write_summary(tmp_path, replace(SUMMARY, steps=100))
+    config = RunConfig(run_dir=str(tmp_path), train=TrainConfig(steps=100))
+    assert open_run_dir(config, ALONE, None).finished
+    assert not open_run_dir(replace(config, train=TrainConfig(steps=101)), ALONE, None).finished
+    write_summary(tmp_path, replace(SUMMARY, steps=100, finished=False))
+    assert not open_run_dir(config, ALONE, None).finished
+
+
+def test_none_never_overwrites(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path), resume="none")
+    assert open_run_dir(config, ALONE, None).load_from is None
+    _checkpoint(tmp_path, 7)
+    with pytest.raises(ConfigError, match=r"already holds checkpoints up to step 7; continue it with resume=auto"):
+        open_run_dir(config, ALONE, None)
+
+
+def test_a_path_is_a_checkpoint_a_directory_of_them_or_a_run(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path / "old", 5)
+    found = []
+    for resume in (path, path.parent, tmp_path / "old"):
+        config = RunConfig(run_dir=str(tmp_path / "new"), resume=str(resume))
+        check_resume(config)
+        found.append(open_run_dir(config, ALONE, None).load_from)
+    assert found == [path, path.parent, path.parent]
+
+
+def test_a_missing_path_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory; expected auto, none, a checkpoint"):
+        check_resume(RunConfig(resume=str(tmp_path / "nix")))
+    with pytest.raises(ConfigError, match="it holds no step-<number>"):
+        check_resume(RunConfig(resume=str(tmp_path)))
+    check_resume(RunConfig(resume="none"))
+
+
+def test_a_branch_does_not_meet_its_own_future(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, 10)
+    run_dir = RunDir(tmp_path, tmp_path / "checkpoints", False)
+    check_not_newer(run_dir, 10)
+    with pytest.raises(ConfigError, match="goes on to step 10; use resume=auto"):
+        check_not_newer(run_dir, 5)
+
+
+def test_another_model_is_refused_and_other_changes_are_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    before = redacted(RunConfig())
+    now = RunConfig(
+        run_dir="x", train=TrainConfig(steps=300), model=ModelConfig(dropout=0.1), launch=LaunchConfig(device="cpu")
+    )
+    with caplog.at_level(logging.INFO):
+        compare_configs(before, redacted(now), 7)
+    assert [record.getMessage() for record in caplog.records] == [
+        "changed since the checkpoint at step 7: train.steps=300 (was 200)",
+        "changed since the checkpoint at step 7: model.dropout=0.1 (was 0.0)",
+    ]
+    with pytest.raises(ConfigError, match=r"holds another model: model.hidden_dim=256 \(now 512\)"):
+        compare_configs(before, redacted(RunConfig(model=ModelConfig(hidden_dim=512))), 7)
+
+
+def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, None, False)
+    config = RunConfig(tracker=WandbConfig(), model=ModelConfig(args={"api_key": "canary", "depth": 3}))
+    write_config(run_dir, config, 0)
+    write_config(run_dir, config, 10)
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert written["train"]["steps"] == 200
+    assert written["model"]["args"] == {"api_key": "***", "depth": 3}
+    write_config(run_dir, replace(config, seed=4), 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-until-step-20.yaml", "config.yaml"]
+    assert yaml.safe_load((tmp_path / "config-until-step-20.yaml").read_text())["seed"] == 0
+
+
+def _decide(rank: int, world: int, folder: str) -> tuple[str, str]:
+    import torch.distributed as dist
+
+    comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+    opened = open_run_dir(RunConfig(run_dir=f"{folder}/run"), comm, None)
+
+    def refuse() -> str:
+        raise PermissionError(13, "Permission denied")
+
+    try:
+        decide_on_rank_0(comm, refuse)
+    except ConfigError as error:
+        return str(opened.path), str(error)
+    return str(opened.path), ""
+
+
+def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
+    answers = run_ranks(2, _decide, str(tmp_path))
+    assert answers[0] == answers[1] == (str(tmp_path / "run"), "[Errno 13] Permission denied")
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be created"):
+        open_run_dir(RunConfig(run_dir=str(tmp_path / "file" / "run")), ALONE, None)

@@ -1,0 +1,95 @@
+"""The zoo is worth something only if plain torch trains every model in it."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
+from tests.helpers.zoo import ZOO, ZooEntry, make
+
+entries = pytest.mark.parametrize("entry", ZOO.values(), ids=ZOO)
+
+
+def buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def seed(step: int, index: int) -> None:
+    torch.manual_seed(index)
+
+
+@entries
+def test_oracle_trains_it(entry: ZooEntry) -> None:
+    model = entry.build(0)
+    assert sum(p.numel() for p in model.parameters()) < 5000
+    oracle = Oracle(model, optimizer=AdamWSettings(lr=1e-2), loss=entry.loss, before_forward=seed)
+    outcomes = [oracle.step([(entry.batch(index), 1.0) for index in range(4)]) for _ in range(8)]
+    assert all(outcome.applied for outcome in outcomes)
+    assert outcomes[-1].loss < outcomes[0].loss
+    unused = {name for name, gradient in outcomes[0].gradients.items() if not gradient.any()}
+    assert unused == {
+        "unused": {"unused", "unused_layer.weight", "unused_layer.bias"},
+        "odd_sizes": {"empty"},
+    }.get(entry.name, set())
+
+
+@pytest.mark.parametrize("entry", [e for e in ZOO.values() if not e.has_dropout], ids=lambda entry: entry.name)
+def test_float64_oracle_agrees_to_fp32_rounding(entry: ZooEntry) -> None:
+    pairs = [(entry.batch(index), 1.0 + index) for index in range(2)]
+    single = Oracle(entry.build(0), loss=entry.loss).step(pairs)
+    double = Oracle(entry.build(0), loss=entry.loss, dtype=torch.float64).step(pairs)
+    assert all(gradient.dtype == torch.float64 for gradient in double.gradients.values())
+    assert 0 < normwise_error(single.gradients, double.gradients) < 1e-5
+
+
+@entries
+def test_weights_and_batches_are_functions_of_their_number(entry: ZooEntry) -> None:
+    state = torch.get_rng_state()
+    again = pickle.loads(pickle.dumps(entry))
+    assert torch.equal(state, torch.get_rng_state())
+    first, second, other = entry.build(3).state_dict(), again.build(3).state_dict(), entry.build(4).state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert same(entry.batch(5), again.batch(5))
+    assert not same(entry.batch(5), entry.batch(6))
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+@entries
+def test_traits_are_true(entry: ZooEntry) -> None:
+    model = entry.build(0)
+    before = buffers(model)
+    losses = [entry.loss(model, entry.batch(index)).item() for index in (0, 1, 0)]
+    # equal in spite of a forward between: no loss depends on a buffer that is written
+    assert (losses[0] == losses[2]) is not entry.has_dropout
+    after = buffers(model)
+    assert all(torch.equal(before[name], after[name]) for name in before) is not entry.writes_buffers
+
+
+@entries
+def test_loss_is_fp32_for_bf16_replicas_under_autocast(entry: ZooEntry) -> None:
+    model = entry.build(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = entry.loss(model, entry.batch(0))
+    assert loss.dtype == torch.float32
+    loss.backward()
+    assert loss.isfinite()
+
+
+def test_names_are_looked_up() -> None:
+    assert make("gru") is ZOO["gru"]
+    with pytest.raises(KeyError):
+        make("unicorn")
