@@ -38,6 +38,10 @@ class DivergenceError(DtrainError):
     """The ranks no longer do the same thing (config, step, data or order of collectives); nothing was updated."""
 
 
+class CommunicationError(DtrainError):
+    """A collective failed: another rank has died, hangs, or issued another collective."""
+
+
 class NonFiniteError(DtrainError):
     """Too many consecutive steps were skipped; the message carries the diagnosis."""
 

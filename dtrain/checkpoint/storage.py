@@ -26,7 +26,7 @@ def create(path: Path) -> int:
     Raises:
         OSError: what the file system says.
     """
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:

@@ -150,6 +150,6 @@ def _check_engine(engine: NativeEngineConfig) -> None:
         )
     if engine.grad_reduction != "auto" and engine.reproducible:
         raise ConfigError(
-            f"engine.grad_reduction={engine.grad_reduction} has no effect with engine.reproducible=true, which sums at the "
-            "owner; remove one of them"
+            f"engine.grad_reduction={engine.grad_reduction} has no effect with engine.reproducible=true, "
+            "which sums at the owner; remove one of them"
         )

@@ -122,8 +122,6 @@ class Engine(ABC):
         """
         if self._accumulating:
             raise UsageError("engine.accumulate was called again before engine.step; one batch makes one step")
-        self._accumulating = True
-        self._micro_batch, self._is_last = 0, False
         items = iter(batch)
         try:
             current = next(items)
@@ -131,6 +129,8 @@ class Engine(ABC):
             raise UsageError(
                 "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
             ) from None
+        self._accumulating = True
+        self._micro_batch, self._is_last = 0, False
         for following in items:
             yield current
             self._micro_batch += 1
@@ -141,7 +141,7 @@ class Engine(ABC):
     @contextmanager
     def eval(self) -> Iterator[None]:
         """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
-        was_training = self.module.training
+        modes = [(module, module.training) for module in self.module.modules()]  # a user may keep some in eval mode
         self.module.eval()
         self._evaluating = True
         try:
@@ -149,7 +149,8 @@ class Engine(ABC):
                 yield
         finally:
             self._evaluating = False
-            self.module.train(was_training)
+            for module, mode in modes:
+                module.training = mode
 
     def request_stop(self) -> None:
         """Asks all ranks, through the next vote, to stop after that step."""

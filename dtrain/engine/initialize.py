@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtrain.distributed.collectives import Communicator
@@ -80,7 +81,7 @@ def initialize(
     if reproducible:
         _require_reproducible(model)
     if comm is None:
-        device = choose_device("auto", LaunchEnv.read().local_rank)
+        device = _rank_device(model)
         policy = policy.on(device)
         comm = connect(device)
     policy = policy.on(comm.device)
@@ -111,6 +112,16 @@ def initialize(
     for line in contract.describe():
         logger.info(line)
     return built
+
+
+def _rank_device(model: nn.Module) -> torch.device:
+    """Where the model is if that is a GPU; the CPU where the process group speaks gloo; else this rank's own GPU."""
+    found = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    if found is not None:
+        return found
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    return choose_device("auto", LaunchEnv.read().local_rank)
 
 
 def _check_arguments(

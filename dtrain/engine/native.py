@@ -101,6 +101,7 @@ class NativeEngine(Engine):
         self._autocast = Autocast(contract, model, comm.device)
         self._optimizer = FlatAdamW(options.optimizer, state.update_slices())
         self._losses: list[Tensor] = []
+        self._last_backward = -1  # the micro-batch of this step that had the latest backward
         self._weights: list[Tensor] = []
         self._skips: list[StepOutcome] = []
         self.check_contract()
@@ -119,8 +120,10 @@ class NativeEngine(Engine):
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         value = self._checked_loss(loss)
-        factor = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach().reshape(())
-        self._losses.append(value.detach())
+        self._last_backward = self._micro_batch
+        # clones: the caller may go on to change either tensor in place before the step
+        factor = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach().clone().reshape(())
+        self._losses.append(value.detach().clone())
         self._weights.append(factor)
         state = self.state
         state.weight = factor
@@ -128,7 +131,8 @@ class NativeEngine(Engine):
         if value.requires_grad:
             state.in_backward = True
             try:
-                (value * self.loss_scale.scale).backward()
+                with self._autocast.cpu_functions():
+                    (value * self.loss_scale.scale).backward()
             finally:
                 state.in_backward = False
         state.reducer.end_micro_batch()
@@ -145,7 +149,7 @@ class NativeEngine(Engine):
                 f"the loss is {value.dtype}; the contract says float32. Compute it in FP32, for instance "
                 f"F.cross_entropy(logits.float(), targets)"
             )
-        if len(self._losses) > self._micro_batch:
+        if self._last_backward == self._micro_batch:
             raise UsageError(
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
                 "'for micro in engine.accumulate(batch):', and add up several losses before one backward"
@@ -161,6 +165,8 @@ class NativeEngine(Engine):
         self.finish_gradients()
         if lr is None:
             lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
+        if not 0 <= lr < math.inf:
+            raise UsageError(f"the learning rate of step {self.attempted_steps} is {lr}; expected a finite number >= 0")
         verdict = self._vote(float(lr))
         if verdict.reason is None:
             self._update(verdict, lr)
@@ -255,7 +261,7 @@ class NativeEngine(Engine):
         self._losses.clear()
         self._weights.clear()
         self.state.reducer.micro_batch_weights.clear()
-        self._micro_batch, self._is_last, self._accumulating = 0, True, False
+        self._micro_batch, self._is_last, self._accumulating, self._last_backward = 0, True, False, -1
         for replica in self.state.replicas:
             replica.check()
         self._count_skips(outcome)

@@ -64,8 +64,8 @@ class VoteRecord:
 
     def to_row(self) -> Tensor:
         """int64 [number of fields]; floats as their bit patterns, so nothing is rounded on the way."""
-        values = (getattr(self, f.name) for f in fields(self))
-        return torch.tensor([_bits(v) if isinstance(v, float) else v for v in values], dtype=torch.int64)
+        values = ((f.type, getattr(self, f.name)) for f in fields(self))
+        return torch.tensor([_bits(v) if kind == "float" else v for kind, v in values], dtype=torch.int64)
 
     @staticmethod
     def from_row(row: Sequence[int]) -> VoteRecord:
@@ -86,7 +86,7 @@ def _float(bits: int) -> float:
 
 
 MUST_AGREE = ("step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale")
-"""Fields that differ only if the ranks have diverged; compared in this order, by their bits."""
+"""Fields that differ only if the ranks have diverged; compared in this order."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def find_disagreement(records: Sequence[VoteRecord]) -> Disagreement | None:
         expected = getattr(records[0], name)
         for rank, record in enumerate(records):
             got = getattr(record, name)
-            if got != expected:
+            if got != expected and not (math.isnan(got) and math.isnan(expected)):
                 return Disagreement(name, rank, expected, got)
     return None
 

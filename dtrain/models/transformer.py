@@ -93,18 +93,6 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
 
-class TokenEmbedding(nn.Embedding):
-    """An embedding whose gradient is summed in FP32.
-
-    On CPU autograd adds the rows of repeated tokens one by one in the dtype of the table; in BF16 such a sum stops
-    growing after some 256 equal addends, and a byte occurs far more often in a micro-batch.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Looks up int64 ``input`` [...]; returns [..., embedding_dim] in the dtype of the table."""
-        return F.embedding(input, self.weight.float()).to(self.weight.dtype)
-
-
 class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary positions; queries, keys and values in one matmul."""
 
@@ -181,7 +169,7 @@ class Transformer(nn.Module):
         self.config = config
         self.vocab_size = vocab_size
         padded = _round_up(vocab_size, _VOCAB_MULTIPLE)
-        self.embed = TokenEmbedding(padded, dims.hidden)
+        self.embed = nn.Embedding(padded, dims.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
         self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)

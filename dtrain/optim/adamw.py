@@ -70,7 +70,7 @@ class FlatAdamW:
                 [s.exp_avg for s in slices],
                 [s.exp_avg_sq for s in slices],
                 [],
-                [torch.tensor(float(step), device=device) for _ in slices],
+                [torch.tensor(float(step), dtype=torch.float32, device=device) for _ in slices],
                 lr=lr,
                 beta1=rule.betas[0],
                 beta2=rule.betas[1],
@@ -78,6 +78,6 @@ class FlatAdamW:
                 eps=rule.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=torch.tensor(grad_divisor, device=device),
-                found_inf=torch.zeros((), device=device),
+                grad_scale=torch.tensor(grad_divisor, dtype=torch.float32, device=device),
+                found_inf=torch.zeros((), dtype=torch.float32, device=device),
             )

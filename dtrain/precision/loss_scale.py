@@ -6,6 +6,7 @@ scales cannot part. Constants follow Micikevicius et al., "Mixed Precision Train
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -44,9 +45,11 @@ class LossScale:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ConfigError(f"loss scale mode '{self.mode}' is not one of {', '.join(MODES)}")
-        if not 0 < self.min <= self.init <= self.max:
-            raise ConfigError(f"loss scale needs 0 < min <= init <= max; got {self.min:g}, {self.init:g}, {self.max:g}")
-        if self.growth_factor < 1 or not 0 < self.backoff_factor <= 1:
+        if not 0 < self.min <= self.init <= self.max < math.inf:
+            raise ConfigError(
+                f"loss scale needs 0 < min <= init <= max, all finite; got {self.min:g}, {self.init:g}, {self.max:g}"
+            )
+        if not 1 <= self.growth_factor < math.inf or not 0 < self.backoff_factor <= 1:
             raise ConfigError(
                 f"loss scale needs growth_factor >= 1 and 0 < backoff_factor <= 1; "
                 f"got {self.growth_factor:g} and {self.backoff_factor:g}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,21 +108,27 @@ class PrecisionPolicy:
                 raise ConfigError(f"fp32_modules pattern '{pattern}' matches no module{nearest(pattern, names[1:])}")
         fp32_modules = tuple(
             name
-            for name, module in model.named_modules()
+            for name, module in model.named_modules(remove_duplicate=False)
             if is_fp32_class(module) or any(fnmatch.fnmatch(name, pattern) for pattern in self.fp32_modules)
         )
         inside = tuple(f"{name}." if name else "" for name in fp32_modules)
         protected = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(inside)}
         dtypes = {
-            name: torch.float32 if id(p) in protected or not p.is_floating_point() else self.compute_dtype
+            name: (torch.float32 if id(p) in protected else self.compute_dtype) if p.is_floating_point() else p.dtype
             for name, p in model.named_parameters()
         }
         return Contract(self, fp32_modules, dtypes)
 
 
 def is_fp32_class(module: nn.Module) -> bool:
-    """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses."""
-    return isinstance(module, _FP32_CLASSES) or bool(_NORM_CLASS.search(type(module).__name__))
+    """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses.
+
+    A norm whose children have parameters is a block round a norm, such as ``PreNorm``: its children decide.
+    """
+    if isinstance(module, _FP32_CLASSES):
+        return True
+    is_block = any(True for child in module.children() for _ in child.parameters())
+    return not is_block and bool(_NORM_CLASS.search(type(module).__name__))
 
 
 def _choose(device: torch.device) -> tuple[str, str]:
@@ -204,8 +210,10 @@ class Autocast:
         self._policy = contract.policy
         self._device_type = device.type
         if self._policy.is_low:
-            for name in contract.fp32_modules:
-                _run_in_fp32(model.get_submodule(name), device.type)
+            # the modules inside too: a ModuleList has no forward of its own, and a caller may reach past a parent's
+            inside = {id(m): m for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
+            for module in inside.values():
+                _run_in_fp32(module, device.type)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -213,9 +221,13 @@ class Autocast:
         if not self._policy.is_low:
             yield
             return
-        gaps = _CpuFp32Functions() if self._device_type == "cpu" else nullcontext()
-        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), gaps:
+        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), self.cpu_functions():
             yield
+
+    def cpu_functions(self) -> AbstractContextManager[Any]:
+        """What CPU's autocast lacks. Backward runs in it too, since activation checkpointing runs forwards again."""
+        needed = self._policy.is_low and self._device_type == "cpu"
+        return _CpuFp32Functions() if needed else nullcontext()
 
     def cast_output(self, output: Any) -> Any:
         """``output`` with its floating tensors in the output dtype, unless it carries a loss already.
@@ -262,7 +274,11 @@ def _run_in_fp32(module: nn.Module, device_type: str) -> None:
 
 
 class _CpuFp32Functions(TorchFunctionMode):
-    """On CPU, runs the functions in FP32 that CUDA's autocast runs in FP32 and CPU's does not."""
+    """On CPU, runs the functions in FP32 that CUDA's autocast runs in FP32 and CPU's does not.
+
+    An embedding's table is looked up in FP32 as well: CPU adds the gradient rows of a repeated token one by one in the
+    dtype of the table, and a BF16 sum stops growing after some 256 equal addends; CUDA sums them in FP32 by itself.
+    """
 
     _functions: frozenset[Callable[..., Any]] = frozenset(
         {F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.softmin,
@@ -274,11 +290,20 @@ class _CpuFp32Functions(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
         if func not in self._functions or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
         args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
         with torch.autocast("cpu", enabled=False):
             return func(*args, **kwargs)
+
+
+def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``F.embedding`` whose gradient is summed in FP32."""
+    if weight.dtype not in (torch.bfloat16, torch.float16) or not torch.is_grad_enabled():
+        return F.embedding(input, weight, *args, **kwargs)
+    return F.embedding(input, weight.float(), *args, **kwargs).to(weight.dtype)
 
 
 def check_trainable(model: nn.Module) -> None:

@@ -181,7 +181,7 @@ class GradientReducer:
         self._next = len(groups)
         self._reduce = False
         self._finished = True
-        self._weights: Callable[[], Tensor] = partial(torch.ones, comm.world_size)
+        self._weights: Callable[[], Tensor] = partial(torch.ones, comm.world_size, dtype=torch.float32)
         self._in_flight: deque[Pending] = deque()
         self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if exchanged
 
@@ -192,7 +192,7 @@ class GradientReducer:
         self._finished = False
         self._reduce = last or self._every
         if self._every:
-            row = torch.empty(self._comm.world_size, device=self._comm.device)
+            row = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
             pending = self._comm.all_gather(row, weight.reshape(1), label="weights")
             self._weights = partial(_waited, pending, row)
             self.micro_batch_weights.append(row)

@@ -68,7 +68,7 @@ class ShardedState:
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
         self._install_hooks(layouts, parameters, flats)
-        self.weight = torch.ones((), device=self._device)
+        self.weight = torch.ones((), dtype=torch.float32, device=self._device)
         self.in_backward = False
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -209,15 +209,12 @@ class ShardedState:
 
         The FP32 norm of 1,024 elements is precise enough and twenty times faster; where it overflows, FP64 decides.
         """
-        parts = []
-        for _, grad in self._own_main_grads():
-            chunks = grad.view(-1, CHUNK)
-            squares = torch.linalg.vector_norm(chunks, dim=1).double().square_()
-            bad = ~squares.isfinite()
-            if bad.any():
-                squares[bad] = chunks[bad].double().square().sum(dim=1)
-            parts.append(squares)
-        return torch.cat(parts)
+        chunks = [grad.view(-1, CHUNK) for _, grad in self._own_main_grads()]
+        squares = torch.cat([torch.linalg.vector_norm(part, dim=1).double() for part in chunks]).square_()
+        if squares.isfinite().all():
+            return squares
+        exact = torch.cat([part.double().square().sum(dim=1) for part in chunks])
+        return torch.where(squares.isfinite(), squares, exact)
 
     def canonical_sum(self, chunk_squares: Tensor) -> float:
         """The global sum of squares, added in chunk order whatever the world size."""

@@ -1,4 +1,4 @@
-"""'ZeRO saves memory' is the claim: distinct live storages against the formula, and ``engine.memory()`` against them."""
+"""'ZeRO saves memory' is the claim: live storages against the formula, and ``engine.memory()`` against them."""
 
 from __future__ import annotations
 

@@ -56,15 +56,11 @@ def faults(rank: int, world: int, stage: int) -> list[tuple[str, dtrain.StepOutc
         handle = None
         if rank == victim and kind != "loss":
             handle = poison_gradient(engine, 0 if kind == "first" else -1, value)
-        if rank == victim and kind == "loss":
-            loss_with = engine.backward
-            engine.backward = lambda loss, *, weight=1.0: loss_with(loss * value, weight=weight)  # type: ignore[method-assign]
-        forward_backward(engine, RUN, step)
+        poison = value if rank == victim and kind == "loss" else 1.0
+        forward_backward(engine, RUN, step, loss_factor=poison)
         outcome = engine.step()
         if handle is not None:
             handle.remove()
-        if rank == victim and kind == "loss":
-            engine.backward = loss_with  # type: ignore[method-assign]
         untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
         scale_after = engine.loss_scale.scale
         forward_backward(engine, RUN, step + 1)

@@ -269,6 +269,32 @@ def test_failure_to_remove_old_ones_is_no_failed_save(
     assert_sound(directory, newest=300)
 
 
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    for name in ("file", "link"):
+        with pytest.raises(FileExistsError):
+            storage.create(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(FileExistsError):
+        storage.rename(tmp_path / "directory", tmp_path / "empty")
+    assert not (tmp_path / "target").exists()
+
+
+def test_directory_that_appears_during_a_save_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(index: int, call: Call) -> None:
+        if call[0] == "create" and call[1][0].name == "manifest.json":
+            (tmp_path / "step-00000300").mkdir()
+
+    with monkeypatch.context() as patch:
+        Seam(patch, act)
+        for error in save_threads(tmp_path, 300):
+            assert "failed on rank 0: File exists (errno 17)" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000300"]
+    assert list((tmp_path / "step-00000300").iterdir()) == []
+
+
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.write
     with monkeypatch.context() as patch:

@@ -61,14 +61,14 @@ def start(run: Run) -> NativeEngine:
     return engine
 
 
-def forward_backward(engine: NativeEngine, run: Run, step: int) -> None:
-    """All micro-batches of one step on this rank."""
+def forward_backward(engine: NativeEngine, run: Run, step: int, *, loss_factor: float = 1.0) -> None:
+    """All micro-batches of one step on this rank; ``loss_factor`` is there to be infinite."""
     entry = make(run.model)
     total = run.accumulation * engine.world_size
     indices = [i * engine.world_size + engine.rank for i in range(run.accumulation)]
     for index in engine.accumulate(indices):
         loss = entry.loss(engine, entry.batch(step * total + index))
-        engine.backward(loss, weight=run.weight(step, index))
+        engine.backward(loss * loss_factor, weight=run.weight(step, index))
 
 
 def main_gradients(engine: NativeEngine, run: Run, step: int) -> dict[str, Tensor]:

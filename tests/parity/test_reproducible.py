@@ -20,23 +20,11 @@ def train_bits(rank: int, world: int, run: Run) -> tuple[dict[str, Tensor], list
     engine = start(run)
     history = []
     for step in range(run.steps):
-        if step == BAD_STEP and rank == world - 1:
-            _poison_once(engine)
-        forward_backward(engine, run, step)
+        bad = step == BAD_STEP and rank == world - 1
+        forward_backward(engine, run, step, loss_factor=torch.inf if bad else 1.0)
         outcome = engine.step()
         history.append((outcome.applied, outcome.grad_norm if outcome.applied else 0.0))
     return engine.master_state(), history
-
-
-def _poison_once(engine: object) -> None:
-    """Makes the next backward of this rank see an infinite loss."""
-    original = engine.backward  # type: ignore[attr-defined]
-
-    def backward(loss: Tensor, **kwargs: object) -> None:
-        engine.backward = original  # type: ignore[attr-defined]
-        original(loss * torch.inf, **kwargs)
-
-    engine.backward = backward  # type: ignore[attr-defined]
 
 
 def bits_run(world: int, stage: int, precision: str, *, reproducible: bool) -> Run:
@@ -53,7 +41,7 @@ def train_stages(rank: int, world: int, precision: str, reproducible: bool) -> l
     return [train_bits(rank, world, bits_run(world, s, precision, reproducible=reproducible)) for s in (0, 1, 2)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def stages(world: int, precision: str, reproducible: bool) -> list[tuple[dict[str, Tensor], list[tuple[bool, float]]]]:
     return run_ranks(world, train_stages, precision, reproducible)[0]
 

@@ -1,0 +1,75 @@
+"""The table of stages, and the ZeRO formula against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dtrain
+from dtrain.sharding.placement import STAGES, Placement, Placements, memory_formula
+from tests.helpers.zoo import make
+
+R, S = Placement.REPLICATE, Placement.SHARD
+
+
+def test_the_table_is_that_of_the_design() -> None:
+    rows = {stage: (row.compute, row.gradient, row.master) for stage, row in STAGES.items()}
+    assert rows == {0: (R, R, R), 1: (R, R, S), 2: (R, S, S)}
+
+
+# 7.5 billion parameters on 64 ranks, the example of the ZeRO paper (figure 1), here with FP32 main grads: 18 bytes a
+# parameter unsharded (2 + 4 + 4 + 8). In units of 10^9 bytes.
+@pytest.mark.parametrize(
+    ("stage", "compute", "main_grad", "master", "moments"),
+    [
+        (0, 15.0, 30.0, 30.0, 60.0),
+        (1, 15.0, 30.0, 0.46875, 0.9375),
+        (2, 15.0, 0.46875, 0.46875, 0.9375),
+    ],
+)
+def test_by_hand(stage: int, compute: float, main_grad: float, master: float, moments: float) -> None:
+    got = memory_formula(STAGES[stage], low_numel=7_500_000_000, fp32_numel=0, low_bytes=2, world_size=64)
+    want = {"compute": compute, "main_grad": main_grad, "master": master, "moments": moments}
+    assert got == {kind: gigabytes * 1e9 for kind, gigabytes in want.items()}
+
+
+def test_fp32_modules_count_four_bytes_in_the_replica() -> None:
+    got = memory_formula(STAGES[2], low_numel=1000, fp32_numel=10, low_bytes=2, world_size=2)
+    assert got == {"compute": 2040, "main_grad": 2020, "master": 2020, "moments": 4040}
+
+
+def test_a_row_with_everything_sharded() -> None:
+    got = memory_formula(Placements(S, S, S), low_numel=1000, fp32_numel=0, low_bytes=2, world_size=4)
+    assert got == {"compute": 500, "main_grad": 1000, "master": 1000, "moments": 2000}
+
+
+def test_a_share_is_rounded_up() -> None:
+    got = memory_formula(STAGES[2], low_numel=0, fp32_numel=1, low_bytes=4, world_size=3)
+    assert got == {"compute": 4, "main_grad": 2, "master": 2, "moments": 3}
+
+
+@given(st.sampled_from(sorted(STAGES)), st.integers(0, 10**10), st.integers(0, 10**8), st.integers(1, 1024))
+def test_shares_add_up_and_more_sharding_never_costs(stage: int, low: int, high: int, world: int) -> None:
+    arguments = {"low_numel": low, "fp32_numel": high, "low_bytes": 2}
+    alone = memory_formula(STAGES[stage], **arguments, world_size=1)
+    shared = memory_formula(STAGES[stage], **arguments, world_size=world)
+    assert sum(alone.values()) == 18 * low + 20 * high
+    for kind, total in alone.items():
+        assert shared[kind] == total or 0 <= shared[kind] * world - total < world
+    if stage:
+        less = memory_formula(STAGES[stage - 1], **arguments, world_size=world)
+        assert all(shared[kind] <= less[kind] for kind in shared)
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+def test_the_formula_is_what_the_tensors_hold_up_to_padding(stage: int) -> None:
+    engine = dtrain.initialize(make("transformer").build(0), precision="bf16", zero_stage=stage, seed=0)
+    held, formula = engine.memory(), engine.memory_formula()
+    layouts = engine.state.layouts  # type: ignore[attr-defined]
+    padding = sum(layout.numel for layout in layouts) - engine.num_parameters
+    per_element = {"compute": 4, "main_grad": 4, "master": 4, "moments": 8}
+    for kind, size in per_element.items():
+        assert formula[kind] <= held[kind] <= formula[kind] + padding * size
+    assert held["master"] == formula["master"] + 4 * padding
+    assert held["buffers"] == 0

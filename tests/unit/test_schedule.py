@@ -1,0 +1,76 @@
+"""Learning-rate schedules: end points, shape and errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.errors import ConfigError
+from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
+
+steps = st.tuples(st.integers(0, 50), st.integers(1, 100)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+ratios = st.floats(0, 1)
+decaying = st.one_of(
+    st.builds(lambda s, r: Cosine(*s, min_ratio=r), steps, ratios),
+    st.builds(lambda s, r: Linear(*s, min_ratio=r), steps, ratios),
+    st.builds(lambda s, share, r: WSD(*s, int(share * (s[1] - s[0])), min_ratio=r), steps, st.floats(0, 1), ratios),
+)
+
+
+def curve(schedule: Schedule, stop: int) -> list[float]:
+    return [schedule.factor(step) for step in range(stop)]
+
+
+@given(decaying)
+def test_warms_up_in_a_line_then_only_falls_to_its_floor(schedule: Cosine | Linear | WSD) -> None:
+    warmup, total, floor = schedule.warmup_steps, schedule.total_steps, schedule.min_ratio
+    seen = curve(schedule, total + 20)
+    assert seen[:warmup] == [(step + 1) / warmup for step in range(warmup)]
+    assert seen[warmup] == 1.0
+    assert all(after <= before for before, after in zip(seen[warmup:], seen[warmup + 1 :], strict=False))
+    assert all(0 <= value <= 1 for value in seen)
+    assert seen[total:] == [pytest.approx(floor, abs=1e-12)] * 20
+
+
+@given(
+    st.one_of(st.builds(Cosine, st.just(3), st.integers(4, 200)), st.builds(Linear, st.just(3), st.integers(4, 200)))
+)
+def test_no_jumps_after_warm_up(schedule: Cosine | Linear) -> None:
+    length = schedule.total_steps - schedule.warmup_steps
+    seen = curve(schedule, schedule.total_steps + 2)[schedule.warmup_steps :]
+    steepest = math.pi / 2 / length  # of a cosine; a line's is 1 / length
+    assert max(abs(a - b) for a, b in zip(seen, seen[1:], strict=False)) <= (1 - schedule.min_ratio) * steepest + 1e-12
+
+
+def test_by_hand() -> None:
+    assert curve(Constant(), 3) == [1, 1, 1]
+    assert curve(Constant(4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+    assert curve(Linear(2, 6, min_ratio=0.5), 8) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert curve(Cosine(0, 4, min_ratio=0.0), 5) == pytest.approx([1, 0.8535533905932737, 0.5, 0.14644660940672627, 0])
+    assert Cosine(10, 110).factor(60) == pytest.approx(0.55)  # half way between the peak and a tenth of it
+    assert curve(WSD(2, 8, 4, min_ratio=0.2), 10) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+def test_a_plateau_without_decay_holds_to_the_end() -> None:
+    assert curve(WSD(0, 5, 0), 5) == [1] * 5
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Constant(-1), "warmup_steps must be at least 0; got -1"),
+        (lambda: Cosine(-1, 10), "warmup_steps must be at least 0; got -1"),
+        (lambda: Cosine(0, 0), "total_steps=0 must be at least 1"),
+        (lambda: Linear(11, 10), "total_steps=10 must be at least 1 and at least warmup_steps=11"),
+        (lambda: Linear(0, 10, min_ratio=1.5), "min_ratio must lie between 0 and 1; got 1.5"),
+        (lambda: Cosine(0, 10, min_ratio=math.nan), "min_ratio must lie between 0 and 1"),
+        (lambda: WSD(5, 10, 6), "decay_steps=6 must fit between warmup_steps=5 and total_steps=10"),
+        (lambda: WSD(5, 10, -1), "decay_steps=-1 must fit"),
+    ],
+)
+def test_senseless_schedules_are_refused(build: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()  # type: ignore[operator]
