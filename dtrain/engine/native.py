@@ -131,8 +131,7 @@ class NativeEngine(Engine):
         if value.requires_grad:
             state.in_backward = True
             try:
-                with self._autocast.cpu_functions():
-                    (value * self.loss_scale.scale).backward()
+                self._autocast.backward(value * self.loss_scale.scale)
             finally:
                 state.in_backward = False
         state.reducer.end_micro_batch()

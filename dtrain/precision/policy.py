@@ -9,13 +9,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -209,6 +210,7 @@ class Autocast:
     def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
         self._policy = contract.policy
         self._device_type = device.type
+        self._needs_cpu_functions = contract.policy.is_low and device.type == "cpu"
         if self._policy.is_low:
             # the modules inside too: a ModuleList has no forward of its own, and a caller may reach past a parent's
             inside = {id(m): m for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
@@ -221,13 +223,23 @@ class Autocast:
         if not self._policy.is_low:
             yield
             return
-        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), self.cpu_functions():
+        gaps = _CpuFp32Functions() if self._needs_cpu_functions else nullcontext()
+        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), gaps:
             yield
 
-    def cpu_functions(self) -> AbstractContextManager[Any]:
-        """What CPU's autocast lacks. Backward runs in it too, since activation checkpointing runs forwards again."""
-        needed = self._policy.is_low and self._device_type == "cpu"
-        return _CpuFp32Functions() if needed else nullcontext()
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()``, in which activation checkpointing runs forwards again under the same rules.
+
+        ``Tensor.backward`` itself would be handled by the function mode, and a mode is off while it handles a call; so
+        on CPU the engine of autograd is called as ``Tensor.backward`` calls it.
+        """
+        if not self._needs_cpu_functions:
+            loss.backward()
+            return
+        with _CpuFp32Functions():
+            _engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
     def cast_output(self, output: Any) -> Any:
         """``output`` with its floating tensors in the output dtype, unless it carries a loss already.

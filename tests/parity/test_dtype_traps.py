@@ -78,9 +78,7 @@ def die_before_the_vote(rank: int, world: int) -> str:
     if rank == 1:
         return "left"
     with pytest.raises(CommunicationError) as caught:
-        for _ in range(3):
-            engine.step()
-            engine.backward(engine(torch.ones(1, 4)).mean())
+        engine.step()
     return str(caught.value)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import dtrain
 from tests.helpers.oracle import assert_close_to_largest, normwise_error
@@ -26,20 +27,30 @@ def train_odd(rank: int, world: int, name: str) -> dict[tuple[str, int], Result]
     return {(p, s): train(rank, world, odd_run(name, p, s)) for p in ("fp32", "bf16") for s in (0, 1, 2)}
 
 
+def without_noise(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Leaves out gradients that are zero but for rounding, such as of a bias before a batch norm."""
+    largest = max(float(g.abs().max()) for g in want.values() if g.numel())
+    real = [name for name, g in want.items() if not g.numel() or not 0 < float(g.abs().max()) < 1e-6 * largest]
+    return {name: got[name] for name in real}, {name: want[name] for name in real}
+
+
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_trains_like_the_oracle(name: str) -> None:
     results = run_ranks(WORLD, train_odd, name)[0]
     oracle, steps = oracle_run(odd_run(name, "fp32", 0), WORLD)
     trained = {n for n, p in make(name).build(0).named_parameters() if p.requires_grad}
-    masters = {n: t for n, t in oracle.masters().items() if n in trained}
+    # Adam turns even rounding noise into steps of the learning rate: such a parameter's path is arbitrary
+    real, _ = without_noise(steps[0].gradients, steps[0].gradients)
+    masters = {n: t for n, t in oracle.masters().items() if n in trained and n in real}
     for (precision, stage), got in results.items():
         assert all(outcome.applied for outcome in got.outcomes), f"{name} {precision} stage {stage}"
         if precision == "fp32":
-            assert_close_to_largest(got.gradients, steps[0].gradients, 2e-6)
+            assert_close_to_largest(*without_noise(got.gradients, steps[0].gradients), 2e-6)
         else:
             error = normwise_error(got.gradients, steps[0].gradients)
             assert error < 0.05, f"{name} stage {stage}: gradients off by {error:.3g}"
-        error = normwise_error(got.masters, masters)
+        assert got.masters.keys() == trained
+        error = normwise_error({n: got.masters[n] for n in masters}, masters)
         assert error < (1e-4 if precision == "fp32" else 2e-2), f"{name} {precision} stage {stage}: off by {error:.3g}"
 
 
