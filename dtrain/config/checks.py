@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import Any
 
 from dtrain.config.schema import (
     GROUP_OPTIONS,
+    DataConfig,
     LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
+    EngineBenchConfig,
     OptimConfig,
+    PrecisionBenchConfig,
     PrecisionConfig,
     RunConfig,
+    SuiteConfig,
     TextDataConfig,
     TrainConfig,
     WSDConfig,
@@ -32,6 +37,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     check_fields(config)
     _check_names(config)
     _check_text(config)
+    _check_data(config.data)
     _check_batch(config.train, world_size)
     _check_schedule(config)
     _check_optim(config.optim)
@@ -41,10 +47,36 @@ def check_config(config: RunConfig, world_size: int) -> None:
         _check_engine(config.engine)
 
 
-def _check_names(config: RunConfig) -> None:
+def check_suite(config: SuiteConfig) -> None:
+    """Checks the configuration of a suite of ``dtrain bench`` likewise.
+
+    Raises:
+        ConfigError: the first thing at fault, its value, and what to change.
+    """
+    check_fields(config)
+    _check_names(config)
+    _check_data(config.data)
+    _check_optim(config.optim)
+    _check_model(config.model)
+    bench = config.bench
+    if bench.out == "":
+        raise ConfigError("bench.out is empty; name a JSON file, or leave it null")
+    if isinstance(bench, EngineBenchConfig):
+        _check_list("bench.stages", bench.stages, (0, 1, 2))
+    elif isinstance(bench, PrecisionBenchConfig):
+        _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
+
+
+def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:
+    for value in values:
+        if value not in choices or values.count(value) > 1:
+            raise ConfigError(f"{key}={values} must list some of {', '.join(map(str, choices))}, each once")
+
+
+def _check_names(config: RunConfig | SuiteConfig) -> None:
     for group, options in GROUP_OPTIONS.items():
-        record = getattr(config, group)
-        if options.get(record.name) is not type(record):
+        record = getattr(config, group, None)
+        if record is not None and options.get(record.name) is not type(record):
             hint = nearest(f"{group}={record.name}", [f"{group}={option}" for option in options])
             raise ConfigError(f"{group}.name={record.name} does not choose an option; use {group}=OPTION{hint}")
 
@@ -54,7 +86,10 @@ def _check_text(config: RunConfig) -> None:
         raise ConfigError("run_dir is empty; name a folder, or leave it null for runs/<date>_<time>")
     if config.resume == "":
         raise ConfigError("resume is empty; it is auto, none, or the path of a checkpoint")
-    if isinstance(config.data, TextDataConfig) and not config.data.files:
+
+
+def _check_data(data: DataConfig) -> None:
+    if isinstance(data, TextDataConfig) and not data.files:
         raise ConfigError("data=text needs data.files, a glob such as data.files='/data/**/*.txt'")
 
 

@@ -23,10 +23,8 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtrain.config.explain import unknown_key
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig
+from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, Root
 from dtrain.errors import ConfigError
-
-CONFIG_NAME = "train"
 
 
 def config_folder() -> Path:
@@ -37,23 +35,24 @@ def config_folder() -> Path:
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
-        if (folder / f"{CONFIG_NAME}.yaml").is_file():
+        if (folder / f"{TRAIN.name}.yaml").is_file():
             return folder
-    raise ConfigError(f"no conf/{CONFIG_NAME}.yaml inside or beside {package}; reinstall dtrain")
+    raise ConfigError(f"no conf/{TRAIN.name}.yaml inside or beside {package}; reinstall dtrain")
 
 
 @cache
 def register_schema() -> None:
-    """Puts the schema into Hydra's ConfigStore, once: ``run_schema`` and a ``GROUP_OPTION_schema`` for each option."""
+    """Puts the schema into Hydra's ConfigStore, once: ``train_schema`` and the like, ``GROUP_OPTION_schema`` likewise."""
     version.setbase("1.3")
     setup_globals()
-    root = _writable(OmegaConf.structured(RunConfig))
-    root.model.args._set_flag("struct", False)  # free keys: no '+' needed
-    # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
-    for group in GROUP_OPTIONS:
-        root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
     store = ConfigStore.instance()
-    store.store(name="run_schema", node=root, provider="dtrain")
+    for primary in PRIMARIES:
+        root = _writable(OmegaConf.structured(primary.schema))
+        root.model.args._set_flag("struct", False)  # free keys: no '+' needed
+        # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
+        for group in GROUP_OPTIONS.keys() & root.keys():
+            root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
+        store.store(name=f"{primary.name}_schema", node=root, provider="dtrain")
     for group, options in GROUP_OPTIONS.items():
         for option, schema in options.items():
             node = _writable(OmegaConf.structured(schema))
@@ -87,7 +86,7 @@ def open_loader(config_path: str | None = None, config_dir: str | None = None) -
     return ConfigLoaderImpl(config_search_path=search_path)
 
 
-def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]) -> RunConfig:
+def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, overrides: Sequence[str]) -> Root:
     """Composes one run as the frozen records of the schema; values are not checked yet.
 
     Raises:
@@ -97,17 +96,17 @@ def load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]) -
     """
     composed = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
     HydraConfig.instance().set_config(composed)  # for interpolations such as ${hydra:runtime.cwd}
-    if OmegaConf.get_type(composed) is not RunConfig:
-        raise ConfigError(f"{config_name}.yaml lacks the schema; begin its defaults list with '{CONFIG_NAME}'")
+    if OmegaConf.get_type(composed) is not primary.schema:
+        raise ConfigError(f"{config_name}.yaml lacks the schema; begin its defaults list with '{primary.name}'")
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
-    _refuse_added_keys(composed)
+    _refuse_added_keys(composed, primary)
     config = _tuples(OmegaConf.to_object(composed))
-    assert isinstance(config, RunConfig)
+    assert isinstance(config, primary.schema)
     return config
 
 
-def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
+def _refuse_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "") -> None:
     """A '+key=value' enters even a typed node, where the frozen record could not hold it."""
     schema = OmegaConf.get_type(node)
     if not is_dataclass(schema):
@@ -115,10 +114,10 @@ def _refuse_added_keys(node: DictConfig, prefix: str = "") -> None:
     known = {item.name for item in fields(schema)}
     for key in map(str, node):
         if key not in known:
-            raise ConfigError(unknown_key(f"{prefix}{key}", schema))
+            raise ConfigError(unknown_key(f"{prefix}{key}", schema, primary))
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none() or child._is_interpolation()):
-            _refuse_added_keys(child, f"{prefix}{key}.")
+            _refuse_added_keys(child, primary, f"{prefix}{key}.")
 
 
 def _tuples(record: Any) -> Any:

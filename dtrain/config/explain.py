@@ -20,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig
+from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary
 from dtrain.errors import ConfigError, nearest
 
 FREE_GROUPS = ("experiment", "debug")
@@ -29,14 +29,14 @@ FREE_GROUPS = ("experiment", "debug")
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def explain(error: Exception) -> ConfigError:
-    """The one-line :class:`ConfigError` for an exception that Hydra or OmegaConf raised while composing."""
+def explain(error: Exception, primary: Primary[Any]) -> ConfigError:
+    """The one-line :class:`ConfigError` for what Hydra or OmegaConf raised while composing ``primary``."""
     if isinstance(error, OverrideParseException):
         return ConfigError(_syntax(error))
     if isinstance(error, MissingConfigException):
         return ConfigError(_missing_config(error))
     cause = _omegaconf_cause(error)
-    text = _hydra(error) if cause is None else _omegaconf(error, cause)
+    text = _hydra(error, primary) if cause is None else _omegaconf(error, cause, primary)
     return ConfigError(text + _where(str(error)))
 
 
@@ -51,7 +51,7 @@ def _one_line(text: str) -> str:
 def _where(message: str) -> str:
     """Names the YAML file where Hydra does, unless it is dtrain's own, in whose name the command line chooses."""
     file = re.match(r"In '([^']+)'", message)
-    return f" (in {file[1]}.yaml)" if file and file[1] != "train" else ""
+    return f" (in {file[1]}.yaml)" if file and file[1] not in {primary.name for primary in PRIMARIES} else ""
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:
@@ -75,22 +75,22 @@ def _missing_config(error: MissingConfigException) -> str:
     return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_where(str(error))}"
 
 
-def _hydra(error: Exception) -> str:
+def _hydra(error: Exception, primary: Primary[Any]) -> str:
     there = re.match(r"Could not append to config. An item is already at '([^']+)'", str(error))
     if there:
         return f"'{there[1]}' exists already; write it without '+'"
     absent = re.match(r"Could not delete from config. '([^']+)' does not exist", str(error))
     if absent:
-        return unknown_key(absent[1], RunConfig)
+        return unknown_key(absent[1], primary.schema, primary)
     message = re.sub(r"^In '[^']+': ", "", str(error))
     unmatched = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", message)
     if unmatched:
-        groups = [item.name for item in fields(RunConfig)]
+        groups = [item.name for item in fields(primary.schema)]
         return f"no group '{unmatched[1]}' to override{nearest(unmatched[1], groups)}"
     return _one_line(message)
 
 
-def _omegaconf(error: Exception, cause: OmegaConfBaseException) -> str:
+def _omegaconf(error: Exception, cause: OmegaConfBaseException, primary: Primary[Any]) -> str:
     key = cause.full_key or str(cause.key)
     if isinstance(cause, MissingMandatoryValue):
         hint = f"choose {key}={'|'.join(GROUP_OPTIONS[key])}" if key in GROUP_OPTIONS else f"give {key}=VALUE"
@@ -98,7 +98,7 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException) -> str:
     if isinstance(cause, InterpolationKeyError):
         wanted = re.search(r"Interpolation key '([^']+)'", str(cause))
         name = wanted[1] if wanted else key
-        return f"{key}={_interpolation(cause)}: '{name}' is not a key{_suggest(name, set(_keys(RunConfig)))}"
+        return f"{key}={_interpolation(cause)}: '{name}' is not a key{_suggest(name, set(_keys(primary.schema)))}"
     if isinstance(cause, InterpolationValidationError):
         return f"{key}={_interpolation(cause)} gives {cause.value}, which is not {_type_name(_expected_type(cause))}"
     if isinstance(cause, InterpolationResolutionError):
@@ -111,7 +111,7 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException) -> str:
     if isinstance(cause, ValidationError) and not whole.startswith(f"{key}."):
         return _wrong_type(cause, key)
     if isinstance(cause, (ConfigKeyError, AttributeError, ValidationError)):
-        return unknown_key(whole, cause.object_type)
+        return unknown_key(whole, cause.object_type, primary)
     return f"{key}: {_one_line(str(cause))}"
 
 
@@ -154,13 +154,14 @@ def _type_name(hint: Any) -> str:
     return _TYPE_NAMES.get(hint, str(hint))
 
 
-def unknown_key(key: str, schema: Any) -> str:
-    """The message for ``key``, which the record ``schema`` (the type that was asked for it) does not have."""
+def unknown_key(key: str, schema: Any, primary: Primary[Any]) -> str:
+    """The message for ``key``, which ``schema`` (the record of ``primary`` that was asked for it) does not have."""
     group = key.partition(".")[0]
     options = GROUP_OPTIONS.get(group, {})
     chosen = next((option for option, kind in options.items() if kind is schema), None)
     if chosen is None:
-        return f"unknown key '{key}'{_suggest(key, {*_keys(RunConfig), *FREE_GROUPS})}"
+        free = FREE_GROUPS if primary is TRAIN else ()
+        return f"unknown key '{key}'{_suggest(key, {*_keys(primary.schema), *free})}"
     own = list(_keys(schema, f"{group}."))
     owners = [option for option, kind in options.items() if key in _keys(kind, f"{group}.")]
     if owners:

@@ -14,6 +14,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Any, Generic
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -25,10 +26,10 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
-from dtrain.config.checks import check_config
-from dtrain.config.compose import CONFIG_NAME, config_folder, load, open_loader
+from dtrain.config.checks import check_config, check_suite
+from dtrain.config.compose import config_folder, load, open_loader
 from dtrain.config.explain import FREE_GROUPS, explain
-from dtrain.config.schema import RunConfig
+from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, SuiteConfig
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
@@ -51,7 +52,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: an unknown key or option, a value of the wrong type or out of range, or keys that contradict
             each other or the number of ranks; one line each.
     """
-    return _load(open_loader(), CONFIG_NAME, overrides)
+    return _load(_Request(TRAIN, open_loader(), TRAIN.name, list(overrides)))
 
 
 def read_jobs(argv: Sequence[str]) -> list[Job]:
@@ -62,30 +63,63 @@ def read_jobs(argv: Sequence[str]) -> list[Job]:
     Raises:
         ConfigError: as :func:`compose`; also for an unknown option of the command line.
     """
+    request = _read(argv, TRAIN)
+    if request is None:
+        return []
+    return _sweep(request) if request.multirun else [Job(_load(request))]
+
+
+def read_suite(argv: Sequence[str], primary: Primary[Root]) -> Root | None:
+    """The configuration that ``argv`` gives a suite of ``dtrain bench``; None where Hydra has answered by itself.
+
+    Raises:
+        ConfigError: as :func:`read_jobs`; also for ``--multirun``.
+    """
+    request = _read(argv, primary)
+    if request is None:
+        return None
+    if request.multirun:
+        raise ConfigError(f"dtrain {primary.command} runs once; remove --multirun")
+    return _load(request)
+
+
+@dataclass(frozen=True)
+class _Request(Generic[Root]):
+    """A command line, read but not composed."""
+
+    primary: Primary[Root]
+    loader: ConfigLoaderImpl
+    config_name: str
+    overrides: list[str]
+    multirun: bool = False
+
+
+def _read(argv: Sequence[str], primary: Primary[Root]) -> _Request[Root] | None:
     parser, args = _parse(argv)
     loader = open_loader(args.config_path, args.config_dir)
-    config_name = args.config_name or CONFIG_NAME
-    parsed = _parse_overrides(loader, args.overrides, multirun=args.multirun)
-    args.overrides += _precision_override(loader, parsed)
+    parsed = _parse_overrides(loader, primary, args.overrides, multirun=args.multirun)
+    if primary is TRAIN:
+        args.overrides += _precision_override(loader, parsed)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
-        _let_hydra_answer(parser, args)
-        return []
-    if not args.multirun:
-        return [Job(_load(loader, config_name, args.overrides))]
-    return _sweep(loader, config_name, args.overrides)
+        _let_hydra_answer(parser, args, primary)
+        return None
+    return _Request(primary, loader, args.config_name or primary.name, args.overrides, args.multirun)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explained(primary: Primary[Any]) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException, ValueError, OSError, yaml.YAMLError) as error:
-        raise explain(error) from error
+        raise explain(error, primary) from error
 
 
-def _load(loader: ConfigLoaderImpl, config_name: str, overrides: Sequence[str]) -> RunConfig:
-    with _explained():
-        config = load(loader, config_name, overrides)
+def _load(request: _Request[Root]) -> Root:
+    with _explained(request.primary):
+        config = load(request.loader, request.primary, request.config_name, request.overrides)
+    if isinstance(config, SuiteConfig):
+        check_suite(config)
+        return config
     # imported here because it brings torch: a misspelt key is reported without that wait
     from dtrain.distributed.setup import LaunchEnv
 
@@ -120,12 +154,14 @@ def _parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
     return parser, args
 
 
-def _parse_overrides(loader: ConfigLoaderImpl, overrides: list[str], *, multirun: bool) -> list[Override]:
+def _parse_overrides(
+    loader: ConfigLoaderImpl, primary: Primary[Any], overrides: list[str], *, multirun: bool
+) -> list[Override]:
     """The overrides, parsed, and checked for what Hydra would accept and then ignore, or refuse without a name."""
-    with _explained():
+    with _explained(primary):
         parsed = OverridesParser.create(loader).parse_overrides(overrides)
     groups = loader.list_groups("")
-    own_groups = {*FREE_GROUPS, *(item.name for item in fields(RunConfig))}
+    own_groups = {*FREE_GROUPS, *(item.name for item in fields(primary.schema))}
     for override in parsed:
         key, written = override.key_or_group, str(override.input_line)
         if not key:
@@ -158,20 +194,26 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
     return [f"precision={name}"]
 
 
-def _let_hydra_answer(parser: ArgumentParser, args: Namespace) -> None:
-    with _explained(), env_override({"HYDRA_FULL_ERROR": "1"}):  # so that it raises instead of printing and exiting
+def _let_hydra_answer(parser: ArgumentParser, args: Namespace, primary: Primary[Any]) -> None:
+    with (
+        _explained(primary),
+        env_override({"HYDRA_FULL_ERROR": "1"}),
+    ):  # so that it raises instead of printing and exiting
         try:
-            _run_hydra(args, parser, read_jobs, str(config_folder()), CONFIG_NAME)
+            _run_hydra(args, parser, read_jobs, str(config_folder()), primary.name)
         except SystemExit as stop:
             if stop.code:
                 raise ConfigError("Hydra cannot show that; it says why above") from None
 
 
-def _sweep(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[Job]:
+def _sweep(request: _Request[RunConfig]) -> list[Job]:
     """The cartesian product of the swept values, in Hydra's order: the last key varies fastest."""
+    loader, overrides = request.loader, request.overrides
     parser = OverridesParser.create(loader)
-    with _explained():
-        whole = loader.load_configuration(config_name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    with _explained(request.primary):
+        whole = loader.load_configuration(
+            request.config_name, overrides, RunMode.MULTIRUN, validate_sweep_overrides=False
+        )
         params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.params or {}).items()]
         given = {item.get_key_element(): item for item in parser.parse_overrides(params + overrides)}
         choices = [
@@ -184,7 +226,7 @@ def _sweep(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> 
     swept = [len(values) > 1 for values in choices]
     jobs = []
     for number, chosen in enumerate(itertools.product(*choices), start=1):
-        config = _load(loader, config_name, [str(item) for item in chosen])
+        config = _load(replace(request, overrides=[str(item) for item in chosen]))
         label = " ".join(str(item) for item, varies in zip(chosen, swept, strict=True) if varies)
         jobs.append(Job(replace(config, run_dir=config.run_dir or base), number, label))
     return jobs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dtrain.errors import ConfigError, nearest
 
@@ -237,6 +237,80 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What every suite of ``dtrain bench`` takes. Contenders have their turns round by round, so noise meets all."""
+
+    ranks: int = _at_least(1, 1)
+    threads_per_rank: int = _at_least(1, 1)
+    device: str = _one_of("auto", "cpu", "cuda")
+    micro_batch_size: int = _at_least(4, 1)  # sequences in a step of one rank
+    warmup_steps: int = _at_least(2, 0)  # before the first round, not timed
+    rounds: int = _at_least(10, 1)
+    steps: int = _at_least(3, 1)  # of one turn
+    out: str | None = None  # the JSON; null: runs/bench-<suite>-<date>_<time>.json
+
+
+@dataclass(frozen=True)
+class EngineBenchConfig(BenchConfig):
+    """dtrain's engine against a plain PyTorch loop on one rank, and against DDP on several."""
+
+    ranks: int = _at_least(2, 1)
+    stages: list[int] = field(default_factory=lambda: [0, 1, 2])  # ZeRO stages measured at that number of ranks
+    precision: str = _one_of("bf16", "fp32")
+    starts: int = _at_least(5, 0)  # how often `dtrain train` is started to time its first step
+
+
+@dataclass(frozen=True)
+class PrecisionBenchConfig(BenchConfig):
+    """Mixed precision against FP32, all else equal."""
+
+    precisions: list[str] = field(default_factory=list)  # beside fp32; empty: those that the device is good at
+    zero_stage: int = _between(2, 0, 2)
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """One run of ``dtrain bench``; the keys it shares with training mean the same there."""
+
+    seed: int = _at_least(0, 0)
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=StdlibDataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass(frozen=True)
+class EngineSuiteConfig(SuiteConfig):
+    """``dtrain bench engine``."""
+
+    bench: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+
+
+@dataclass(frozen=True)
+class PrecisionSuiteConfig(SuiteConfig):
+    """``dtrain bench precision``."""
+
+    bench: PrecisionBenchConfig = field(default_factory=PrecisionBenchConfig)
+
+
+Root = TypeVar("Root", RunConfig, EngineSuiteConfig, PrecisionSuiteConfig)
+
+
+@dataclass(frozen=True)
+class Primary(Generic[Root]):
+    """A command's configuration: ``conf/<name>.yaml`` builds on ``schema``, which Hydra knows as ``<name>_schema``."""
+
+    name: str
+    command: str
+    schema: type[Root]
+
+
+TRAIN = Primary("train", "train", RunConfig)
+BENCH_ENGINE = Primary("bench-engine", "bench engine", EngineSuiteConfig)
+BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteConfig)
+PRIMARIES: tuple[Primary[Any], ...] = (TRAIN, BENCH_ENGINE, BENCH_PRECISION)
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
     "engine": {"native": NativeEngineConfig},

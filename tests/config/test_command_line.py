@@ -92,7 +92,7 @@ def test_hydra_answers_by_itself(
     assert "  lr: 0.001\n" in shown
     assert "hydra" not in shown
     assert main(["train", "--help"]) == 0
-    assert "model: gpt2-124m, llama-1b, llama-8b, tiny\n" in capsys.readouterr().out
+    assert "model: gpt-11m, gpt2-124m, llama-1b, llama-8b, tiny\n" in capsys.readouterr().out
     assert main(["train", "--info", "searchpath"]) == 0
     assert "main" in capsys.readouterr().out
     assert trainings.configs == []

@@ -1,0 +1,139 @@
+"""The engine on one GPU: NCCL of one rank, every stage and precision against the oracle, checkpoints, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtrain
+from dtrain.config.schema import ModelConfig
+from dtrain.engine.native import NativeEngine
+from dtrain.models import build_model
+from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
+
+VOCAB, STEPS = 300, 8
+CONFIG = ModelConfig(num_layers=2, hidden_dim=128, num_heads=4, max_seq_len=64)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank_of_nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(tmp_path_factory.mktemp("nccl") / "store"), 1)
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def batch(index: int) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(VOCAB, (4, CONFIG.max_seq_len + 1), generator=torch.Generator().manual_seed(index))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def make_engine(precision: str, stage: int, **options: object) -> NativeEngine:
+    engine = dtrain.initialize(
+        build_model(CONFIG, VOCAB, seed=0).cuda(),
+        optimizer=dtrain.AdamW(lr=1e-3),
+        zero_stage=stage,
+        precision=precision,
+        max_grad_norm=0.5,
+        seed=0,
+        **options,  # type: ignore[arg-type]
+    )
+    assert isinstance(engine, NativeEngine)
+    assert engine.device.type == "cuda"
+    return engine
+
+
+def train(engine: NativeEngine, steps: int, start: int = 0) -> list[dtrain.StepOutcome]:
+    outcomes = []
+    for step in range(start, start + steps):
+        for micro in engine.accumulate([batch(2 * step), batch(2 * step + 1)]):
+            on_device = {name: tensor.cuda() for name, tensor in micro.items()}
+            engine.backward(engine(**on_device).loss, weight=1 + step % 2)
+        outcomes.append(engine.step())
+    return outcomes
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2), ("fp16", 1e-2)])
+def test_follows_the_oracle(precision: str, tolerance: float, stage: int) -> None:
+    loss_scale = 1024.0 if precision == "fp16" else "auto"
+    engine = make_engine(precision, stage, loss_scale=loss_scale)
+    outcomes = train(engine, STEPS)
+    oracle = Oracle(build_model(CONFIG, VOCAB, seed=0), optimizer=AdamWSettings(lr=1e-3), max_grad_norm=0.5)
+    steps = [oracle.step([(batch(2 * s), 1 + s % 2), (batch(2 * s + 1), 1 + s % 2)]) for s in range(STEPS)]
+    assert all(outcome.applied for outcome in outcomes)
+    assert normwise_error(engine.master_state(), oracle.masters()) < tolerance
+    assert outcomes[-1].loss == pytest.approx(steps[-1].loss, rel=tolerance)
+
+
+def test_auto_picks_bf16_and_says_why() -> None:
+    engine = make_engine("auto", 2)
+    if torch.cuda.get_device_capability()[0] >= 8:
+        assert engine.policy.name == "bf16"
+    assert torch.cuda.get_device_name() in engine.policy.reason
+
+
+def test_dynamic_fp16_backs_off_and_recovers() -> None:
+    engine = make_engine("fp16", 2, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
+    applied = [outcome.applied for outcome in train(engine, 20)]
+    assert not applied[0]
+    assert all(applied[applied.index(True) :])
+
+
+def test_infinity_on_the_device_is_skipped_and_named() -> None:
+    engine = make_engine("bf16", 2)
+    before = engine.state.master.clone()
+    name = engine.state.parameter_names[0]
+    handle = dict(engine.module.named_parameters())[name].register_hook(lambda g: g * float("inf"))
+    outcome = train(engine, 1)[0]
+    handle.remove()
+    assert outcome.reason == "overflow"
+    assert outcome.culprit is not None
+    assert outcome.culprit.tensor == name
+    assert torch.equal(before, engine.state.master)
+    assert train(engine, 1, start=1)[0].applied
+
+
+def test_resume_is_bit_exact(tmp_path: Path) -> None:
+    straight = make_engine("bf16", 2, reproducible=True)
+    train(straight, 6)
+    first = make_engine("bf16", 2, reproducible=True)
+    train(first, 3)
+    first.save(tmp_path)
+    resumed = make_engine("bf16", 2, reproducible=True)
+    resumed.load(tmp_path)
+    train(resumed, 3, start=3)
+    for name, tensor in straight.master_state().items():
+        assert torch.equal(resumed.master_state()[name], tensor), name
+
+
+def test_memory_on_the_device_follows_the_formula() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = make_engine("bf16", 2)
+    states = torch.cuda.memory_allocated() - before
+    reported = engine.memory()
+    assert sum(reported.values()) <= 1.10 * sum(engine.memory_formula().values())
+    assert states <= 1.05 * sum(reported.values()) + 2**20
+
+
+def test_an_island_of_fp32_runs_in_fp32() -> None:
+    """Autocast alone would run the named Linear in BF16."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
+    weight = model[1].weight.detach().clone()
+    bias = model[1].bias.detach().clone()
+    policy = dtrain.PrecisionPolicy.named("bf16", fp32_modules=("1",))
+    engine = dtrain.initialize(model, precision=policy, seed=0)
+    seen: list[torch.Tensor] = []
+    model[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    with engine.eval():
+        out = engine(torch.randn(8, 64, device="cuda"))
+    expected = torch.nn.functional.linear(seen[0].float(), weight, bias)
+    assert torch.equal(out, expected)
+    assert os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "0"

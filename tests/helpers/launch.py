@@ -1,0 +1,276 @@
+"""Whole training runs in real processes: started by torchrun, by python, or forked; and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from dtrain.__main__ import main
+from dtrain.checkpoint import open_newest, verify
+from dtrain.telemetry.metrics import read_metrics
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.mishap import FACTORY
+from tests.helpers.ranks import RankFailure, run_ranks
+
+ROOT = Path(__file__).parents[2]
+SEQ_LEN = 32
+_TOKEN = "DTRAIN_TEST_JOB"
+_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_PRECISION")
+
+# dropout, so that random numbers matter; a loss scale that grows on the way, so that its state does; six micro-batches
+# a step, for 1, 2 or 3 ranks
+SMALL = (
+    FACTORY,
+    "model.num_layers=1",
+    "model.hidden_dim=32",
+    "model.num_heads=2",
+    f"model.max_seq_len={SEQ_LEN}",
+    "model.dropout=0.1",
+    "precision=bf16",
+    "precision.loss_scale.mode=dynamic",
+    "precision.loss_scale.init=1024",
+    "precision.loss_scale.growth_interval=5",
+    "data=text",
+    "schedule.warmup_steps=2",
+    "train.steps=12",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=6",
+    "train.log_every=1",
+    "train.save_every=4",
+    "train.eval_every=6",
+    "train.eval_batches=2",
+    "train.sample_tokens=0",
+    "launch.threads_per_rank=1",
+)
+
+
+def write_samples(folder: Path) -> str:
+    """Writes a text whose windows of ``SEQ_LEN`` tokens all begin with their number; returns the override to use it.
+
+    41 of its windows are for training, so that a run of ``SMALL`` goes into its second epoch.
+    """
+    text = "".join(f"{number:03d} " * (SEQ_LEN // 4) for number in range(44))
+    (folder / "samples.txt").write_text(text, encoding="ascii")
+    return f"data.files={folder / 'samples.txt'}"
+
+
+# -- what a run leaves -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """All that must be equal, bit by bit, in two runs that are the same."""
+
+    curve: list[dict[str, Any]]
+    step: int
+    state: dict[str, Any]
+    tensors: dict[tuple[str, str], bytes]
+
+
+def record_of(run_dir: Path) -> Record:
+    """The curve of a run and its newest checkpoint."""
+    reader = open_newest(run_dir, ALONE)
+    tensors = {(t.kind, t.name): reader.read(t.kind, t.name).numpy().tobytes() for t in reader.tensors}
+    assert {kind for kind, _ in tensors} == {"master", "exp_avg", "exp_avg_sq"}
+    state = {key: reader.state[key] for key in ("engine_state", "rng", "data_cursor")}
+    return Record(curve(run_dir), reader.step, state, tensors)
+
+
+def curve(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` without what depends on the clock; none where there is no file yet."""
+    path = run_dir / "metrics.jsonl"
+    lines = read_metrics(path) if path.exists() else []
+    return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The training loss of each step."""
+    return [line["loss"] for line in curve(run_dir) if "loss" in line]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """``summary.json``."""
+    values: dict[str, Any] = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
+    return values
+
+
+def listing(folder: Path) -> list[str]:
+    """The paths of all files under ``folder``, without the files of each rank in a checkpoint."""
+    paths = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return [path for path in paths if not path.endswith(".safetensors")]
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    """The names in the directory of checkpoints."""
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("*"))
+
+
+def newest_step(run_dir: Path) -> int:
+    """The step of the newest visible checkpoint, 0 where there is none; every visible one verifies."""
+    names = [name for name in checkpoints(run_dir) if re.fullmatch(r"step-\d{8}", name)]
+    assert not names or verify(run_dir / "checkpoints").ok
+    return int(names[-1].removeprefix("step-")) if names else 0
+
+
+# -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
+
+
+def _forked(rank: int, world: int, argv: Sequence[str], env: Mapping[str, str], log: str, alarm: float) -> int:
+    for name in _LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    if alarm and rank == world - 1:
+        signal.setitimer(signal.ITIMER_REAL, alarm)  # no handler: the kernel ends the process, whatever it is doing
+    return main(["train", *argv])
+
+
+def train(
+    run_dir: Path, *overrides: str, world: int = 1, env: Mapping[str, str] | None = None, alarm: float = 0.0
+) -> list[int] | None:
+    """Trains ``SMALL`` in ``world`` forked processes, which append what they say to ``<run_dir>.log``.
+
+    Args:
+        run_dir: the run directory.
+        overrides: on top of ``SMALL``.
+        world: the number of ranks.
+        env: added to the environment.
+        alarm: seconds after which the last rank dies, without a chance to do anything about it; 0: never.
+
+    Returns:
+        The exit code of each rank; None where one of them died.
+    """
+    argv = [*SMALL, f"run_dir={run_dir}", *overrides]
+    try:
+        return run_ranks(world, _forked, argv, dict(env or {}), f"{run_dir}.log", alarm)
+    except RankFailure as failure:
+        if "the process died without a word" not in str(failure):
+            raise
+        return None
+
+
+def said(run_dir: Path) -> str:
+    """What the forked ranks of a run have said so far."""
+    return Path(f"{run_dir}.log").read_text(encoding="utf-8")
+
+
+# -- processes of their own --------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A command and all that it starts; whatever is left of it is killed when the ``with`` block ends.
+
+    Args:
+        command: what to run.
+        folder: where it runs and what it says is kept.
+        env: added to the environment.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
+        self._mark = f"{_TOKEN}={secrets.token_hex(8)}"
+        name, value = self._mark.split("=")
+        inherited = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / f"{value}.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                list(command), cwd=folder, env={**inherited, **ours, **(env or {})}, stdout=log, stderr=log
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the command itself."""
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """Standard output and standard error of all processes."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def processes(self) -> list[tuple[int, dict[str, str]]]:
+        """(pid, environment) of all living processes of this job, of orphans too: they carry its mark."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                except OSError:  # another user's, or gone
+                    continue
+                if self._mark in words:
+                    found.append((int(entry.name), dict(word.split("=", 1) for word in words if "=" in word)))
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """The pid of each rank, under torchrun."""
+        return {int(env["RANK"]): pid for pid, env in self.processes() if "RANK" in env}
+
+    def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
+        """Sends a signal to some ranks."""
+        pids = self.ranks()
+        for rank in ranks:
+            os.kill(pids[rank], number)
+
+    def kill(self) -> None:
+        """Ends every process at once."""
+        for pid, _ in self.processes():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Waits for the command to end; returns its exit code."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            pytest.fail(f"still running after {timeout:g} s; it said:\n{self.said}")
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+        """Waits until ``condition()`` while the command runs."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"it ended or took more than {timeout:g} s; it said:\n{self.said}")
+            time.sleep(0.02)
+
+    def wait_for_step(self, run_dir: Path, step: int) -> None:
+        """Waits until ``metrics.jsonl`` has the line of ``step``."""
+        self.wait_until(lambda: any(line["step"] >= step for line in curve(run_dir)))
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._process.wait()
+
+
+def torchrun(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
+    """``torchrun ... launch/train.py ARGV`` in ``folder``."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return Job([*launcher, str(ROOT / "launch/train.py"), *argv], folder, env)
+
+
+def python(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
+    """``python -m dtrain train ARGV`` in ``folder``."""
+    return Job([sys.executable, "-m", "dtrain", "train", *argv], folder, env)

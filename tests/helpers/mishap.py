@@ -1,0 +1,129 @@
+"""A model factory whose processes meet with a mishap at a chosen place, and write down the samples they train on.
+
+The product has no hooks for tests: ``model.factory=tests.helpers.mishap:build`` builds the default model, and wraps one
+function of this process as the environment says.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dtrain.config.schema import ModelConfig
+from dtrain.engine.native import NativeEngine
+from dtrain.models import transformer
+
+FACTORY = "model.factory=tests.helpers.mishap:build"
+_MISHAP = "DTRAIN_TEST_MISHAP"
+_SAMPLES = "DTRAIN_TEST_SAMPLES"
+
+PLACES = {
+    "forward": "dtrain.models.transformer:Attention.forward",
+    "backward": "dtrain.sharding.reduction:ShardedGradient.receive",
+    "vote": "dtrain.engine.native:NativeEngine._vote",
+    "update": "dtrain.optim.adamw:FlatAdamW.update",
+    "after the update": "dtrain.sharding.state:ShardedState.refresh_replicas",
+    "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
+    "validation": "dtrain.train.trainer:validation_loss",
+    "create": "dtrain.checkpoint.storage:create",
+    "write": "dtrain.checkpoint.storage:write",
+    "rename": "dtrain.checkpoint.storage:rename",
+    "sync_directory": "dtrain.checkpoint.storage:sync_directory",
+    "summary": "dtrain.train.run:write_summary",
+}
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What happens at the ``count``-th call (from 1, in each process) of a function, before it does its work.
+
+    Attributes:
+        place: a key of ``PLACES``; at ``write`` and ``metrics`` half of the bytes are written first.
+        count: which call.
+        action: the name of a signal that the process sends itself, ``raise``, or ``sleep``.
+        rank: the rank it happens on; None: on all.
+    """
+
+    place: str
+    count: int
+    action: str = "SIGKILL"
+    rank: int | None = None
+
+    def env(self) -> dict[str, str]:
+        """The environment of a process that meets with it."""
+        return {_MISHAP: json.dumps(asdict(self))}
+
+    def happen(self) -> None:
+        if self.action == "raise":
+            raise RuntimeError("the model broke")
+        if self.action == "sleep":
+            time.sleep(1.5 if self.place == "summary" else 60)
+        else:
+            os.kill(os.getpid(), signal.Signals[self.action])
+
+
+def recording(file: Path) -> dict[str, str]:
+    """The environment of a process that appends a line ``step sample`` to ``file`` for each sample it trains on."""
+    return {_SAMPLES: str(file)}
+
+
+def build(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """The default model."""
+    if _MISHAP in os.environ:
+        _install(Mishap(**json.loads(os.environ[_MISHAP])))
+    if _SAMPLES in os.environ:
+        _record(Path(os.environ[_SAMPLES]))
+    return transformer.build(config, vocab_size)
+
+
+def _install(mishap: Mishap) -> None:
+    module, path = PLACES[mishap.place].split(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    real: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == mishap.count and mishap.rank in (None, _rank()):
+            if mishap.place == "write":
+                descriptor, data = args
+                os.write(descriptor, data[: len(data) // 2])
+            elif mishap.place == "metrics":
+                args[0]._file.write('{"step": ')
+                args[0]._file.flush()
+            mishap.happen()
+        return real(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _record(file: Path) -> None:
+    real = NativeEngine.__call__
+
+    def call(engine: NativeEngine, *args: Any, **kwargs: Any) -> Any:
+        if not engine._evaluating:
+            # a window of tests.helpers.launch.write_samples begins with its number
+            numbers = [int(bytes(row[:3].tolist())) for row in kwargs["tokens"]]
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write("".join(f"{engine.attempted_steps} {number}\n" for number in numbers))
+        return real(engine, *args, **kwargs)
+
+    NativeEngine.__call__ = call  # type: ignore[method-assign]
