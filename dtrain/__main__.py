@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Sequence
-from importlib import metadata
-from pathlib import Path
 
 from dtrain.errors import ConfigError, DtrainError, nearest
+from dtrain.version import version
 
 
 def train(argv: list[str]) -> int:
@@ -34,7 +32,14 @@ def checkpoint(argv: list[str]) -> int:
     return checkpoint_main(argv)
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "checkpoint": checkpoint}
+def bench(argv: list[str]) -> int:
+    """measure speed and memory: dtrain bench engine|precision|report"""
+    from dtrain.bench.cli import main as bench_main
+
+    return bench_main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "checkpoint": checkpoint, "bench": bench}
 """What ``dtrain`` can do; the docstring of each function is its line in the usage."""
 
 
@@ -49,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_usage())
         return 0
     if verb == "--version":
-        print(f"dtrain {_version()}")
+        print(f"dtrain {version()}")
         return 0
     if verb not in VERBS:
         return _fail(ConfigError(f"unknown verb '{verb}'{nearest(verb, VERBS)}"))
@@ -63,14 +68,6 @@ def _usage() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:{width}}  {verb.__doc__}" for name, verb in VERBS.items())
     return f"usage: dtrain VERB ...\n\n{verbs}\n\nMore on a verb: dtrain train --help. Version: dtrain --version."
-
-
-def _version() -> str:
-    try:
-        return metadata.version("dtrain")
-    except metadata.PackageNotFoundError:  # a checkout that is not installed
-        pyproject = Path(__file__).resolve().parents[1] / "pyproject.toml"
-        return str(tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["version"])
 
 
 def _fail(error: DtrainError) -> int:

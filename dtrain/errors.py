@@ -46,6 +46,10 @@ class NonFiniteError(DtrainError):
     """Too many consecutive steps were skipped; the message carries the diagnosis."""
 
 
+class BenchError(DtrainError):
+    """A measurement could not be taken: a contender's process failed, or a results file cannot be read."""
+
+
 class CheckpointError(DtrainError):
     """A checkpoint could not be written, or none that verifies could be read; names the file at fault."""
 

@@ -9,10 +9,10 @@ from typing import Any
 from dtrain.config.schema import (
     GROUP_OPTIONS,
     DataConfig,
+    EngineBenchConfig,
     LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
-    EngineBenchConfig,
     OptimConfig,
     PrecisionBenchConfig,
     PrecisionConfig,

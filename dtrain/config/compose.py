@@ -42,7 +42,7 @@ def config_folder() -> Path:
 
 @cache
 def register_schema() -> None:
-    """Puts the schema into Hydra's ConfigStore, once: ``train_schema`` and the like, ``GROUP_OPTION_schema`` likewise."""
+    """Puts the schemas into Hydra's ConfigStore, once, as ``PRIMARY_schema`` and ``GROUP_OPTION_schema``."""
     version.setbase("1.3")
     setup_globals()
     store = ConfigStore.instance()
@@ -101,8 +101,7 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     _refuse_added_keys(composed, primary)
-    config = _tuples(OmegaConf.to_object(composed))
-    assert isinstance(config, primary.schema)
+    config: Root = _tuples(OmegaConf.to_object(composed))
     return config
 
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,19 @@ from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import LaunchEnv, choose_device, connect
 from dtrain.engine.base import Engine
-from dtrain.engine.native import NativeEngine, NativeOptions, RunIdentity, describe_config_difference
-from dtrain.errors import ConfigError, DivergenceError, nearest
+from dtrain.engine.divergence import config_difference
+from dtrain.engine.native import NativeEngine, NativeOptions, RunIdentity
+from dtrain.errors import ConfigError, DivergenceError, ModelError, nearest
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
+from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable, set_matmul_precision
+from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable
 from dtrain.sharding.placement import STAGES
 from dtrain.sharding.state import ShardedState
 
 ENGINES = ("native",)
+_UNDER_ENGINE: WeakSet[nn.Module] = WeakSet()
 
 
 def initialize(
@@ -78,6 +82,8 @@ def initialize(
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     rule = LossScale.of(loss_scale)
     check_trainable(model)
+    if model in _UNDER_ENGINE:
+        raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
     if reproducible:
         _require_reproducible(model)
     if comm is None:
@@ -108,6 +114,7 @@ def initialize(
         all_reduce=grad_reduction == "all_reduce",
     )
     _cast_frozen(model, contract)
+    _UNDER_ENGINE.add(model)
     built = NativeEngine(model, contract, state, comm, options, rule.start(), identity, config_text)
     for line in contract.describe():
         logger.info(line)
@@ -146,7 +153,8 @@ def _check_arguments(
 
 def _require_reproducible(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        if tracks and module.training:
             raise ConfigError(
                 f"reproducible=True cannot hold with '{name}' ({type(module).__name__}): its running statistics "
                 f"depend on which micro-batches a rank sees; use GroupNorm or LayerNorm"
@@ -200,7 +208,7 @@ def _require_equal_configs(comm: Communicator, config_text: str) -> None:
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is not None:
         texts = [json.loads(text) for text in comm.exchange_text(config_text)]
-        difference = describe_config_difference(texts[0], texts[rank], rank)
+        difference = config_difference(texts[0], texts[rank], rank)
         raise DivergenceError(f"the ranks were set up differently: {difference}")
 
 

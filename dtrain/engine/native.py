@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,15 +17,25 @@ from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine import persistence
 from dtrain.engine.base import Culprit, Engine, StepOutcome
+from dtrain.engine.divergence import explain
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.vote import Disagreement, Flags, Verdict, VoteRecord, collect, decide, find_disagreement
+from dtrain.engine.tally import Tally, check_weight
+from dtrain.engine.vote import Flags, Verdict, VoteRecord, collect, decide, find_disagreement
 from dtrain.errors import ContractError, DivergenceError, NonFiniteError, UsageError
 from dtrain.optim.adamw import AdamW, FlatAdamW
 from dtrain.optim.schedule import Schedule
+from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.precision.policy import Autocast, Contract, find_loss
+from dtrain.precision.policy import Contract
+from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
+
+_ADVICE = {
+    "nonfinite_loss": "The loss itself is not finite: look at that batch, or lower the learning rate",
+    "overflow": "The loss is finite and gradients are not: keep the module at fault in FP32, or use BF16",
+    "empty": "The weights of all micro-batches were 0: look at the data",
+}
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,9 @@ class NativeEngine(Engine):
         self._config_hash = int.from_bytes(hashlib.sha256(config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(contract, model, comm.device)
         self._optimizer = FlatAdamW(options.optimizer, state.update_slices())
-        self._losses: list[Tensor] = []
-        self._last_backward = -1  # the micro-batch of this step that had the latest backward
-        self._weights: list[Tensor] = []
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._tally = Tally()
+        self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
         self._skips: list[StepOutcome] = []
         self.check_contract()
 
@@ -112,31 +121,38 @@ class NativeEngine(Engine):
         """The model's own forward, under the precision policy; returns what the model returns."""
         keyed: Any = nullcontext()
         if not self._evaluating and self.module.training:
-            index = self._micro_batch * self.world_size + self.rank
-            keyed = keyed_rng(self.device, rng_key(self.seed, self.attempted_steps, index))
+            keyed = keyed_rng(self.device, self._forward_key())
         with keyed, self._autocast():
             return self._autocast.cast_output(self.module(*args, **kwargs))
 
+    def _forward_key(self) -> int:
+        """Keyed by what is computed, never by who computes it; the second forward of a micro-batch draws anew."""
+        micro_batch, calls = self._last_forward
+        calls = calls + 1 if micro_batch == self._micro_batch else 0
+        self._last_forward = (self._micro_batch, calls)
+        index = self._micro_batch * self.world_size + self.rank
+        return rng_key(self.seed, self.attempted_steps, index, calls)
+
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
-        value = self._checked_loss(loss)
-        self._last_backward = self._micro_batch
-        # clones: the caller may go on to change either tensor in place before the step
-        factor = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach().clone().reshape(())
-        self._losses.append(value.detach().clone())
-        self._weights.append(factor)
+        if not isinstance(weight, Tensor):
+            check_weight(float(weight), f"micro-batch {self._micro_batch}")
+        value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
+        factor = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach().reshape(())
+        self._tally.add(self._micro_batch, value, factor)
         state = self.state
         state.weight = factor
         state.reducer.begin_micro_batch(factor, last=self._is_last)
         if value.requires_grad:
             state.in_backward = True
             try:
-                self._autocast.backward(value * self.loss_scale.scale)
+                with self._autocast.backward():
+                    (value * self.loss_scale.scale).backward()
             finally:
                 state.in_backward = False
         state.reducer.end_micro_batch()
 
-    def _checked_loss(self, loss: Any) -> Tensor:
+    def _checked_loss(self, loss: Any, *, is_dummy: bool) -> Tensor:
         value = find_loss(loss)
         if value is None:
             shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
@@ -148,7 +164,12 @@ class NativeEngine(Engine):
                 f"the loss is {value.dtype}; the contract says float32. Compute it in FP32, for instance "
                 f"F.cross_entropy(logits.float(), targets)"
             )
-        if self._last_backward == self._micro_batch:
+        if not value.requires_grad and not is_dummy:
+            raise UsageError(
+                "the loss has no graph, so there is nothing to train on; was it detached, or computed in "
+                "engine.eval()? Only a dummy with weight=0 may come without one"
+            )
+        if self._tally.has(self._micro_batch):
             raise UsageError(
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
                 "'for micro in engine.accumulate(batch):', and add up several losses before one backward"
@@ -159,8 +180,9 @@ class NativeEngine(Engine):
 
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none."""
-        if not self._losses:
+        if not self._tally:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
+        self._check_model()
         self.finish_gradients()
         if lr is None:
             lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
@@ -184,18 +206,17 @@ class NativeEngine(Engine):
         records = collect(self.comm, record)
         disagreement = find_disagreement(records)
         if disagreement is not None:
-            raise DivergenceError(self._explain(disagreement))
+            raise DivergenceError(
+                explain(self.comm, disagreement, step=self.attempted_steps, config_text=self._config_text)
+            )
         self.comm.begin_schedule()
         return decide(records, sum_squares=canonical_squares, sum_weights=self._canonical_weights())
 
     def _record(self, squares: Tensor, lr: float) -> VoteRecord:
-        losses = torch.stack(self._losses).double()
-        weights = torch.stack(self._weights).double()
-        finite = losses.isfinite()
-        bad_micro_batch = -1 if bool(finite.all()) else int((~finite).nonzero()[0])
+        seen = self._tally.summary()
         bad_tensor = -1 if bool(squares.isfinite().all()) else self.state.first_bad_parameter()
         flags = Flags(0)
-        if bad_micro_batch >= 0:
+        if seen.bad_micro_batch >= 0:
             flags |= Flags.NONFINITE_LOSS
         if bad_tensor >= 0:
             flags |= Flags.NONFINITE_GRADIENT
@@ -206,16 +227,15 @@ class NativeEngine(Engine):
             config_hash=self._config_hash,
             schedule_hash=self.comm.schedule_hash,
             data_cursor=self.data_cursor,
-            num_micro_batches=len(self._losses),
+            num_micro_batches=seen.num_micro_batches,
             lr=lr,
             loss_scale=self.loss_scale.scale,
-            sum_weights=float(weights.sum()),
-            # a micro-batch of weight 0 is a dummy: its loss does not count, whatever it is
-            sum_weighted_loss=float(torch.where(weights == 0, 0.0, losses * weights).sum()),
+            sum_weights=seen.sum_weights,
+            sum_weighted_loss=seen.sum_weighted_loss,
             sum_squares=float(squares.sum()),
             flags=int(flags),
             bad_tensor=bad_tensor,
-            bad_micro_batch=bad_micro_batch,
+            bad_micro_batch=seen.bad_micro_batch,
         )
 
     def _canonical_weights(self) -> float | None:
@@ -257,12 +277,10 @@ class NativeEngine(Engine):
         # a non-finite forward loss is no fault of the scale: no scale cures it
         if outcome.reason in (None, "overflow"):
             self.loss_scale = self.loss_scale.update(found_inf=not outcome.applied)
-        self._losses.clear()
-        self._weights.clear()
+        self._tally.clear()
+        self._last_forward = (-1, -1)
         self.state.reducer.micro_batch_weights.clear()
-        self._micro_batch, self._is_last, self._accumulating, self._last_backward = 0, True, False, -1
-        for replica in self.state.replicas:
-            replica.check()
+        self._micro_batch, self._is_last, self._accumulating = 0, True, False
         self._count_skips(outcome)
 
     def _count_skips(self, outcome: StepOutcome) -> None:
@@ -276,29 +294,8 @@ class NativeEngine(Engine):
         counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items(), key=str))
         raise NonFiniteError(
             f"{len(self._skips)} steps in a row were skipped ({counts}); loss scale {self._skips[0].loss_scale:g} -> "
-            f"{self.loss_scale.scale:g}; last culprit: {outcome.culprit or 'none'}. If the loss itself is not finite, "
-            f"look at that batch or lower the learning rate; if only gradients are, keep that module in FP32"
-        )
-
-    def _explain(self, found: Disagreement) -> str:
-        """The message of a divergence; all ranks reach this point together, so they can exchange what they hold."""
-        head = f"step {self.attempted_steps}: the ranks have diverged; nothing was updated. "
-        if found.field == "config_hash":
-            texts = [json.loads(text) for text in self.comm.exchange_text(self._config_text)]
-            return head + describe_config_difference(texts[0], texts[found.rank], found.rank)
-        if found.field == "schedule_hash":
-            logs = [text.split("\n") for text in self.comm.exchange_text("\n".join(self.comm.schedule_log))]
-            expected, got = logs[0], logs[found.rank]
-            at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
-            if at is not None:
-                return head + (
-                    f"Order of collectives: number {at} of this step is {expected[at]} on rank 0 and {got[at]} on rank "
-                    f"{found.rank}"
-                )
-            return head + f"Collectives issued: {len(expected)} on rank 0 and {len(got)} on rank {found.rank}"
-        return head + (
-            f"{found.field} is {found.expected} on rank 0 and {found.got} on rank {found.rank}; "
-            f"every rank must run the same loop"
+            f"{self.loss_scale.scale:g}; last culprit: {outcome.culprit or 'none'}. "
+            f"{_ADVICE[outcome.reason or 'empty']}"
         )
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -310,12 +307,22 @@ class NativeEngine(Engine):
             ContractError: naming the tensor whose dtype or storage is another one.
         """
         self.contract.check_parameters(self.module)
-        for replica in self.state.replicas:
-            replica.check()
+        self._check_model()
         for kind in ("master", "moments", "main_grad"):
             for tensor in self.state.storages()[kind]:
                 if tensor.dtype != torch.float32:
                     raise ContractError(f"{kind} is {tensor.dtype}; the contract says float32")
+
+    def _check_model(self) -> None:
+        """Asserts that the model still computes with the replicas, and that the same parameters are trained."""
+        for replica in self.state.replicas:
+            replica.check()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ContractError(
+                    f"'{name}' was frozen at dtrain.initialize and now requires a gradient; it has no master, so "
+                    f"build a new engine to train it"
+                )
 
     def save(
         self,
@@ -340,14 +347,14 @@ class NativeEngine(Engine):
         return extra
 
     def _require_between_steps(self, verb: str) -> None:
-        if self._losses:
+        if self._tally:
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind, counted on the tensors themselves."""
         kinds = {kind: sum(map(_nbytes, tensors)) for kind, tensors in self.state.storages().items()}
-        frozen = [p for p in self.module.parameters() if not p.requires_grad]
-        return {**kinds, "buffers": sum(map(_nbytes, [*self.module.buffers(), *frozen]))}
+        kept = [*self.module.buffers(), *(parameter for _, parameter in self._frozen)]
+        return {**kinds, "buffers": sum(map(_nbytes, kept))}
 
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers."""
@@ -367,19 +374,8 @@ class NativeEngine(Engine):
         pairs = ((spec.name, tensor.clone().cpu() if self.rank == 0 else None) for spec, tensor in full)
         return {name: tensor for name, tensor in pairs if tensor is not None}
 
-    def _specs(self) -> list[Any]:
+    def _specs(self) -> list[ParamSpec]:
         return [slot.spec for layout in self.state.layouts for slot in layout.slots]
-
-
-def describe_config_difference(expected: Mapping[str, Any], got: Mapping[str, Any], rank: int) -> str:
-    """One line with the first key on which a rank's configuration differs from rank 0's, and both values."""
-    for key in sorted({*expected, *got}):
-        a, b = expected.get(key), got.get(key)
-        if a != b:
-            if isinstance(a, Mapping) and isinstance(b, Mapping):
-                return f"{key}: " + describe_config_difference(a, b, rank)
-            return f"'{key}' is {a} on rank 0 and {b} on rank {rank}; start every rank with the same configuration"
-    return f"the configurations of rank 0 and rank {rank} have different hashes but equal values"
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -10,10 +10,17 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-def rng_key(seed: int, step: int, index: int) -> int:
-    """A 63-bit key from (seed, attempted step, global index of the micro-batch): three rounds of splitmix64."""
+def rng_key(seed: int, step: int, index: int, call: int = 0) -> int:
+    """A 63-bit key by rounds of splitmix64.
+
+    Args:
+        seed: of the run.
+        step: attempted steps before this one.
+        index: global index of the micro-batch.
+        call: how many forwards this micro-batch has had.
+    """
     key = 0
-    for value in (seed, step, index):
+    for value in (seed, step, index, call):
         key = (key + value + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & _MASK
         key = ((key ^ key >> 27) * 0x94D049BB133111EB) & _MASK

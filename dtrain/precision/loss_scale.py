@@ -121,4 +121,6 @@ class LossScaleState:
         if saved["rule"]["mode"] != self.rule.mode or self.rule.mode != "dynamic":
             return self
         scale = min(max(float(saved["scale"]), self.rule.min), self.rule.max)
-        return LossScaleState(self.rule, scale, int(saved["clean_steps"]), int(saved["overflows_left"]))
+        return LossScaleState(
+            self.rule, scale, int(saved["clean_steps"]), min(int(saved["overflows_left"]), self.rule.hysteresis)
+        )

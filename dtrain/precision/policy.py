@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from dtrain.errors import ConfigError, ContractError, ModelError, nearest
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16")
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
+_NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _FP32_CLASSES = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.modules.loss._Loss)
 
 
@@ -73,7 +68,7 @@ class PrecisionPolicy:
             ConfigError: an unknown name.
         """
         if name not in NAMES:
-            raise ConfigError(f"precision '{name}' is not one of {', '.join(NAMES)}{nearest(name, NAMES)}")
+            raise ConfigError(f"unknown precision '{name}'{nearest(name, NAMES)}")
         dtype = _COMPUTE.get(name, torch.float32)
         return PrecisionPolicy(
             name, dtype, reduce_dtype=dtype, fp32_modules=tuple(fp32_modules), tf32=name == "tf32"
@@ -198,124 +193,6 @@ class Contract:
 def _short(dtype: torch.dtype) -> str:
     names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     return names.get(dtype, str(dtype).removeprefix("torch."))
-
-
-class Autocast:
-    """Installs a contract's forward rules on a model: autocast outside, FP32 islands inside.
-
-    Autocast alone would run an FP32 Linear in BF16, and on CPU it leaves softmax and norms low; so the forward of every
-    FP32 module runs with autocast off and its floating inputs cast, and on CPU the functional forms are caught as well.
-    """
-
-    def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
-        self._policy = contract.policy
-        self._device_type = device.type
-        self._needs_cpu_functions = contract.policy.is_low and device.type == "cpu"
-        if self._policy.is_low:
-            # the modules inside too: a ModuleList has no forward of its own, and a caller may reach past a parent's
-            inside = {id(m): m for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
-            for module in inside.values():
-                _run_in_fp32(module, device.type)
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """The context that a forward runs in."""
-        if not self._policy.is_low:
-            yield
-            return
-        gaps = _CpuFp32Functions() if self._needs_cpu_functions else nullcontext()
-        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), gaps:
-            yield
-
-    def backward(self, loss: Tensor) -> None:
-        """``loss.backward()``, in which activation checkpointing runs forwards again under the same rules.
-
-        ``Tensor.backward`` itself would be handled by the function mode, and a mode is off while it handles a call; so
-        on CPU the engine of autograd is called as ``Tensor.backward`` calls it.
-        """
-        if not self._needs_cpu_functions:
-            loss.backward()
-            return
-        with _CpuFp32Functions():
-            _engine_run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-
-    def cast_output(self, output: Any) -> Any:
-        """``output`` with its floating tensors in the output dtype, unless it carries a loss already.
-
-        0-dim tensors stay as they are: a loss that was computed low must be refused, not dressed up.
-        """
-        if not self._policy.is_low or find_loss(output) is not None:
-            return output
-        dtype = self._policy.output_dtype
-
-        def cast(value: Any) -> Any:
-            low = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-            return value.to(dtype) if low else value
-
-        return pytree.tree_map(cast, output)
-
-
-def find_loss(output: Any) -> Tensor | None:
-    """The loss inside a model's output: the 0-dim tensor itself, ``output["loss"]`` or ``output.loss``, else None."""
-    if isinstance(output, Tensor):
-        return output if output.dim() == 0 else None
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
-
-
-def set_matmul_precision(policy: PrecisionPolicy) -> None:
-    """Sets the process-wide mode of FP32 matrix products: TF32 only where the policy is ``tf32``."""
-    torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
-
-
-def _to_fp32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
-
-
-def _run_in_fp32(module: nn.Module, device_type: str) -> None:
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
-        with torch.autocast(device_type, enabled=False):
-            return original(*args, **kwargs)
-
-    module.forward = forward
-
-
-class _CpuFp32Functions(TorchFunctionMode):
-    """On CPU, runs the functions in FP32 that CUDA's autocast runs in FP32 and CPU's does not.
-
-    An embedding's table is looked up in FP32 as well: CPU adds the gradient rows of a repeated token one by one in the
-    dtype of the table, and a BF16 sum stops growing after some 256 equal addends; CUDA sums them in FP32 by itself.
-    """
-
-    _functions: frozenset[Callable[..., Any]] = frozenset(
-        {F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax, F.softmin,
-         F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm,
-         F.instance_norm, F.batch_norm, torch.batch_norm}
-    )  # fmt: skip
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        if func not in self._functions or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **kwargs)
-        args, kwargs = pytree.tree_map(_to_fp32, (args, kwargs))
-        with torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs)
-
-
-def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``F.embedding`` whose gradient is summed in FP32."""
-    if weight.dtype not in (torch.bfloat16, torch.float16) or not torch.is_grad_enabled():
-        return F.embedding(input, weight, *args, **kwargs)
-    return F.embedding(input, weight.float(), *args, **kwargs).to(weight.dtype)
 
 
 def check_trainable(model: nn.Module) -> None:

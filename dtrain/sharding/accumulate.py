@@ -14,7 +14,7 @@ from torch import Tensor
 
 def scaled_fp32(leaf: Tensor, weight: Tensor) -> Tensor:
     """``leaf`` times ``weight`` (0-dim FP32) in FP32, as a new tensor, never rounded to the leaf's dtype."""
-    return torch.mul(leaf.float(), weight) if leaf.dtype == torch.float32 else leaf.float().mul_(weight)
+    return torch.mul(leaf, weight) if leaf.dtype == torch.float32 else leaf.float().mul_(weight)
 
 
 class LeafSum(Protocol):
@@ -37,9 +37,7 @@ class RunningSum:
     def push(self, leaf: Tensor, weight: Tensor) -> None:
         """Adds the leaf; the first of a step overwrites what the last step left."""
         if self._empty:
-            torch.mul(leaf, weight, out=self._main_grad) if leaf.dtype == torch.float32 else self._main_grad.copy_(
-                leaf
-            ).mul_(weight)
+            self._main_grad.copy_(leaf).mul_(weight)
             self._empty = False
         else:
             self._main_grad.add_(scaled_fp32(leaf, weight))

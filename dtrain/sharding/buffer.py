@@ -42,6 +42,12 @@ class ReplicaBuffer:
         Raises:
             ContractError: naming the parameter that was replaced.
         """
+        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+            if not parameter.requires_grad:
+                raise ContractError(
+                    f"'{slot.spec.name}' was frozen after dtrain.initialize; its moments and decay would go on, "
+                    f"so freeze it before, and build a new engine"
+                )
         base, size = self.flat.data_ptr(), self.flat.element_size()
         for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
             if slot.spec.numel and parameter.data_ptr() != base + slot.start * size:
@@ -77,7 +83,3 @@ class BufferPool:
     def give(self, key: object, buffer: Tensor) -> None:
         """Takes ``buffer`` back."""
         self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
-
-    def nbytes(self) -> int:
-        """Bytes of all buffers that lie idle."""
-        return sum(b.numel() * b.element_size() for free in self._free.values() for b in free)

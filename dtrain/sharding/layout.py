@@ -133,10 +133,6 @@ class FlatLayout:
         cut = ((decayed, max(low, start) - start, min(high, stop) - start) for decayed, low, high in self.classes)
         return tuple((decayed, low, high) for decayed, low, high in cut if low < high)
 
-    def slot_at(self, position: int) -> Slot | None:
-        """The parameter that holds element ``position``, or None in padding."""
-        return next((slot for slot in self.slots if slot.start <= position < slot.stop), None)
-
 
 def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
     """The flat buffers of one group, one a replica dtype, low dtypes first."""

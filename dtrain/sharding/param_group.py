@@ -34,7 +34,7 @@ def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple
         ModelError: two different parameters share storage.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    _check_tied_by_storage(trainable)
+    _check_overlaps(model)
     units = _auto_units(model) if groups == "auto" else _matched_units(model, groups)
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -88,14 +88,18 @@ def _matched_units(model: nn.Module, patterns: str | Sequence[str]) -> list[str]
     return [name for name in names if name in matched and not _unit_of(name, matched)]
 
 
-def _check_tied_by_storage(parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-    seen: dict[int, str] = {}
-    for name, parameter in parameters:
-        if not parameter.numel():
-            continue
-        other = seen.setdefault(parameter.data_ptr(), name)
-        if other != name:
+def _check_overlaps(model: nn.Module) -> None:
+    """Two parameters over one stretch of memory are a tie that flattening would cut."""
+    extents = []
+    for name, p in model.named_parameters():
+        if p.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
+            extents.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), name))
+    end, name = 0, ""
+    for start, stop, other in sorted(extents):
+        if start < end:
             raise ModelError(
                 f"'{name}' and '{other}' are two parameters over one storage; tie them by assigning the Parameter "
                 f"itself (a.weight = b.weight), so that both names stand for one tensor"
             )
+        end, name = stop, other

@@ -100,8 +100,10 @@ class MetricsFile:
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         path = run_dir / METRICS_FILE
+        self._validated = -1  # the last step with a validation loss
         if path.exists():
             kept = [line for line in read_metrics(path) if line["step"] <= start_step]
+            self._validated = max((line["step"] for line in kept if "val_loss" in line), default=-1)
             write_atomically(path, "".join(_to_line(line) for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
@@ -110,8 +112,10 @@ class MetricsFile:
         self._append(metrics.to_dict())
 
     def validation(self, step: int, loss: float) -> None:
-        """Appends a validation line."""
-        self._append(finite({"step": step, "val_loss": loss}))
+        """Appends a validation line; not a second one where a run that died at its end is started again."""
+        if step > self._validated:
+            self._append(finite({"step": step, "val_loss": loss}))
+            self._validated = step
 
     def close(self, exit_code: int) -> None:
         """Closes the file."""

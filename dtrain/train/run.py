@@ -60,25 +60,28 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         comm = connect(device, timeout_s=config.launch.timeout_s, job=job or 0)
         try:
             configure_logging(comm.rank)
-            run_dir = open_run_dir(config, comm, job)
-            if run_dir.finished:
-                logger.info(
-                    "%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps
-                )
-                return EXIT_DONE
-            return _train(config, comm, run_dir, stop)
+            exit_code = _train(config, comm, job, stop)
+            if exit_code == EXIT_STOPPED:
+                # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written
+                comm.barrier()
+                stop.ignore()
+            return exit_code
         finally:
             disconnect()
 
 
-def _train(config: RunConfig, comm: Communicator, run_dir: RunDir, stop: StopSignals) -> int:
+def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
+    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
+    run_dir = open_run_dir(config, comm, job)  # not before: what is refused up to here leaves no folder behind
+    if run_dir.finished:
+        logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)
+        return EXIT_DONE
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
-    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
     _resume(engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)

@@ -37,6 +37,15 @@ class StopSignals:
         """The first signal that came, such as ``SIGTERM``; empty before."""
         return self._name
 
+    def ignore(self) -> None:
+        """Ignores stop signals for the rest of the process, which is about to end as they asked: no handler comes back.
+
+        A launcher that sees another rank leave sends one more, and the exit code would become that of a crash.
+        """
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous.clear()
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}

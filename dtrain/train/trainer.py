@@ -14,7 +14,7 @@ from dtrain.config.schema import TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.engine.base import Engine, StepOutcome
 from dtrain.errors import ModelError
-from dtrain.precision.policy import find_loss
+from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
 from dtrain.train.signals import StopSignals

@@ -20,7 +20,11 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.checkpoint import open_newest, verify
+from dtrain.config.resolve import compose
+from dtrain.config.schema import RunConfig
+from dtrain.errors import DtrainError
 from dtrain.telemetry.metrics import read_metrics
+from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.mishap import FACTORY
 from tests.helpers.ranks import RankFailure, run_ranks
@@ -30,19 +34,14 @@ SEQ_LEN = 32
 _TOKEN = "DTRAIN_TEST_JOB"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_PRECISION")
 
-# dropout, so that random numbers matter; a loss scale that grows on the way, so that its state does; six micro-batches
-# a step, for 1, 2 or 3 ranks
-SMALL = (
+# dropout, so that random numbers matter; six micro-batches a step, for 1, 2 or 3 ranks
+CORE = (
     FACTORY,
     "model.num_layers=1",
     "model.hidden_dim=32",
     "model.num_heads=2",
     f"model.max_seq_len={SEQ_LEN}",
     "model.dropout=0.1",
-    "precision=bf16",
-    "precision.loss_scale.mode=dynamic",
-    "precision.loss_scale.init=1024",
-    "precision.loss_scale.growth_interval=5",
     "data=text",
     "schedule.warmup_steps=2",
     "train.steps=12",
@@ -54,6 +53,14 @@ SMALL = (
     "train.eval_batches=2",
     "train.sample_tokens=0",
     "launch.threads_per_rank=1",
+)
+# and a loss scale that grows on the way, so that its state matters
+SMALL = (
+    *CORE,
+    "precision=bf16",
+    "precision.loss_scale.mode=dynamic",
+    "precision.loss_scale.init=1024",
+    "precision.loss_scale.growth_interval=5",
 )
 
 
@@ -128,25 +135,30 @@ def newest_step(run_dir: Path) -> int:
 # -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
 
 
-def _forked(rank: int, world: int, argv: Sequence[str], env: Mapping[str, str], log: str, alarm: float) -> int:
+def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, str], log: str, alarm: float) -> int:
     for name in _LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(env)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 2)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
+    if isinstance(job, list):
+        return main(["train", *job])
     if alarm and rank == world - 1:
         signal.setitimer(signal.ITIMER_REAL, alarm)  # no handler: the kernel ends the process, whatever it is doing
-    return main(["train", *argv])
+    try:
+        return run_training(job)
+    except DtrainError as error:
+        print(f"dtrain: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def train(
     run_dir: Path, *overrides: str, world: int = 1, env: Mapping[str, str] | None = None, alarm: float = 0.0
 ) -> list[int] | None:
-    """Trains ``SMALL`` in ``world`` forked processes, which append what they say to ``<run_dir>.log``.
+    """Trains in ``world`` forked processes, which append what they say to ``<run_dir>.log``.
 
     Args:
         run_dir: the run directory.
-        overrides: on top of ``SMALL``.
+        overrides: the rest of the config.
         world: the number of ranks.
         env: added to the environment.
         alarm: seconds after which the last rank dies, without a chance to do anything about it; 0: never.
@@ -154,13 +166,19 @@ def train(
     Returns:
         The exit code of each rank; None where one of them died.
     """
-    argv = [*SMALL, f"run_dir={run_dir}", *overrides]
+    config = compose([f"run_dir={run_dir}", *overrides])  # here and not there: it takes as long as the training
     try:
-        return run_ranks(world, _forked, argv, dict(env or {}), f"{run_dir}.log", alarm)
+        return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm)
     except RankFailure as failure:
         if "the process died without a word" not in str(failure):
             raise
         return None
+
+
+def command_line(log: Path, *argv: str, env: Mapping[str, str] | None = None) -> int:
+    """The exit code of ``dtrain train ARGV`` in a forked process, which appends what it says to ``log``."""
+    codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0)
+    return codes[0]
 
 
 def said(run_dir: Path) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain", "tests.helpers.ranks"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain.train.run", "tests.helpers.ranks"])
 
 
 class RankFailure(AssertionError):

@@ -51,7 +51,7 @@ def test_is_the_balanced_tree(number: int, seed: int, dtype: torch.dtype) -> Non
 @few
 @given(st.integers(1, 6), st.integers(1, 8), seeds)
 def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int) -> None:
-    """Micro-batch i of rank r has index i x world + r; the owner meets a row from every rank, micro-batch by micro-batch."""
+    """Micro-batch i of rank r has index i x world + r; the owner meets a row of every rank for each i."""
     leaves = random_leaves(per_rank * world, seed)
     alone = summed(TreeSum(), leaves)
     owner, output = TreeSum(), torch.empty(16)

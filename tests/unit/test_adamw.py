@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ class Arena:
                 self.classes[low],
                 *(t[low * CHUNK : high * CHUNK] for t in (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq)),
             )
-            for low, high in zip(bounds, bounds[1:], strict=False)
+            for low, high in itertools.pairwise(bounds)
         ]
 
     def new_gradient(self) -> Tensor:

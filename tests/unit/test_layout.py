@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -46,7 +47,7 @@ def test_every_parameter_has_one_aligned_slot_of_its_own(specs: list[ParamSpec],
     assert dtypes == sorted(set(dtypes), key=lambda dtype: dtype == torch.float32)
     for layout in layouts:
         assert all(slot.spec.replica_dtype == layout.dtype and slot.start % ALIGNMENT == 0 for slot in layout.slots)
-        for before, after in zip(layout.slots, layout.slots[1:], strict=False):
+        for before, after in itertools.pairwise(layout.slots):
             assert before.stop <= after.start
         assert all(slot.stop - slot.start == math.prod(slot.spec.shape) for slot in layout.slots)
         assert all(slot.stop <= layout.real_numel <= layout.numel for slot in layout.slots)

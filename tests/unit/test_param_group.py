@@ -115,7 +115,7 @@ def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
 def test_two_parameters_over_one_storage_are_refused() -> None:
     model = nn.ModuleDict({"a": linear(), "b": linear()})
     model["b"].weight = nn.Parameter(model["a"].weight.detach())
-    with pytest.raises(ModelError, match=r"'b\.weight' and 'a\.weight' are two parameters over one storage"):
+    with pytest.raises(ModelError, match=r"'a\.weight' and 'b\.weight' are two parameters over one storage"):
         find_groups(model)
 
 

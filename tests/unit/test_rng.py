@@ -13,7 +13,7 @@ from dtrain.engine.rng import keyed_rng, rng_key
 CPU = torch.device("cpu")
 seeds = st.integers(0, 2**63 - 1)
 counts = st.integers(0, 2**40)
-KNOWN = (1279368494785126216, 8095170316676606608)
+KNOWN = (1195769770526638388, 8979783157863330958)
 
 
 def test_keys_of_a_run_all_differ() -> None:
@@ -57,9 +57,8 @@ def test_the_callers_state_is_untouched() -> None:
 
 def test_the_callers_state_comes_back_after_an_error() -> None:
     state = torch.get_rng_state()
-    with pytest.raises(KeyError), keyed_rng(CPU, 1):
-        torch.rand(3)
-        raise KeyError
+    with pytest.raises(IndexError), keyed_rng(CPU, 1):
+        torch.rand(3)[5]
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -30,7 +31,7 @@ def test_warms_up_in_a_line_then_only_falls_to_its_floor(schedule: Cosine | Line
     seen = curve(schedule, total + 20)
     assert seen[:warmup] == [(step + 1) / warmup for step in range(warmup)]
     assert seen[warmup] == 1.0
-    assert all(after <= before for before, after in zip(seen[warmup:], seen[warmup + 1 :], strict=False))
+    assert all(after <= before for before, after in itertools.pairwise(seen[warmup:]))
     assert all(0 <= value <= 1 for value in seen)
     assert seen[total:] == [pytest.approx(floor, abs=1e-12)] * 20
 
@@ -42,7 +43,7 @@ def test_no_jumps_after_warm_up(schedule: Cosine | Linear) -> None:
     length = schedule.total_steps - schedule.warmup_steps
     seen = curve(schedule, schedule.total_steps + 2)[schedule.warmup_steps :]
     steepest = math.pi / 2 / length  # of a cosine; a line's is 1 / length
-    assert max(abs(a - b) for a, b in zip(seen, seen[1:], strict=False)) <= (1 - schedule.min_ratio) * steepest + 1e-12
+    assert max(abs(a - b) for a, b in itertools.pairwise(seen)) <= (1 - schedule.min_ratio) * steepest + 1e-12
 
 
 def test_by_hand() -> None:

@@ -190,6 +190,7 @@ def test_a_norm_that_is_not_finite_is_shown_as_it_is(squares: float, norm: float
 
 def test_an_empty_step_has_no_loss() -> None:
     verdict = decide([record(**EMPTY, sum_squares=0.0)])
+    assert (verdict.bad_rank, verdict.bad_tensor, verdict.bad_micro_batch) == (-1, -1, -1)
     assert math.isnan(verdict.loss)
     assert math.isnan(verdict.grad_norm)
 

@@ -1,0 +1,188 @@
+"""Contenders that take turns: each is a group of processes which lives through the whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from dtrain.bench.records import Assignment, Contender, Entry, Footprint, Turn, from_plain
+from dtrain.config.dump import config_to_dict
+from dtrain.config.schema import SuiteConfig
+from dtrain.distributed.logging import logger
+from dtrain.errors import BenchError
+
+_SILENCE_S = 900.0  # a rank that says nothing for so long hangs
+_GOODBYE_S = 10.0
+
+
+class Entrant:
+    """The processes of one contender; use as a context manager, which ends them.
+
+    Args:
+        contender: who.
+        config: of the suite.
+    """
+
+    def __init__(self, contender: Contender, config: SuiteConfig) -> None:
+        self.contender = contender
+        self._stack = ExitStack()
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-bench-"))
+        self._processes: list[subprocess.Popen[str]] = []
+        self._logs: list[IO[str]] = []
+        self._config = config_to_dict(config)
+        self._threads = config.bench.threads_per_rank
+
+    def __enter__(self) -> Entrant:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            try:
+                _not_none(process.stdin).close()
+            except BrokenPipeError:  # it is gone already
+                continue
+        for process in self._processes:
+            try:
+                process.wait(_GOODBYE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            _not_none(process.stdout).close()
+        self._stack.close()
+
+    def start(self) -> float:
+        """Starts the processes; returns the seconds from there to the end of the first step.
+
+        Raises:
+            BenchError: a process failed; the message has its last words.
+        """
+        begin = time.perf_counter()
+        for _ in range(self.contender.ranks):
+            log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by the stack
+            self._stack.enter_context(log)
+            self._logs.append(log)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "dtrain.bench.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment(self._threads),
+                text=True,
+            )
+            self._processes.append(process)
+        store = str(Path(self._folder, "store"))
+        for rank in range(self.contender.ranks):
+            self._send(rank, asdict(Assignment(self.contender, rank, store, self._config)))
+        self._ask({"steps": 1})
+        return time.perf_counter() - begin
+
+    def turn(self, steps: int) -> Turn:
+        """Takes ``steps`` steps."""
+        load = os.getloadavg()[0]
+        if not steps:
+            return Turn([], [], load)
+        answers = self._ask({"steps": steps})
+        step_ms = [max(times) for times in zip(*(answer["step_ms"] for answer in answers), strict=True)]
+        losses = [sum(row) / len(row) for row in zip(*(answer["losses"] for answer in answers), strict=True)]
+        return Turn(step_ms, losses, load)
+
+    def footprint(self) -> Footprint:
+        """Of the rank that holds the most."""
+        ranks = [from_plain(Footprint, answer) for answer in self._ask({"footprint": True})]
+        most = max(ranks, key=lambda rank: sum(rank.state.values()))
+        devices = [rank.peak_device for rank in ranks if rank.peak_device is not None]
+        return Footprint(
+            num_parameters=most.num_parameters,
+            state=most.state,
+            formula=most.formula,
+            peak_rss=max(rank.peak_rss for rank in ranks),
+            peak_device=max(devices, default=None),
+            device=most.device,
+        )
+
+    def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        for rank in range(len(self._processes)):
+            self._send(rank, order)
+        waiting = {_not_none(process.stdout): rank for rank, process in enumerate(self._processes)}
+        answers: dict[int, dict[str, Any]] = {}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], _SILENCE_S)
+            if not ready:
+                raise BenchError(f"{self.contender.name}: no answer for {_SILENCE_S:.0f} s; a rank hangs")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                line = pipe.readline()  # a rank answers an order with one line, so nothing stays in the buffer
+                if not line:
+                    raise self._failure(rank)
+                answers[rank] = json.loads(line)
+        return [answers[rank] for rank in range(len(self._processes))]
+
+    def _send(self, rank: int, order: dict[str, Any]) -> None:
+        pipe = _not_none(self._processes[rank].stdin)
+        try:
+            pipe.write(json.dumps(order) + "\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise self._failure(rank) from None
+
+    def _failure(self, rank: int) -> BenchError:
+        self._processes[rank].wait(_GOODBYE_S)
+        self._logs[rank].seek(0)
+        words = self._logs[rank].read().strip().splitlines()
+        code = self._processes[rank].returncode
+        said = words[-1] if words else "without a word"
+        return BenchError(f"{self.contender.name}: rank {rank} ended with exit code {code}: {said}")
+
+
+def compete(contenders: Sequence[Contender], config: SuiteConfig) -> list[Entry]:
+    """Starts all contenders one after the other, then lets them take turns for ``config.bench.rounds`` rounds.
+
+    Raises:
+        BenchError: a contender's process failed.
+    """
+    bench = config.bench
+    with ExitStack() as stack:
+        entrants = [stack.enter_context(Entrant(contender, config)) for contender in contenders]
+        starts, warmups = [], []
+        for entrant in entrants:
+            starts.append(entrant.start())
+            warmups.append(entrant.turn(bench.warmup_steps))
+            logger.info("%s: first step after %.1f s", entrant.contender.name, starts[-1])
+        turns: list[list[Turn]] = [[] for _ in entrants]
+        for number in range(bench.rounds):
+            for entrant, own in zip(entrants, turns, strict=True):
+                own.append(entrant.turn(bench.steps))
+            times = "  ".join(
+                f"{entrant.contender.name} {min(own[-1].step_ms):.0f}"
+                for entrant, own in zip(entrants, turns, strict=True)
+            )
+            logger.info("round %d/%d, best ms: %s", number + 1, bench.rounds, times)
+        return [
+            Entry(entrant.contender, start, warmup, own, entrant.footprint())
+            for entrant, start, warmup, own in zip(entrants, starts, warmups, turns, strict=True)
+        ]
+
+
+def _not_none(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None  # standard input and output are piped
+    return pipe
+
+
+def environment(threads: int) -> dict[str, str]:
+    """The environment of a measured process: dtrain importable, the threads set, gloo on the loopback interface."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    extra = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
+    return {**os.environ, **extra, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}

@@ -1,0 +1,39 @@
+"""The facts about a machine that a measurement is worth nothing without; never its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from dtrain.bench.records import Host
+from dtrain.version import version
+
+
+def describe_host() -> Host:
+    """This machine and its software."""
+    return Host(
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        dtrain=version(),
+    )
+
+
+def _cpu_model() -> str:
+    """The model name; where a virtual machine hides it, with family and model number."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.processor() or "unknown"
+    facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", cpuinfo.read_text(encoding="utf-8"), re.M))
+    if "model name" not in facts:
+        return platform.processor() or "unknown"
+    numbers = f" (family {facts['cpu family']}, model {facts['model']})" if "model" in facts else ""
+    return f"{facts['model name']}{numbers}"

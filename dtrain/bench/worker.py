@@ -1,0 +1,216 @@
+"""One rank of a contender: reads orders from standard input, answers on standard output, both as lines of JSON.
+
+The first line is an ``Assignment``. Then ``{"steps": n}`` is answered by the times and losses of n steps, and
+``{"footprint": true}`` by a ``Footprint``; the end of the input ends the process. Between orders the rank is blocked on
+the pipe and takes no time from the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.bench.records import Assignment, Contender, Footprint, from_plain
+from dtrain.config.schema import (
+    GROUP_OPTIONS,
+    ConstantConfig,
+    EngineConfig,
+    ModelConfig,
+    NativeEngineConfig,
+    OptimConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
+from dtrain.data import BatchLoader, load_dataset
+from dtrain.distributed.setup import choose_device
+from dtrain.errors import DtrainError
+from dtrain.models import build_model
+from dtrain.telemetry.throughput import device_name
+from dtrain.train.trainer import to_device
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A contender that is ready to train in this process.
+
+    Attributes:
+        losses: takes one step for each item.
+        num_parameters: of the model.
+        state: bytes of the model states by kind.
+        formula: the same by the ZeRO formula, where there is one.
+    """
+
+    losses: Iterator[float]
+    num_parameters: int
+    state: Callable[[], dict[str, int]]
+    formula: Callable[[], dict[str, int] | None]
+
+
+def main() -> int:
+    """Serves one contender's driver until it closes the pipe; a failure is the last line of standard error."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not get among the replies
+    assignment = from_plain(Assignment, json.loads(sys.stdin.readline()))
+    try:
+        _serve(assignment, replies)
+    except DtrainError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _serve(assignment: Assignment, replies: Any) -> None:
+    bench = assignment.config["bench"]
+    torch.set_num_threads(bench["threads_per_rank"])
+    device = choose_device(bench["device"], assignment.rank)
+    _join(assignment, device)
+    training = _prepare(assignment, device)
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer = _steps(training, device, order["steps"]) if "steps" in order else asdict(_footprint(training, device))
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+
+
+def _join(assignment: Assignment, device: torch.device) -> None:
+    world_size = assignment.contender.ranks
+    if world_size == 1:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = dist.FileStore(assignment.store, world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=assignment.rank, world_size=world_size, timeout=_TIMEOUT)
+
+
+def _prepare(assignment: Assignment, device: torch.device) -> Training:
+    contender, config = assignment.contender, _run_config(assignment)
+    dataset = load_dataset(config.data, config.model.max_seq_len)
+    model = build_model(config.model, dataset.vocab_size, config.seed)
+    loader = BatchLoader(
+        dataset.train,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=1,
+        rank=assignment.rank,
+        world_size=contender.ranks,
+    )
+    batches = (to_device(micro_batches[0], device) for micro_batches in loader)
+    if contender.engine == "native":
+        return _prepare_native(config, model, batches, device)
+    return _prepare_peer(contender, config.optim, model.to(device), batches)
+
+
+def _run_config(assignment: Assignment) -> RunConfig:
+    """The configuration of a training run that equals the suite's."""
+    values, contender = assignment.config, assignment.contender
+    micro_batch_size = values["bench"]["micro_batch_size"]
+    return RunConfig(
+        seed=values["seed"],
+        train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * contender.ranks),
+        engine=EngineConfig() if contender.zero_stage is None else NativeEngineConfig(zero_stage=contender.zero_stage),
+        precision=PrecisionConfig(name=contender.precision),
+        model=from_plain(ModelConfig, values["model"]),
+        data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
+        optim=from_plain(OptimConfig, values["optim"]),
+        schedule=ConstantConfig(warmup_steps=0),
+    )
+
+
+def _prepare_native(
+    config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]], device: torch.device
+) -> Training:
+    # imported here, so that the peers' processes hold nothing of dtrain's engine
+    from dtrain.distributed.setup import connect
+    from dtrain.train.setup import make_engine
+
+    engine = make_engine(config, model, connect(device))
+
+    def train() -> Iterator[float]:
+        for batch in batches:
+            engine.backward(engine(**batch))
+            yield engine.step().loss
+
+    return Training(train(), engine.num_parameters, engine.memory, engine.memory_formula)
+
+
+def _prepare_peer(
+    contender: Contender, optim: OptimConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]]
+) -> Training:
+    from dtrain.bench.peers import ddp, plain
+
+    optimizer = plain.make_optimizer(model, optim.lr, optim.betas, optim.eps, optim.weight_decay)
+    train = ddp.train if contender.engine == "ddp" else plain.train
+    losses = train(model, optimizer, batches, contender.precision == "bf16", optim.max_grad_norm)
+
+    def state() -> dict[str, int]:
+        parameters = list(model.parameters())
+        moments = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+        return {
+            "master": _nbytes(parameters),
+            "moments": _nbytes(moments),
+            "main_grad": _nbytes([p.grad for p in parameters if p.grad is not None]),
+            "buffers": _nbytes(list(model.buffers())),
+        }
+
+    return Training(losses, sum(p.numel() for p in model.parameters()), state, lambda: None)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    """Bytes of the distinct storages of ``tensors``."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _steps(training: Training, device: torch.device, count: int) -> dict[str, list[float]]:
+    times, losses = [], []
+    for _ in range(count):
+        start = time.perf_counter()
+        losses.append(next(training.losses))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1000 * (time.perf_counter() - start))
+    return {"step_ms": times, "losses": losses}
+
+
+def _footprint(training: Training, device: torch.device) -> Footprint:
+    return Footprint(
+        num_parameters=training.num_parameters,
+        state=training.state(),
+        formula=training.formula(),
+        peak_rss=_peak_rss(),
+        peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        device=device_name(device),
+    )
+
+
+def _peak_rss() -> int:
+    """Bytes. ``getrusage`` on Linux counts what the parent held when it started this process; ``VmHWM`` does not."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""The benchmark: its command line, real contenders on real ranks at a tiny size, its records and its tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.__main__ import main
+from dtrain.bench import suites
+from dtrain.bench.contest import Entrant, compete
+from dtrain.bench.records import (
+    Contender,
+    Entry,
+    Footprint,
+    Host,
+    Results,
+    Turn,
+    from_plain,
+    read_results,
+    write_results,
+)
+from dtrain.bench.report import describe, final_loss, is_wrong, ratios, step_ms, update_document
+from dtrain.config.resolve import read_suite
+from dtrain.config.schema import (
+    BENCH_ENGINE,
+    BENCH_PRECISION,
+    EngineBenchConfig,
+    EngineSuiteConfig,
+    PrecisionBenchConfig,
+    PrecisionSuiteConfig,
+)
+from dtrain.errors import BenchError
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=32", "bench.device=cpu"]
+SHORT = ["bench.micro_batch_size=2", "bench.warmup_steps=1", "bench.rounds=2", "bench.steps=2"]
+
+MISTAKES = [
+    ("engine bench.round=3", "unknown key 'bench.round'; did you mean 'bench.rounds'?"),
+    ("engine bench.zero_stage=1", "unknown key 'bench.zero_stage'; did you mean 'bench.stages'?"),
+    ("engine run_dir=x", "unknown key 'run_dir'; valid: bench, data, model, optim, seed"),
+    ("engine engine=native", "no group 'engine' to override; valid: bench, data, model, optim, seed"),
+    ("engine model=tinny", "unknown option 'model=tinny'; did you mean 'model=tiny'?"),
+    ("engine bench.rounds=0", "bench.rounds=0 is too small; it must be at least 1"),
+    ("engine bench.rounds=few", "bench.rounds=few is not a whole number"),
+    ("engine bench.stages=[0,3]", "bench.stages=[0, 3] must list some of 0, 1, 2, each once"),
+    ("engine bench.stages=[1,1]", "bench.stages=[1, 1] must list some of 0, 1, 2, each once"),
+    ("engine bench.precision=fp16", "bench.precision=fp16 is not one of bf16, fp32; did you mean 'bf16'?"),
+    ("engine bench.out=", "bench.out is empty; name a JSON file, or leave it null"),
+    (
+        "engine model.num_heads=5",
+        "model.hidden_dim=384 does not divide by model.num_heads=5; each head takes the same share",
+    ),
+    ("engine data=text", "data=text needs data.files, a glob such as data.files='/data/**/*.txt'"),
+    ("engine -m bench.rounds=1,2", "dtrain bench engine runs once; remove --multirun"),
+    ("precision bench.stages=[0]", "unknown key 'bench.stages'; did you mean 'bench.steps'?"),
+    (
+        "precision bench.precisions=[fp8]",
+        "bench.precisions=['fp8'] must list some of fp32, tf32, bf16, fp16, each once",
+    ),
+    ("engin", "unknown suite 'engin'; did you mean 'engine'?"),
+    ("report", "dtrain bench report needs results files, such as docs/results/*.json"),
+    ("report engine", "'engine' is not a .json file of `dtrain bench`"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_mistakes_are_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words.split()]) == 2
+    assert capsys.readouterr() == ("", f"dtrain: {message}\n")
+
+
+def test_help_and_cfg(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert "usage: dtrain bench SUITE" in capsys.readouterr().out
+    assert main(["bench", "engine", "--help"]) == 0
+    assert "Usage: dtrain bench engine" in capsys.readouterr().out
+    assert main(["bench", "precision", "--cfg", "job", "bench.rounds=7"]) == 0
+    assert "rounds: 7\n" in capsys.readouterr().out
+
+
+def test_started_once_not_by_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "precision"]) == 2
+    assert "start it once, without a launcher" in capsys.readouterr().err
+
+
+def test_default_configurations() -> None:
+    engine, precision = read_suite([], BENCH_ENGINE), read_suite([], BENCH_PRECISION)
+    assert type(engine) is EngineSuiteConfig
+    assert type(precision) is PrecisionSuiteConfig
+    assert engine.bench == EngineBenchConfig()
+    assert engine.model == precision.model
+    assert (engine.bench.micro_batch_size * engine.model.max_seq_len, engine.bench.ranks) == (1024, 2)
+
+
+def test_who_competes() -> None:
+    def names(bench: EngineBenchConfig) -> list[str]:
+        return [contender.name for contender in suites.engine_contenders(bench)]
+
+    assert names(EngineBenchConfig(ranks=1)) == ["plain", "native, 1 rank"]
+    assert names(EngineBenchConfig(stages=[2])) == ["plain", "native, 1 rank", "ddp", "native, stage 2"]
+    asked = suites.precision_contenders(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
+    assert asked == [Contender(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
+    assert "fp16" not in suites.good_precisions(CPU)
+
+
+def run_bench(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "launch/bench.py"), *words]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_engine_suite_end_to_end(tmp_path: Path) -> None:
+    words = ["engine", *TINY, *SHORT, "bench.stages=[0,2]", "bench.starts=1", "bench.out=deep/r.json"]
+    done = run_bench(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = read_results(tmp_path / "deep/r.json")
+    assert results.command == f"dtrain bench {' '.join(words)}".replace("bench.stages=[0,2]", "'bench.stages=[0,2]'")
+    assert [entry.contender.engine for entry in results.entries] == ["plain", "native", "ddp", "native", "native"]
+    for entry in results.entries:
+        assert [len(turn.step_ms) for turn in (entry.warmup, *entry.turns)] == [1, 2, 2]
+        assert all(value > 0 for turn in entry.turns for value in turn.step_ms)
+        assert not is_wrong(entry, results.entries)
+        assert entry.first_step_s > max(entry.warmup.step_ms) / 1000
+        assert entry.footprint.peak_rss > 50e6
+    plain, one, ddp, stage0, stage2 = results.entries
+    numel = plain.footprint.num_parameters
+    for peer in (plain, ddp):
+        held = peer.footprint.state
+        assert held["master"] == 4 * numel
+        assert 8 * numel <= held["moments"] <= 8 * numel + 256  # with a step counter a parameter
+        assert 4 * numel <= held["main_grad"] <= 4.1 * numel
+    # FP32 masters under BF16 replicas start from the plain loop's weights and see its data
+    assert final_loss(one) == pytest.approx(final_loss(plain), rel=2e-3)
+    assert final_loss(stage2) == pytest.approx(final_loss(ddp), rel=2e-3)
+    assert final_loss(one) != final_loss(stage2)
+    for entry in (one, stage0, stage2):
+        formula = entry.footprint.formula
+        assert formula is not None
+        assert 1.0 <= sum(entry.footprint.state.values()) / sum(formula.values()) < 1.5  # tiny: mostly padding
+    assert sum(stage2.footprint.state.values()) < 0.7 * sum(stage0.footprint.state.values())
+    (seconds,) = results.train_starts_s
+    assert 0.5 < seconds < 60
+    for text in ("step / plain", "step / ddp", "native, stage 2", "1 starts", "main_grad 2.00"):
+        assert text in done.stdout
+    assert done.stdout.strip() == describe(results)
+    assert os.uname().nodename not in astuple(results.host)
+
+
+def test_precision_suite_measures_fp32_against_mixed() -> None:
+    config = read_suite([*TINY, *SHORT, "bench.precisions=[bf16]"], BENCH_PRECISION)
+    assert config is not None
+    results = suites.run_precision_suite(config, "dtrain bench precision")
+    fp32, bf16 = results.entries
+    assert (fp32.contender.precision, bf16.contender.precision) == ("fp32", "bf16")
+    assert fp32.footprint.state["compute"] > 1.5 * bf16.footprint.state["compute"]
+    assert final_loss(fp32) == pytest.approx(final_loss(bf16), rel=0.01)
+    assert final_loss(fp32) != final_loss(bf16)
+    assert results.train_starts_s == []
+    table = describe(results)
+    assert "speed-up over fp32" in table
+    assert "WRONG" not in table
+
+
+def test_turns_interleave_and_idle_contenders_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    original = Entrant.turn
+
+    def turn(self: Entrant, steps: int) -> Turn:
+        order.append(self.contender.name)
+        return original(self, steps)
+
+    monkeypatch.setattr(Entrant, "turn", turn)
+    config = read_suite([*TINY, *SHORT, "bench.warmup_steps=0"], BENCH_ENGINE)
+    assert config is not None
+    entries = compete(suites.engine_contenders(replace(config.bench, ranks=1)), config)
+    a, b = "plain", "native, 1 rank"
+    assert order == [a, b, a, b, a, b]
+    assert entries[0].warmup.step_ms == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+def test_an_idle_rank_uses_no_processor_time() -> None:
+    config = read_suite(TINY, BENCH_ENGINE)
+    assert config is not None
+    with Entrant(Contender("plain", "plain", 1, "bf16"), config) as entrant:
+        entrant.start()
+        (process,) = entrant._processes
+        before = _processor_seconds(process.pid)
+        assert before > 0.1
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.6)
+        assert _processor_seconds(process.pid) - before < 0.1
+    assert process.returncode == 0
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_contender_that_fails_is_named_with_its_last_words() -> None:
+    config = read_suite([*TINY, "model.factory=dtrain.models.transformer:absent"], BENCH_ENGINE)
+    assert config is not None
+    with Entrant(Contender("native, stage 2", "native", 2, "bf16", 2), config) as entrant:
+        with pytest.raises(BenchError, match=r"native, stage 2: rank [01] ended with exit code 2: .* has no absent"):
+            entrant.start()
+        processes = list(entrant._processes)
+    assert all(process.poll() is not None for process in processes)
+
+
+HOST = Host("a cpu", 2, 8.0, [], "Linux x86_64", "3.11", "2.13", "0.1.0")
+
+
+def entry(name: str, ranks: int, turns: list[list[float]], losses: list[float | None], engine: str = "native") -> Entry:
+    footprint = Footprint(1000, {"master": 4000}, {"master": 4000} if engine == "native" else None, 2**27, None, "cpu")
+    made = [Turn(step_ms, losses, 0.5) for step_ms in turns]
+    return Entry(Contender(name, engine, ranks, "bf16"), 1.5, Turn([], [], 0.1), made, footprint)
+
+
+def results_of(entries: list[Entry], suite: str = "engine") -> Results:
+    config = {"bench": {"threads_per_rank": 1, "rounds": 2, "steps": 2}}
+    return Results(suite, "dtrain bench engine", "2026-01-01T00:00:00", HOST, config, 128, entries, [3.0, 5.0, 4.0])
+
+
+def test_ratios_compare_turns_of_one_round() -> None:
+    base = entry("plain", 1, [[100, 100], [200, 200]], [2.0, 2.0], "plain")
+    other = entry("native", 1, [[110, 110], [190, 190]], [2.0, 2.0])
+    assert ratios(other, base) == pytest.approx([1.1, 0.95])
+    assert step_ms(base) == 150
+    table = describe(results_of([base, other]))
+    assert "1.025 (0.950 to 1.100)" in table
+    assert "853" in table  # 128 tokens in 150 ms
+    assert "4.0 (3.0 to 5.0) s (3 starts)" in table
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"), [(2.0, False), (2.03, False), (1.97, False), (2.05, True), (1.5, True), (None, True)]
+)
+def test_a_contender_whose_loss_is_elsewhere_is_marked(loss: float | None, wrong: bool) -> None:
+    entries = [
+        entry("plain", 1, [[1.0]], [2.0], "plain"),
+        entry("ddp", 2, [[1.0]], [9.0], "ddp"),
+        entry("native", 1, [[1.0]], [loss]),
+    ]
+    assert [is_wrong(item, entries) for item in entries] == [False, False, wrong]
+    assert describe(results_of(entries)).count(" WRONG ") == int(wrong)
+
+
+numbers = st.floats(min_value=0.001, max_value=1e6)
+turns = st.builds(Turn, st.lists(numbers), st.lists(st.none() | numbers), numbers)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(turns, min_size=1, max_size=3), st.none() | st.integers(0, 2), st.none() | st.integers(0, 2**40))
+def test_results_survive_json(drawn: list[Turn], stage: int | None, device: int | None) -> None:
+    footprint = Footprint(7, {"master": 1}, None if stage is None else {"master": 2}, 3, device, "cpu")
+    item = Entry(Contender("a", "native", 2, "bf16", stage), 0.5, drawn[0], drawn, footprint)
+    results = results_of([item])
+    plain = json.loads(json.dumps(results, default=lambda record: record.__dict__))
+    assert from_plain(Results, plain) == results
+
+
+def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    results = results_of([entry("plain", 1, [[1.0]], [float("nan")], "plain")])
+    write_results(path, results)
+    assert read_results(path).entries[0].turns[0].losses == [None]
+    good = json.loads(path.read_text())
+    for damage in ({**good, "extra": 1}, {key: value for key, value in good.items() if key != "host"}, [], 3):
+        path.write_text(json.dumps(damage))
+        with pytest.raises(BenchError, match=r"r\.json is no results file"):
+            read_results(path)
+    with pytest.raises(BenchError, match=r"absent\.json is no results file"):
+        read_results(tmp_path / "absent.json")
+
+
+def test_report_writes_between_the_markers_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        write_results(tmp_path / f"{name}.json", results_of([entry(f"plain-{name}", 1, [[1.0]], [2.0], "plain")]))
+    document = tmp_path / "doc.md"
+    document.write_text("# Title\n\nbefore \\1\n<!-- results one -->\nstale\n<!-- end one -->\nafter\n")
+    assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
+    text = document.read_text()
+    assert text.startswith("# Title\n\nbefore \\1\n<!-- results one -->\n")
+    assert "stale" not in text
+    assert text.index("plain-one") < text.index("after\n") < text.index("## two") < text.index("plain-two")
+    assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
+    assert document.read_text() == text
+    assert main(["bench", "report", "one.json"]) == 1  # docs/ does not exist here
+    assert "docs/benchmarks.md" in capsys.readouterr().err
+    update_document(tmp_path / "new.md", {})
+    assert (tmp_path / "new.md").read_text() == "# Benchmarks\n"
