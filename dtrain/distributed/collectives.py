@@ -69,6 +69,13 @@ class Communicator:
         self.schedule_hash = 0
         self.schedule_log: list[str] = []
 
+    def release(self) -> None:
+        """Lets go of the process group, whose threads end with the last reference to it.
+
+        A thread of gloo that still holds a tensor when the interpreter ends aborts the process.
+        """
+        self._group = None
+
     def begin_schedule(self) -> None:
         """Starts the log of collectives of one step; the hash rolls on for the whole run."""
         self.schedule_log.clear()

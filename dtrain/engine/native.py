@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +248,10 @@ class NativeEngine(Engine):
     def _update(self, verdict: Verdict, lr: float) -> None:
         limit = self.options.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (verdict.grad_norm + 1e-6))
-        self._optimizer.update(step=self.applied_steps + 1, lr=lr, grad_divisor=verdict.grad_divisor / clip)
-        self.state.refresh_replicas()
+        update = partial(
+            self._optimizer.update, step=self.applied_steps + 1, lr=lr, grad_divisor=verdict.grad_divisor / clip
+        )
+        self.state.refresh_replicas(before_each=update)
 
     def _outcome(self, verdict: Verdict, lr: float) -> StepOutcome:
         culprit = None

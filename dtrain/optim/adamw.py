@@ -1,13 +1,15 @@
 """AdamW over flat FP32 tensors.
 
-One fused call updates every segment of the arena. The arithmetic is torch's own fused kernel (``torch._fused_adamw_``):
-it runs at memory speed, and over stretches of whole chunks it gives the same bits however the arena is sharded.
+The arena is updated segment by segment, so that the first groups travel while others are updated. The arithmetic is
+torch's own fused kernel (``torch._fused_adamw_``): it runs at memory speed, and over stretches of whole chunks it gives
+the same bits however the arena is sharded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,44 +42,43 @@ class AdamW:
 
 
 class FlatAdamW:
-    """Applies :class:`AdamW` to the slices of an arena.
+    """Applies :class:`AdamW` to the segments of an arena.
 
     Args:
         rule: hyper-parameters.
-        slices: the arena, cut where the weight-decay class changes.
+        segments: each a list of slices, cut where the weight-decay class changes.
     """
 
-    def __init__(self, rule: AdamW, slices: Sequence[UpdateSlice]) -> None:
+    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         self._rule = rule
-        self._classes = [[s for s in slices if s.decayed is decayed] for decayed in (True, False)]
+        self._segments = segments
 
-    def update(self, *, step: int, lr: float, grad_divisor: float) -> None:
-        """One update; the main grads are left divided.
+    def update(self, number: int, *, step: int, lr: float, grad_divisor: float) -> None:
+        """One update of segment ``number``; its main grads are left divided.
 
         Args:
+            number: which segment.
             step: number of this update, counted from 1, for the bias correction.
             lr: learning rate of this update.
             grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
         """
         rule = self._rule
-        for slices in self._classes:
-            if not slices:
-                continue
-            device = slices[0].master.device
+        for part in self._segments[number]:
+            scalar = partial(torch.tensor, dtype=torch.float32, device=part.master.device)
             torch._fused_adamw_(
-                [s.master for s in slices],
-                [s.main_grad for s in slices],
-                [s.exp_avg for s in slices],
-                [s.exp_avg_sq for s in slices],
+                [part.master],
+                [part.main_grad],
+                [part.exp_avg],
+                [part.exp_avg_sq],
                 [],
-                [torch.tensor(float(step), dtype=torch.float32, device=device) for _ in slices],
+                [scalar(float(step))],
                 lr=lr,
                 beta1=rule.betas[0],
                 beta2=rule.betas[1],
-                weight_decay=rule.weight_decay if slices[0].decayed else 0.0,
+                weight_decay=rule.weight_decay if part.decayed else 0.0,
                 eps=rule.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=torch.tensor(grad_divisor, dtype=torch.float32, device=device),
-                found_inf=torch.zeros((), dtype=torch.float32, device=device),
+                grad_scale=scalar(grad_divisor),
+                found_inf=scalar(0.0),
             )

@@ -13,8 +13,22 @@ from torch import Tensor
 
 
 def scaled_fp32(leaf: Tensor, weight: Tensor) -> Tensor:
-    """``leaf`` times ``weight`` (0-dim FP32) in FP32, as a new tensor, never rounded to the leaf's dtype."""
+    """``leaf`` times ``weight`` (0-dim FP32) in FP32, never rounded to the leaf's dtype; maybe ``leaf`` itself."""
+    if is_one(weight):
+        return leaf.float()
     return torch.mul(leaf, weight) if leaf.dtype == torch.float32 else leaf.float().mul_(weight)
+
+
+def assign_scaled(target: Tensor, leaf: Tensor, weight: Tensor) -> None:
+    """``target`` (FP32) becomes ``leaf`` times ``weight``."""
+    target.copy_(leaf)
+    if not is_one(weight):
+        target.mul_(weight)
+
+
+def is_one(weight: Tensor) -> bool:
+    """Whether a pass over memory can be saved; on a GPU the question would cost more than the pass."""
+    return weight.device.type == "cpu" and weight.item() == 1.0
 
 
 class LeafSum(Protocol):
@@ -37,7 +51,7 @@ class RunningSum:
     def push(self, leaf: Tensor, weight: Tensor) -> None:
         """Adds the leaf; the first of a step overwrites what the last step left."""
         if self._empty:
-            self._main_grad.copy_(leaf).mul_(weight)
+            assign_scaled(self._main_grad, leaf, weight)
             self._empty = False
         else:
             self._main_grad.add_(scaled_fp32(leaf, weight))
@@ -62,7 +76,8 @@ class TreeSum:
 
     def push(self, leaf: Tensor, weight: Tensor) -> None:
         """Takes the next leaf and carries."""
-        carry = scaled_fp32(leaf, weight)
+        carry = torch.empty_like(leaf, dtype=torch.float32)
+        assign_scaled(carry, leaf, weight)
         for level, block in enumerate(self._levels):
             if block is None:
                 self._levels[level] = carry

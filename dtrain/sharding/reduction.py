@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.collectives import Communicator, Pending
-from dtrain.sharding.accumulate import LeafSum, scaled_fp32
+from dtrain.sharding.accumulate import LeafSum, assign_scaled, scaled_fp32
 from dtrain.sharding.buffer import BufferPool, slot_views
 from dtrain.sharding.layout import FlatLayout
 
@@ -66,7 +66,7 @@ class UnshardedGradient:
         view = self._views[slot]
         if slot in self._fresh:
             self._fresh.discard(slot)
-            view.copy_(grad).mul_(weight)
+            assign_scaled(view, grad, weight)
         else:
             view.add_(scaled_fp32(grad, weight))
 

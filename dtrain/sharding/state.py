@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -88,12 +88,14 @@ class ShardedState:
 
     def _gradients(self) -> tuple[list[Tensor], list[FlatGradient]]:
         """The main grad of each segment and the gradient object of each flat buffer."""
-        sharded_master = self._placements.master is Placement.SHARD
-        exchange_leaves = self._placements.gradient is Placement.SHARD or self.reproducible
+        alone = self._comm.world_size == 1
+        holds_all = self._placements.master is Placement.REPLICATE or alone
+        # with one rank nothing travels, so gradients can accumulate where they belong
+        exchange_leaves = self.reproducible or (self._placements.gradient is Placement.SHARD and not alone)
         pool = BufferPool(self._device)
         main_grads: list[Tensor] = []
         flats: list[FlatGradient] = []
-        arena = self._zeros(self.arena.numel) if exchange_leaves or not sharded_master else None
+        arena = self._zeros(self.arena.numel) if exchange_leaves or holds_all else None
         if arena is not None:
             self._grad_storages.append(arena)
         for segment in self.arena.segments:
@@ -167,32 +169,36 @@ class ShardedState:
 
     # -- the update ------------------------------------------------------------------------------------------------
 
-    def update_slices(self) -> list[UpdateSlice]:
-        """The arena, cut where the weight-decay class changes."""
-        slices = []
-        for segment, main_grad in zip(self.arena.segments, self.main_grads, strict=True):
-            for decayed, low, high in segment.class_ranges():
-                start, stop = segment.arena_start + low, segment.arena_start + high
-                slices.append(
-                    UpdateSlice(
-                        decayed,
-                        self.master[start:stop],
-                        main_grad[low:high],
-                        self.exp_avg[start:stop],
-                        self.exp_avg_sq[start:stop],
-                    )
-                )
-        return slices
+    def update_slices(self) -> list[list[UpdateSlice]]:
+        """The arena, segment by segment, each cut where the weight-decay class changes."""
+        return [
+            [
+                self._update_slice(segment, main_grad, decayed, low, high)
+                for decayed, low, high in segment.class_ranges()
+            ]
+            for segment, main_grad in zip(self.arena.segments, self.main_grads, strict=True)
+        ]
 
-    def refresh_replicas(self) -> None:
-        """Casts the masters into the compute replicas and gathers what other ranks own, in forward order."""
+    def _update_slice(self, segment: Segment, main_grad: Tensor, decayed: bool, low: int, high: int) -> UpdateSlice:
+        start, stop = segment.arena_start + low, segment.arena_start + high
+        moments = self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
+        return UpdateSlice(decayed, self.master[start:stop], main_grad[low:high], *moments)
+
+    def refresh_replicas(self, before_each: Callable[[int], None] = lambda number: None) -> None:
+        """Casts the masters into the compute replicas and gathers what other ranks own, in forward order.
+
+        Args:
+            before_each: called with the number of each segment before it is cast, to update its master: so the first
+                groups travel while the others are still updated.
+        """
         gather = self._placements.master is Placement.SHARD
         pending = []
-        for segment, replica in zip(self.arena.segments, self.replicas, strict=True):
+        for number, (segment, replica) in enumerate(zip(self.arena.segments, self.replicas, strict=True)):
+            before_each(number)
             replica.write(segment, self.master[segment.arena_start : segment.arena_stop])
             if gather:
-                start, stop = segment.flat_start, segment.flat_start + segment.numel
-                pending.append(self._comm.all_gather(replica.flat, replica.flat[start:stop], label=segment.layout.name))
+                own = replica.flat[segment.flat_start : segment.flat_start + segment.numel]
+                pending.append(self._comm.all_gather(replica.flat, own, label=segment.layout.name))
         for work in pending:
             work.wait()
 

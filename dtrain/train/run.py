@@ -67,7 +67,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
                 stop.ignore()
             return exit_code
         finally:
-            disconnect()
+            disconnect(comm)
 
 
 def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals) -> int:
@@ -75,13 +75,14 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
-    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
+    model = build_model(config.model, dataset.vocab_size, config.seed)
     run_dir = open_run_dir(config, comm, job)  # not before: what is refused up to here leaves no folder behind
     if run_dir.finished:
         logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)
         return EXIT_DONE
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
+    engine = make_engine(config, model, comm)
     _resume(engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)

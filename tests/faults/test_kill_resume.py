@@ -140,12 +140,12 @@ def test_all_processes_killed(tmp_path: Path, data: str, whole_on_two: Record) -
 
 def test_one_rank_killed_in_a_save(tmp_path: Path, data: str, whole_on_two: Record) -> None:
     run_dir = tmp_path / "run"
-    with torchrun(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("write", 40, rank=1).env()) as job:
+    with torchrun(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("create", 2, rank=1).env()) as job:
         assert job.wait() == 1
         assert "exitcode  : -9" in job.said
         assert job.processes() == []
     assert newest_step(run_dir) == 4
-    assert len(checkpoints(run_dir)) == 2  # the other one was under way
+    assert len(checkpoints(run_dir)) == 2  # the other one was under way: rank 1 has not opened its file
     assert train(run_dir, *SMALL, data, world=2) == [0, 0]
     assert record_of(run_dir) == whole_on_two
 

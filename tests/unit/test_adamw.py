@@ -53,14 +53,14 @@ class Arena:
 def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
     for step in range(1, number + 1):
         arena.new_gradient()
-        optimizer.update(step=step, lr=0.01 / step, grad_divisor=divisor)
+        optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=divisor)
     return {name: getattr(arena, name).clone() for name in ("master", "main_grad", "exp_avg", "exp_avg_sq")}
 
 
 @pytest.mark.parametrize("divisor", [1.0, 3.0, 65536.0])
 def test_follows_torch(divisor: float) -> None:
     arena = Arena([True, True, False])
-    optimizer = FlatAdamW(RULE, arena.slices())
+    optimizer = FlatAdamW(RULE, [arena.slices()])
     decayed = torch.nn.Parameter(arena.master[: 2 * CHUNK].clone())
     plain = torch.nn.Parameter(arena.master[2 * CHUNK :].clone())
     reference = torch.optim.AdamW(
@@ -77,7 +77,7 @@ def test_follows_torch(divisor: float) -> None:
         for group in reference.param_groups:
             group["lr"] = 0.01 / step
         reference.step()
-        optimizer.update(step=step, lr=0.01 / step, grad_divisor=divisor)
+        optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=divisor)
         assert_close_to_largest(arena.main_grad, gradient, 1e-6)
         assert_close_to_largest(arena.master, torch.cat([decayed, plain]), 1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -96,8 +96,8 @@ def test_follows_torch(divisor: float) -> None:
 def test_any_cut_at_chunks_gives_the_same_bits(case: tuple[list[bool], set[int]], seed: int, divisor: float) -> None:
     classes, cuts = case
     whole, cut = Arena(classes, seed), Arena(classes, seed)
-    want = steps(whole, FlatAdamW(RULE, whole.slices()), divisor=divisor)
-    got = steps(cut, FlatAdamW(RULE, cut.slices(sorted(cuts))), divisor=divisor)
+    want = steps(whole, FlatAdamW(RULE, [whole.slices()]), divisor=divisor)
+    got = steps(cut, FlatAdamW(RULE, [cut.slices(sorted(cuts))]), divisor=divisor)
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -111,14 +111,14 @@ def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) ->
     for start in range(0, 8, world):
         own = Arena(classes[start : start + world])
         own.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
-        shards.append((start, own, FlatAdamW(RULE, own.slices())))
-    optimizer = FlatAdamW(RULE, whole.slices())
+        shards.append((start, own, FlatAdamW(RULE, [own.slices()])))
+    optimizer = FlatAdamW(RULE, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
-        optimizer.update(step=step, lr=0.01, grad_divisor=3.0)
+        optimizer.update(0, step=step, lr=0.01, grad_divisor=3.0)
         for start, own, own_optimizer in shards:
             own.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
-            own_optimizer.update(step=step, lr=0.01, grad_divisor=3.0)
+            own_optimizer.update(0, step=step, lr=0.01, grad_divisor=3.0)
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.equal(torch.cat([getattr(own, name) for _, own, _ in shards]), getattr(whole, name))
 
@@ -126,7 +126,7 @@ def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) ->
 def test_only_decayed_slices_decay() -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
-    FlatAdamW(RULE, arena.slices()).update(step=1, lr=0.5, grad_divisor=1.0)  # gradients are zero
+    FlatAdamW(RULE, [arena.slices()]).update(0, step=1, lr=0.5, grad_divisor=1.0)  # gradients are zero
     assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
     assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
 
@@ -135,23 +135,23 @@ def test_only_decayed_slices_decay() -> None:
 def test_one_class_or_nothing_at_all(classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
-        FlatAdamW(RULE, []).update(step=1, lr=0.1, grad_divisor=1.0)
+        FlatAdamW(RULE, [[]]).update(0, step=1, lr=0.1, grad_divisor=1.0)
         return
     before = arena.master.clone()
-    steps(arena, FlatAdamW(RULE, arena.slices()), number=1)
+    steps(arena, FlatAdamW(RULE, [arena.slices()]), number=1)
     assert not torch.equal(arena.master, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
-    want = steps(arena := Arena([True, False]), FlatAdamW(RULE, arena.slices()))
+    want = steps(arena := Arena([True, False]), FlatAdamW(RULE, [arena.slices()]))
     arena = Arena([True, False])
-    optimizer = FlatAdamW(RULE, arena.slices())
+    optimizer = FlatAdamW(RULE, [arena.slices()])
     for step in (1, 2, 3):
         arena.new_gradient()
         torch.set_default_dtype(dtype)
         try:
-            optimizer.update(step=step, lr=0.01 / step, grad_divisor=7.0)
+            optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=7.0)
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(arena.master, want["master"])

@@ -303,6 +303,9 @@ def test_report_writes_between_the_markers_and_nowhere_else(
     assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
     assert document.read_text() == text
     assert main(["bench", "report", "one.json"]) == 1  # docs/ does not exist here
-    assert "docs/benchmarks.md" in capsys.readouterr().err
+    assert capsys.readouterr().err == "dtrain: docs is not a folder; set bench.docs=PATH to the document to write\n"
+    document.write_text("<!-- end one --><!-- results one -->")
+    assert main(["bench", "report", "one.json", "bench.docs=doc.md"]) == 1
+    assert "restore the marker" in capsys.readouterr().err
     update_document(tmp_path / "new.md", {})
     assert (tmp_path / "new.md").read_text() == "# Benchmarks\n"
