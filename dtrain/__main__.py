@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 from dtrain.errors import ConfigError, DtrainError, nearest
 from dtrain.version import version
+
+_RANK_0_SPEAKS_S = 5.0
 
 
 def train(argv: list[str]) -> int:
@@ -20,8 +23,11 @@ def train(argv: list[str]) -> int:
     try:
         jobs = read_jobs(argv)
     except ConfigError as error:
-        # every rank reads the same command line, so one voice is enough
-        return _fail(error) if _rank() == 0 else error.exit_code
+        if _rank() != 0:
+            # all ranks read the same command line and one voice is enough; but a launcher ends the others as soon as
+            # one rank has left, so rank 0 must have had the time to speak
+            time.sleep(_RANK_0_SPEAKS_S)
+        return _fail(error)
     return run_jobs(jobs)
 
 

@@ -70,9 +70,10 @@ class Communicator:
         self.schedule_log: list[str] = []
 
     def release(self) -> None:
-        """Lets go of the process group, whose threads end with the last reference to it.
+        """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
 
-        A thread of gloo that still holds a tensor when the interpreter ends aborts the process.
+        A thread of gloo that still holds a tensor when the interpreter ends aborts the process. After a failure the
+        threads may wait for a rank that never answers, and so would this.
         """
         self._group = None
 

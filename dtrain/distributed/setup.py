@@ -95,8 +95,7 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     return Communicator(dist.group.WORLD, device)
 
 
-def disconnect(comm: Communicator) -> None:
-    """Ends the process group, if there is one, and its threads; ``comm`` is of no use afterwards."""
-    comm.release()
+def disconnect() -> None:
+    """Ends the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -65,9 +65,10 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
                 # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written
                 comm.barrier()
                 stop.ignore()
+            comm.release()
             return exit_code
         finally:
-            disconnect(comm)
+            disconnect()
 
 
 def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals) -> int:

@@ -177,6 +177,22 @@ def test_only_rank_0_announces_jobs(
     assert capsys.readouterr() == ("", "")
 
 
+def test_rank_0_speaks_first_of_a_mistake_that_all_ranks_read(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said_after: list[str] = []
+    monkeypatch.setattr("time.sleep", lambda seconds: said_after.append(f"{seconds} s, {capsys.readouterr().err!r}"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["train", "sed=1"]) == 2
+    assert capsys.readouterr().err == "dtrain: unknown key 'sed'; did you mean 'seed'?\n"
+    assert said_after == []
+    monkeypatch.setenv("RANK", "1")  # which a launcher has ended by then
+    assert main(["train", "sed=1"]) == 2
+    assert capsys.readouterr().err == "dtrain: rank 1: unknown key 'sed'; did you mean 'seed'?\n"
+    assert said_after == ["5.0 s, ''"]
+
+
 def test_errors_of_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def diverge(config: RunConfig, *, job: int | None = None) -> int:
         raise DivergenceError("step 3: the ranks differ")

@@ -71,10 +71,10 @@ def test_dropout_is_at_work(tmp_path: Path, data: str, whole: Record) -> None:
 # some 30 writes
 INSTANTS = [
     ("forward", 39),
-    ("backward", 100),
+    ("backward", 63),
     ("vote", 1),
-    ("update", 6),
-    ("after the update", 10),
+    ("update", 11),
+    ("replica", 9),
     ("metrics", 5),
     ("validation", 1),
     ("create", 3),

@@ -146,10 +146,13 @@ def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, s
     if alarm and rank == world - 1:
         signal.setitimer(signal.ITIMER_REAL, alarm)  # no handler: the kernel ends the process, whatever it is doing
     try:
-        return run_training(job)
+        code = run_training(job)
     except DtrainError as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return error.exit_code
+    if code == 75:
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does to the others once one rank has left; it must not hurt
+    return code
 
 
 def train(

@@ -29,10 +29,10 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 
 PLACES = {
     "forward": "dtrain.models.transformer:Attention.forward",
-    "backward": "dtrain.sharding.reduction:ShardedGradient.receive",
+    "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.adamw:FlatAdamW.update",
-    "after the update": "dtrain.sharding.state:ShardedState.refresh_replicas",
+    "replica": "dtrain.sharding.buffer:ReplicaBuffer.write",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
     "create": "dtrain.checkpoint.storage:create",
@@ -105,6 +105,10 @@ def _install(mishap: Mishap) -> None:
             elif mishap.place == "metrics":
                 args[0]._file.write('{"step": ')
                 args[0]._file.flush()
+            elif mishap.place == "backward":
+                output = real(*args, **kwargs)
+                output.register_hook(lambda gradient: mishap.happen())
+                return output
             mishap.happen()
         return real(*args, **kwargs)
 
