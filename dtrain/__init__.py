@@ -1,14 +1,20 @@
 """Mixed-precision training you can trust: FP32 masters sharded over the ranks, every dtype and skipped step proven."""
 
-from dtrain import checkpoint, errors
-from dtrain.engine.base import Culprit, Engine, StepOutcome
-from dtrain.engine.initialize import initialize
-from dtrain.optim.adamw import AdamW
-from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
-from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.policy import PrecisionPolicy
+from __future__ import annotations
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtrain import checkpoint, errors
+    from dtrain.engine.base import Culprit, Engine, StepOutcome
+    from dtrain.engine.initialize import initialize
+    from dtrain.optim.adamw import AdamW
+    from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
+    from dtrain.precision.loss_scale import LossScale
+    from dtrain.precision.policy import PrecisionPolicy
+
+    __version__: str
 
 __all__ = [
     "WSD",
@@ -26,3 +32,30 @@ __all__ = [
     "errors",
     "initialize",
 ]
+
+# resolved at first use (PEP 562): torch takes seconds to import, and the command line must answer a mistake at once
+_HOMES = {
+    "dtrain.engine.base": ("Culprit", "Engine", "StepOutcome"),
+    "dtrain.engine.initialize": ("initialize",),
+    "dtrain.optim.adamw": ("AdamW",),
+    "dtrain.optim.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
+    "dtrain.precision.loss_scale": ("LossScale",),
+    "dtrain.precision.policy": ("PrecisionPolicy",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("checkpoint", "errors"):
+        return import_module(f"dtrain.{name}")
+    if name == "__version__":
+        from dtrain.version import version
+
+        return version()
+    for home, names in _HOMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(home), name))
+    raise AttributeError(f"module 'dtrain' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

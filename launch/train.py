@@ -1,4 +1,4 @@
-"""Trains a model, under torchrun, the deepspeed launcher, SLURM or plain python; the same as ``dtrain train``."""
+"""Trains a model, under torchrun or plain python; the same as ``dtrain train``."""
 
 import importlib.util
 import sys

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from dtrain.bench.records import Host
+from dtrain.telemetry.throughput import num_cores
 from dtrain.version import version
 
 
@@ -17,7 +18,7 @@ def describe_host() -> Host:
     """This machine and its software."""
     return Host(
         cpu=_cpu_model(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         system=f"{platform.system()} {platform.machine()}",

@@ -149,7 +149,10 @@ def _prepare_native(
             engine.backward(engine(**batch))
             yield engine.step().loss
 
-    return Training(train(), engine.num_parameters, engine.memory, engine.memory_formula)
+    def state() -> dict[str, int]:
+        return {kind: size for kind, size in engine.memory().items() if kind != "leaf_buffers"}
+
+    return Training(train(), engine.num_parameters, state, engine.memory_formula)
 
 
 def _prepare_peer(

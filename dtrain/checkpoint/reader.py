@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.consensus import describe, on_every_rank, on_rank_zero
 from dtrain.checkpoint.container import DamageError, Span, read_into
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run, quarantine, quarantined
 from dtrain.checkpoint.fingerprint import MASK, byte_view, fingerprint
@@ -26,6 +25,7 @@ from dtrain.checkpoint.integrity import (
 from dtrain.checkpoint.manifest import Chunk, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.snapshot import Piece
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
 
@@ -131,7 +131,7 @@ class CheckpointReader:
             CheckpointError: on every rank; names the tensor that differs, is not covered or is not in the checkpoint.
         """
         what = f"checking what was loaded from {self.path}"
-        reports = on_every_rank(comm, what, lambda: [self._measure(piece) for piece in pieces])
+        reports = on_every_rank(comm, what, lambda: [self._measure(piece) for piece in pieces], CheckpointError)
         held: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
         for rank, report in enumerate(reports):
             for kind, name, start, stop, part in report:
@@ -178,12 +178,12 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
     """
     path = Path(path)
     what = f"opening {path}"
-    if on_rank_zero(comm, what, lambda: is_single(path)):
+    if on_rank_0(comm, what, lambda: is_single(path), CheckpointError):
         outcome = _inspect(path.resolve(), comm)
         if isinstance(outcome, _Refusal):
             raise CheckpointError(f"{path} cannot be used: {outcome}; name another one, or their directory")
         return outcome
-    names = on_rank_zero(comm, what, lambda: [str(item) for item in reversed(committed(of_run(path)))])
+    names = on_rank_0(comm, what, lambda: [str(item) for item in reversed(committed(of_run(path)))], CheckpointError)
     refusals = []
     for candidate in map(Path, names):
         outcome = _inspect(candidate, comm)
@@ -192,7 +192,7 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
         refusals.append(f"{candidate.name}: {outcome}")
         if comm.rank == 0:
             _set_aside(candidate, outcome)
-    set_aside = on_rank_zero(comm, what, lambda: [item.name for item in quarantined(of_run(path))])
+    set_aside = on_rank_0(comm, what, lambda: [item.name for item in quarantined(of_run(path))], CheckpointError)
     if not names and not set_aside:
         raise NoCheckpointError(f"there is no checkpoint in {path}")
     reasons = "; ".join(refusals or set_aside)
@@ -229,7 +229,7 @@ def _inspect(path: Path, comm: Communicator) -> CheckpointReader | _Refusal:
             return {"file": ".", "reason": f"rank {comm.rank} cannot read it: {describe(error)}", "why": ""}
         return {"digest": manifest.digest, "parts": parts}
 
-    reports = on_every_rank(comm, f"verifying {path}", inspect)
+    reports = on_every_rank(comm, f"verifying {path}", inspect, CheckpointError)
     refusals = [_Refusal(**report) for report in reports if "reason" in report]
     if refusals:
         return next((refusal for refusal in refusals if refusal.why), refusals[0])

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.consensus import describe
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run
 from dtrain.checkpoint.integrity import examine, load_manifest
+from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
 
 

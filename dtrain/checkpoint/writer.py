@@ -14,7 +14,6 @@ from typing import Any
 
 from dtrain.checkpoint import manifest as manifests
 from dtrain.checkpoint import storage
-from dtrain.checkpoint.consensus import describe, on_every_rank, on_rank_zero
 from dtrain.checkpoint.container import DTYPES, DamageError, dtype_name, encode_header
 from dtrain.checkpoint.directory import (
     committed,
@@ -31,6 +30,7 @@ from dtrain.checkpoint.integrity import examine
 from dtrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling, stored_shape
 from dtrain.checkpoint.snapshot import Piece, Snapshot, stored_state
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: 
     directory = Path(directory)
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
-    attempt = on_rank_zero(comm, what, lambda: _begin(directory, snapshot))
+    attempt = on_rank_0(comm, what, lambda: _begin(directory, snapshot), CheckpointError)
     temporary = directory / attempt["temporary"]
 
     def write() -> dict[str, Any]:
@@ -84,8 +84,8 @@ def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: 
         return _write_file(temporary / f"r{comm.rank:04d}.safetensors", snapshot.pieces)
 
     try:
-        reports = on_every_rank(comm, what, write)
-        on_rank_zero(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)))
+        reports = on_every_rank(comm, what, write, CheckpointError)
+        on_rank_0(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)), CheckpointError)
     except CheckpointError:
         if comm.rank == 0:
             _warn_on_failure(lambda: remove_tree(temporary), "removing the failed save")

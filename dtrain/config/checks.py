@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
 from typing import Any
 
 from dtrain.config.schema import (
+    DEFAULT_FACTORY,
+    FACTORY_FORM,
     GROUP_OPTIONS,
     DataConfig,
     EngineBenchConfig,
@@ -24,8 +25,6 @@ from dtrain.config.schema import (
     check_fields,
 )
 from dtrain.errors import ConfigError, nearest
-
-_DEFAULT_FACTORY = ModelConfig().factory
 
 
 def check_config(config: RunConfig, world_size: int) -> None:
@@ -152,9 +151,9 @@ def _used_scale_keys(precision: PrecisionConfig) -> set[str]:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", model.factory):
-        raise ConfigError(f"model.factory={model.factory} must be package.module:function, such as {_DEFAULT_FACTORY}")
-    if model.factory != _DEFAULT_FACTORY:
+    if not FACTORY_FORM.fullmatch(model.factory):
+        raise ConfigError(f"model.factory={model.factory} must be package.module:function, such as {DEFAULT_FACTORY}")
+    if model.factory != DEFAULT_FACTORY:
         return
     if model.args:
         raise ConfigError(

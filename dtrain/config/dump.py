@@ -30,17 +30,21 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def config_to_yaml(config: RunConfig) -> str:
-    """The resolved configuration as YAML, every key written out, in the order of the schema."""
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True, width=120)
+def to_yaml(values: dict[str, Any]) -> str:
+    """What :func:`config_to_dict` gave as YAML, every key written out, in the order of the schema."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
+
+
+def agreed(config: RunConfig) -> dict[str, Any]:
+    """What all ranks must agree on: the config without ``HASH_EXCLUDES``."""
+    return {key: value for key, value in config_to_dict(config).items() if key not in HASH_EXCLUDES}
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 (hex) of the canonical JSON of everything that all ranks must agree on.
+    """SHA-256 (hex) of the canonical JSON of :func:`agreed`.
 
     Left out are ``run_dir``, ``resume``, ``tracker`` and ``launch`` (device, threads, timeouts): a run that moves to
     another folder or machine, or is resumed, keeps its hash.
     """
-    agreed = {key: value for key, value in config_to_dict(config).items() if key not in HASH_EXCLUDES}
-    canonical = json.dumps(agreed, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    canonical = json.dumps(agreed(config), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

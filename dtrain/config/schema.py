@@ -1,13 +1,14 @@
 """The typed schema of a run: frozen dataclasses, one a Hydra group.
 
 YAML under ``conf/`` only picks and overrides these defaults. Constraints that concern one field live here (choices and
-ranges, as field metadata); constraints across groups live in ``config.resolve``, which is also the only place that
-knows Hydra. Nothing here imports torch, so ``dtrain --help`` stays fast.
+ranges, as field metadata); constraints across groups live in ``config.checks``. Only ``config.compose``, ``resolve``
+and ``explain`` know Hydra. Nothing here imports torch, so ``dtrain --help`` stays fast.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,10 @@ def _one_of(default: str, *choices: str) -> Any:
 
 def _at_least(default: Any, minimum: float) -> Any:
     return field(default=default, metadata={"min": minimum})
+
+
+def _above(default: Any, bound: float, maximum: float | None = None) -> Any:
+    return field(default=default, metadata={"above": bound} | ({} if maximum is None else {"max": maximum}))
 
 
 def _between(default: Any, minimum: float, maximum: float) -> Any:
@@ -66,10 +71,10 @@ class LossScaleConfig:
     mode: str = _one_of("auto", "none", "static", "dynamic")
     init: float = _at_least(65536.0, 2.0**-24)  # also the constant of mode static
     growth_factor: float = _at_least(2.0, 1.0)
-    backoff_factor: float = _between(0.5, 0.0, 1.0)
+    backoff_factor: float = _above(0.5, 0.0, 1.0)
     growth_interval: int = _at_least(2000, 1)  # clean steps before the scale grows
-    hysteresis: int = _at_least(1, 1)  # overflows tolerated before the scale backs off
-    min: float = _at_least(2.0**-14, 0.0)
+    hysteresis: int = _at_least(1, 1)  # number of overflows that make the scale back off
+    min: float = _above(2.0**-14, 0.0)
     max: float = _at_least(2.0**24, 1.0)
 
 
@@ -82,12 +87,17 @@ class PrecisionConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
 
 
+DEFAULT_FACTORY = "dtrain.models.transformer:build"
+FACTORY_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""package.module:function"""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model. ``factory(config, vocab_size)`` returns the ``nn.Module``; the default builds the transformer."""
 
     name: str = "tiny"
-    factory: str = "dtrain.models.transformer:build"  # package.module:function
+    factory: str = DEFAULT_FACTORY  # package.module:function
     num_layers: int = _at_least(4, 1)
     hidden_dim: int = _at_least(256, 1)
     num_heads: int = _at_least(4, 1)
@@ -133,7 +143,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = _at_least(1e-8, 0.0)
     weight_decay: float = _at_least(0.1, 0.0)
-    max_grad_norm: float | None = _at_least(1.0, 0.0)  # null: no clipping
+    max_grad_norm: float | None = _above(1.0, 0.0)  # null: no clipping
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ class WandbConfig(TrackerConfig):
 
 @dataclass(frozen=True)
 class TensorboardConfig(TrackerConfig):
-    """TensorBoard event files in the run directory; needs ``pip install dtrain[tensorboard]``."""
+    """TensorBoard event files in the run directory; needs ``pip install tensorboard``."""
 
     name: str = "tensorboard"
 
@@ -322,7 +332,7 @@ GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Checks every ``choices``/``min``/``max`` of ``config`` and of the records inside it.
+    """Checks every ``choices``/``min``/``above``/``max`` of ``config`` and of the records inside it.
 
     Raises:
         ConfigError: naming the first key at fault, its value and what is allowed.
@@ -338,6 +348,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
         low, high = metadata.get("min"), metadata.get("max")
         if low is not None and not value >= low:
             raise ConfigError(f"{path}={value} is too small; it must be at least {low:g}")
+        above = metadata.get("above")
+        if above is not None and not value > above:
+            raise ConfigError(f"{path}={value} is too small; it must be above {above:g}")
         if high is not None and not value <= high:
             raise ConfigError(f"{path}={value} is too large; it must be at most {high:g}")
 

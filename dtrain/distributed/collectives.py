@@ -33,10 +33,26 @@ _LOG_LENGTH = 4096  # collectives of one step that are remembered by name
 class Pending:
     """A collective under way; ``wait`` returns when its result may be read on the current stream."""
 
-    def __init__(self, work: Any = None, finish: Callable[[], None] | None = None, *, what: str = "") -> None:
+    def __init__(self, work: Any = None, *, what: str = "") -> None:
         self._work = work
-        self._finish = finish
         self._what = what
+        self._finish: Callable[[], None] | None = None
+
+    def then(self, finish: Callable[[], None]) -> Pending:
+        """This collective, with ``finish`` called once it has been waited for."""
+        earlier = self._finish
+
+        def both() -> None:
+            if earlier is not None:
+                earlier()
+            finish()
+
+        self._finish = both
+        return self
+
+    def is_done(self) -> bool:
+        """Whether ``wait`` would not block."""
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
         """Waits once; later calls return at once.
@@ -127,16 +143,14 @@ class Communicator:
         if self.device.type != "cpu":
             return self._pending(what, _reduce_scatter_single, output, flat)
         received = torch.empty_like(flat)
-        exchange = self._pending(what, dist.all_to_all_single, received, flat)
 
         def sum_in_rank_order() -> None:
-            exchange.wait()
             rows = received.view(self.world_size, -1)
             output.copy_(rows[0])
             for row in rows[1:]:
                 output.add_(row)
 
-        return Pending(finish=sum_in_rank_order)
+        return self._pending(what, dist.all_to_all_single, received, flat).then(sum_in_rank_order)
 
     def all_reduce_sum(self, tensor: Tensor, *, label: str) -> Pending:
         """Starts summing ``tensor`` in place over the ranks. FP32."""
@@ -153,7 +167,10 @@ class Communicator:
             self._start(what, dist.broadcast, tensor, group_src=src)
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        """Returns [world_size, n]: the 1-D ``row`` of every rank. Small records; blocks until it is there."""
+        """Returns [world_size, n]: the 1-D ``row`` of every rank; for small records.
+
+        gloo blocks until it is there, NCCL only until it is queued on the current stream.
+        """
         what = self._record("gather_rows", label, row)
         if self.world_size == 1:
             return row.unsqueeze(0).clone()
@@ -183,6 +200,8 @@ def _named_failure(what: str) -> Iterator[None]:
     """Says which collective failed: the backends name an address at best."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise  # of this rank alone, and it says so itself
     except RuntimeError as error:
         raise CommunicationError(
             f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -74,10 +76,14 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     One rank gets a communicator without a process group, which opens no socket. The store is prefixed by the restart
     count and ``job`` (the number of a sweep's job): keys left by an earlier attempt would hang gloo's rendezvous.
 
+    A group made here is ended with the interpreter, unless :func:`disconnect` did it before or an exception ends all.
+
     Raises:
-        ConfigError: the environment names several ranks but not where to meet.
+        ConfigError: the environment names several ranks but not where to meet, or the group that exists has no backend
+            for ``device``.
     """
     if dist.is_initialized():
+        _check_backend(device)
         return Communicator(dist.group.WORLD, device)
     env = LaunchEnv.read()
     if env.world_size == 1:
@@ -92,10 +98,35 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return Communicator(dist.group.WORLD, device)
+    comm = Communicator(dist.group.WORLD, device)
+    atexit.register(_leave, comm)
+    return comm
+
+
+def _check_backend(device: torch.device) -> None:
+    backends = dict(item.split(":") for item in dist.get_backend_config().split(","))
+    backend = backends.get(device.type, "none")
+    if backend == "none" or (device.type == "cuda" and backend == "gloo"):
+        need = "nccl" if device.type == "cuda" else "gloo"
+        raise ConfigError(
+            f"the process group has the backend {backend} for {device.type}, but this rank trains on {device}, which "
+            f"needs {need}; call init_process_group with backend='{need}', or leave the group to dtrain.initialize"
+        )
+
+
+def _leave(comm: Communicator) -> None:
+    """At the end of the interpreter: a thread of gloo that still holds a tensor then would abort it.
+
+    After an uncaught exception the other ranks may never answer, and waiting for them would hide it.
+    """
+    if not hasattr(sys, "last_value"):
+        comm.release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def disconnect() -> None:
     """Ends the process group, if there is one."""
+    atexit.unregister(_leave)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -93,7 +93,7 @@ class Engine(ABC):
     def __init__(self) -> None:
         self._micro_batch = 0
         self._is_last = True
-        self._accumulating = False
+        self._batch: object | None = None  # a token of the batch under way
         self._evaluating = False
         self._stop_requested = False
 
@@ -118,10 +118,14 @@ class Engine(ABC):
         Every rank gives the same number; a short rank gives a finite dummy with ``weight=0``.
 
         Raises:
-            UsageError: called again before ``step``.
+            UsageError: called again before ``step``; a loop that was left before any backward does not count.
         """
-        if self._accumulating:
-            raise UsageError("engine.accumulate was called again before engine.step; one batch makes one step")
+        if self._batch is not None:
+            raise UsageError(
+                "engine.accumulate was called again before engine.step; one batch makes one step. Where an exception "
+                "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
+                "every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
+            )
         items = iter(batch)
         try:
             current = next(items)
@@ -129,31 +133,44 @@ class Engine(ABC):
             raise UsageError(
                 "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
             ) from None
-        self._accumulating = True
+        self._batch = batch_under_way = object()
         self._micro_batch, self._is_last = 0, False
-        for following in items:
+        try:
+            for following in items:
+                yield current
+                self._micro_batch += 1
+                current = following
+            self._is_last = True
             yield current
-            self._micro_batch += 1
-            current = following
-        self._is_last = True
-        yield current
+        finally:
+            if self._batch is batch_under_way and not self._has_backward():
+                self._end_batch()
+
+    def _end_batch(self) -> None:
+        """Ready for the next batch."""
+        self._micro_batch, self._is_last, self._batch = 0, True, None
+
+    @abstractmethod
+    def _has_backward(self) -> bool:
+        """Whether the step under way has had a backward."""
 
     @contextmanager
     def eval(self) -> Iterator[None]:
         """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
         modes = [(module, module.training) for module in self.module.modules()]  # a user may keep some in eval mode
+        outer = self._evaluating
         self.module.eval()
         self._evaluating = True
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._evaluating = False
+            self._evaluating = outer
             for module, mode in modes:
                 module.training = mode
 
     def request_stop(self) -> None:
-        """Asks all ranks, through the next vote, to stop after that step."""
+        """Asks all ranks, through the next vote, to stop after that step; the step after it asks anew."""
         self._stop_requested = True
 
     @abstractmethod
@@ -217,7 +234,10 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers."""
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, and leaf_buffers.
+
+        Leaf buffers hold gradients on their way to their owners; they are no model state and not in the formula.
+        """
 
     @abstractmethod
     def memory_formula(self) -> dict[str, int]:

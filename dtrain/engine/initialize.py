@@ -7,7 +7,7 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -79,6 +79,7 @@ def initialize(
         DivergenceError: the ranks were given different arguments or models.
     """
     _check_arguments(engine, zero_stage, grad_reduction, reproducible, max_grad_norm)
+    _check_schedule(schedule)
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     rule = LossScale.of(loss_scale)
     check_trainable(model)
@@ -151,6 +152,14 @@ def _check_arguments(
         raise ConfigError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
 
 
+def _check_schedule(schedule: Schedule | None) -> None:
+    if schedule is not None and not is_dataclass(schedule):
+        raise ConfigError(
+            f"the schedule is {type(schedule).__name__}, whose values the ranks cannot compare; make it a frozen "
+            f"dataclass, its numbers as fields, with a method factor(step)"
+        )
+
+
 def _require_reproducible(model: nn.Module) -> None:
     for name, module in model.named_modules():
         tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
@@ -186,7 +195,11 @@ def _config_text(
     grad_reduction: str,
     groups: str | Sequence[str],
 ) -> str:
-    """Everything that must be equal on all ranks, as canonical JSON."""
+    """Everything that must be equal on all ranks, as canonical JSON.
+
+    Raises:
+        ConfigError: a value that is not plain JSON, so that its text may differ where the value does not.
+    """
     content: dict[str, Any] = {
         "options": asdict(options),
         "schedule": type(options.schedule).__name__,
@@ -199,7 +212,13 @@ def _config_text(
         "versions": {"torch": str(torch.__version__)},
         "threads": torch.get_num_threads() if options.reproducible else None,
     }
-    return json.dumps(content, sort_keys=True, default=repr)
+    try:
+        return json.dumps(content, sort_keys=True)
+    except TypeError as error:
+        raise ConfigError(
+            f"the fields of the optimizer and of the schedule must be numbers, strings, or lists of them, so that the "
+            f"ranks can compare them ({error})"
+        ) from None
 
 
 def _require_equal_configs(comm: Communicator, config_text: str) -> None:

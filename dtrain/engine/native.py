@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.engine.tally import Tally, check_weight
 from dtrain.engine.vote import Flags, Verdict, VoteRecord, collect, decide, find_disagreement
 from dtrain.errors import ContractError, DivergenceError, NonFiniteError, UsageError
-from dtrain.optim.adamw import AdamW, FlatAdamW
+from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.loss_scale import LossScaleState
@@ -114,6 +113,7 @@ class NativeEngine(Engine):
         self._tally = Tally()
         self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
         self._skips: list[StepOutcome] = []
+        self._half_loaded = False
         self.check_contract()
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -136,6 +136,7 @@ class NativeEngine(Engine):
 
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
+        self._require_whole("backward")
         if not isinstance(weight, Tensor):
             check_weight(float(weight), f"micro-batch {self._micro_batch}")
         value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
@@ -215,7 +216,8 @@ class NativeEngine(Engine):
 
     def _record(self, squares: Tensor, lr: float) -> VoteRecord:
         seen = self._tally.summary()
-        bad_tensor = -1 if bool(squares.isfinite().all()) else self.state.first_bad_parameter()
+        sum_squares = float(squares.sum())  # of numbers >= 0: finite if and only if each of them is
+        bad_tensor = -1 if math.isfinite(sum_squares) else self.state.first_bad_parameter()
         flags = Flags(0)
         if seen.bad_micro_batch >= 0:
             flags |= Flags.NONFINITE_LOSS
@@ -233,7 +235,7 @@ class NativeEngine(Engine):
             loss_scale=self.loss_scale.scale,
             sum_weights=seen.sum_weights,
             sum_weighted_loss=seen.sum_weighted_loss,
-            sum_squares=float(squares.sum()),
+            sum_squares=sum_squares,
             flags=int(flags),
             bad_tensor=bad_tensor,
             bad_micro_batch=seen.bad_micro_batch,
@@ -248,10 +250,10 @@ class NativeEngine(Engine):
     def _update(self, verdict: Verdict, lr: float) -> None:
         limit = self.options.max_grad_norm
         clip = 1.0 if limit is None else min(1.0, limit / (verdict.grad_norm + 1e-6))
-        update = partial(
-            self._optimizer.update, step=self.applied_steps + 1, lr=lr, grad_divisor=verdict.grad_divisor / clip
+        scalars = UpdateScalars.of(
+            lr=lr, step=self.applied_steps + 1, grad_divisor=verdict.grad_divisor / clip, device=self.device
         )
-        self.state.refresh_replicas(before_each=update)
+        self.state.refresh_replicas(before_each=lambda number: self._optimizer.update(number, scalars))
 
     def _outcome(self, verdict: Verdict, lr: float) -> StepOutcome:
         culprit = None
@@ -281,10 +283,17 @@ class NativeEngine(Engine):
         if outcome.reason in (None, "overflow"):
             self.loss_scale = self.loss_scale.update(found_inf=not outcome.applied)
         self._tally.clear()
-        self._last_forward = (-1, -1)
         self.state.reducer.micro_batch_weights.clear()
-        self._micro_batch, self._is_last, self._accumulating = 0, True, False
+        self._stop_requested = False
+        self._end_batch()
         self._count_skips(outcome)
+
+    def _has_backward(self) -> bool:
+        return bool(self._tally)
+
+    def _end_batch(self) -> None:
+        super()._end_batch()
+        self._last_forward = (-1, -1)
 
     def _count_skips(self, outcome: StepOutcome) -> None:
         if outcome.applied:
@@ -337,12 +346,16 @@ class NativeEngine(Engine):
     ) -> Path:
         """Writes a checkpoint under ``directory``; all ranks call. Returns its path."""
         self._require_between_steps("save")
+        self._require_whole("save")
         return persistence.save(self, Path(directory), extra=extra, config=config, keep_last=keep_last)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
         self._require_between_steps("load")
-        extra = persistence.load(self, Path(path))
+        reader = persistence.open_checkpoint(self, Path(path))
+        self._half_loaded = True
+        extra = persistence.fill(self, reader)
+        self._half_loaded = False
         self._skips.clear()
         self.state.refresh_replicas()
         self.check_contract()
@@ -352,6 +365,13 @@ class NativeEngine(Engine):
     def _require_between_steps(self, verb: str) -> None:
         if self._tally:
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
+
+    def _require_whole(self, verb: str) -> None:
+        if self._half_loaded:
+            raise UsageError(
+                f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
+                f"a checkpoint that can be read, or build a new engine"
+            )
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind, counted on the tensors themselves."""

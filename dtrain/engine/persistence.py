@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import platform
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from dtrain import checkpoint
 from dtrain.checkpoint import CheckpointReader, Piece, Snapshot
+from dtrain.distributed.consensus import on_every_rank
 from dtrain.errors import CheckpointError, nearest
 from dtrain.sharding.layout import Interval
 from dtrain.sharding.param_group import aliases
@@ -51,24 +54,30 @@ def save(
         "data_cursor": engine.data_cursor,
         "aliases": aliases(engine.module),
         "config": dict(config or {}),
+        "config_hash": _config_hash(config or {}),
         "extra": dict(extra or {}),
     }
     snapshot = Snapshot(engine.attempted_steps, tuple(pieces), state)
     return checkpoint.save(directory, snapshot, engine.comm, keep_last=keep_last)
 
 
-def load(engine: NativeEngine, path: Path) -> dict[str, Any]:
-    """Fills this rank's tensors from a verified checkpoint; returns its ``extra``."""
+def _config_hash(config: Mapping[str, Any]) -> str:
+    """Names a configuration before its secrets are blanked; what is no plain JSON is refused when it is saved."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
+
+
+def open_checkpoint(engine: NativeEngine, path: Path) -> CheckpointReader:
+    """The newest checkpoint that verifies and is of this model; overwrites nothing."""
     reader = checkpoint.open_newest(path, engine.comm)
     _check_same_model(engine, reader)
-    for piece in _held_pieces(engine):
-        piece.data.copy_(reader.read(piece.kind, piece.name, piece.start, piece.stop))
-    for kind, name, tensor in _replicated_tensors(engine.module):
-        tensor.copy_(reader.read(kind, name).view(tensor.shape))
-    owned = [*_owned_pieces(engine)]
-    if engine.rank == 0:
-        owned += _replicated_pieces(engine)
-    reader.check_fingerprints(owned, engine.comm)
+    return reader
+
+
+def fill(engine: NativeEngine, reader: CheckpointReader) -> dict[str, Any]:
+    """Fills this rank's tensors and counters; returns the checkpoint's ``extra``. Where one rank fails, all raise."""
+    what = f"reading {reader.path}"
+    on_every_rank(engine.comm, what, lambda: _read_into_place(engine, reader), CheckpointError)
+    reader.check_fingerprints(_proofs(engine, reader), engine.comm)
     saved = reader.state["engine_state"]
     engine.attempted_steps = int(saved["attempted_steps"])
     engine.applied_steps = int(saved["applied_steps"])
@@ -78,6 +87,37 @@ def load(engine: NativeEngine, path: Path) -> dict[str, Any]:
     engine.run_id = str(reader.state["run_id"])
     extra: dict[str, Any] = reader.state["extra"]
     return extra
+
+
+def _read_into_place(engine: NativeEngine, reader: CheckpointReader) -> None:
+    for piece in _held_pieces(engine):
+        piece.data.copy_(reader.read(piece.kind, piece.name, piece.start, piece.stop))
+    for kind, name, tensor in _replicated_tensors(engine.module):
+        tensor.copy_(reader.read(kind, name).view(tensor.shape))
+
+
+def _proofs(engine: NativeEngine, reader: CheckpointReader) -> Iterator[Piece]:
+    """What this rank answers for: the live tensors; of a frozen one that was cast, the saved values it was cast from.
+
+    Raises:
+        CheckpointError: a tensor is not what its saved values give when they are cast.
+    """
+    yield from _owned_pieces(engine)
+    if engine.rank != 0:
+        return
+    dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
+    for piece in _replicated_pieces(engine):
+        dtype = dtypes.get((piece.kind, piece.name), piece.dtype)
+        if dtype == piece.dtype:
+            yield piece
+            continue
+        values = reader.read(piece.kind, piece.name)
+        cast = values.to(piece.dtype)
+        if not torch.equal(cast.view(torch.uint8), piece.data.cpu().view(torch.uint8)):
+            raise CheckpointError(
+                f"after loading {reader.path}, {piece.kind} '{piece.name}' differs from what was saved"
+            )
+        yield replace(piece, dtype=dtype, data=values)
 
 
 def _owned_pieces(engine: NativeEngine) -> Iterator[Piece]:
@@ -117,25 +157,33 @@ def _replicated_pieces(engine: NativeEngine) -> Iterator[Piece]:
 
 
 def _check_same_model(engine: NativeEngine, reader: CheckpointReader) -> None:
-    """Compares names, shapes and kinds before anything is overwritten."""
+    """Compares names, kinds, shapes and dtypes before anything is overwritten."""
     reader.require_kinds(("master", "exp_avg", "exp_avg_sq", "buffer", "frozen"))
-    saved = {(t.kind, t.name): tuple(t.shape) for t in reader.tensors if math.prod(t.shape)}
+    saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
     live = {
-        (kind, slot.spec.name): slot.spec.shape
+        (kind, slot.spec.name): (slot.spec.shape, torch.float32)
         for layout in engine.state.layouts
         for slot in layout.slots
         for kind in ("master", "exp_avg", "exp_avg_sq")
     }
-    live |= {(kind, name): tuple(tensor.shape) for kind, name, tensor in _replicated_tensors(engine.module)}
-    live = {key: shape for key, shape in live.items() if math.prod(shape)}
+    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine.module)}
+    live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]
         raise CheckpointError(f"{reader.path} has no {kind} '{name}', which the model has{nearest(name, names)}")
     for kind, name in saved.keys() - live.keys():
         names = [other for other_kind, other in live if other_kind == kind]
         raise CheckpointError(f"{reader.path} holds {kind} '{name}', which the model lacks{nearest(name, names)}")
-    for key, shape in live.items():
-        if saved[key] != shape:
+    for (kind, name), (shape, dtype) in live.items():
+        saved_shape, saved_dtype = saved[kind, name]
+        if saved_shape != shape:
             raise CheckpointError(
-                f"{reader.path}: {key[0]} '{key[1]}' has shape {list(saved[key])}, the model's has {list(shape)}"
+                f"{reader.path}: {kind} '{name}' has shape {list(saved_shape)}, the model's has {list(shape)}"
+            )
+        # the precision policy casts frozen weights, so theirs may be another one; values of a buffer are exact
+        may_cast = kind == "frozen" and dtype.is_floating_point and saved_dtype.is_floating_point
+        if saved_dtype != dtype and not may_cast:
+            raise CheckpointError(
+                f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the model's is {dtype}; build the model "
+                f"with the dtypes it was saved with"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntFlag
 
 import torch
@@ -177,12 +177,9 @@ def decide(
 def _blame(verdict: Verdict, reason: str, records: Sequence[VoteRecord], field: str | None) -> Verdict:
     found = [(getattr(r, field), rank) for rank, r in enumerate(records) if getattr(r, field) >= 0] if field else []
     value, rank = min(found, default=(-1, -1))
-    return Verdict(
-        reason,
-        verdict.loss,
-        verdict.grad_norm,
-        verdict.grad_divisor,
-        verdict.stop_requested,
+    return replace(
+        verdict,
+        reason=reason,
         bad_rank=rank,
         bad_tensor=value if field == "bad_tensor" else -1,
         bad_micro_batch=value if field == "bad_micro_batch" else -1,

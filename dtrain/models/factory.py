@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -13,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.schema import FACTORY_FORM, ModelConfig
 from dtrain.errors import ConfigError, nearest
-
-_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
@@ -41,7 +38,7 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
-    if not _FORM.fullmatch(factory):
+    if not FACTORY_FORM.fullmatch(factory):
         raise ConfigError(f"model.factory={factory} is not of the form package.module:function")
     module_name, name = factory.split(":")
     module = _import(module_name, factory)

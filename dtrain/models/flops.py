@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.schema import DEFAULT_FACTORY, ModelConfig
 from dtrain.models.transformer import Dims
-
-_DEFAULT_FACTORY = ModelConfig.factory
 
 
 def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int | None:
@@ -17,7 +15,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
     head counts; the embedding look-up, norms, rotary positions, softmax, the padding of the vocabulary and anything
     computed twice do not.
     """
-    if config.factory != _DEFAULT_FACTORY:
+    if config.factory != DEFAULT_FACTORY:
         return None
     dims = Dims.of(config)
     attention_dim = dims.num_heads * dims.head

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
+from dtrain.sharding.layout import round_up
 
 IGNORE_INDEX = -100
 
@@ -71,12 +72,9 @@ class Dims:
                 f"model.hidden_dim / model.num_heads = {config.hidden_dim} / {config.num_heads} = {head} is odd, but "
                 "rotary positions need an even head dimension; change one of the two"
             )
-        ffn = config.ffn_dim if config.ffn_dim is not None else _round_up(math.ceil(8 * config.hidden_dim / 3))
+        default_ffn = round_up(math.ceil(8 * config.hidden_dim / 3), _FFN_MULTIPLE)
+        ffn = default_ffn if config.ffn_dim is None else config.ffn_dim
         return cls(config.hidden_dim, config.num_layers, config.num_heads, num_kv_heads, head, ffn)
-
-
-def _round_up(size: int, multiple: int = _FFN_MULTIPLE) -> int:
-    return math.ceil(size / multiple) * multiple
 
 
 def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -168,7 +166,7 @@ class Transformer(nn.Module):
         init_seed = int(torch.randint(2**62, (), device="cpu"))
         self.config = config
         self.vocab_size = vocab_size
-        padded = _round_up(vocab_size, _VOCAB_MULTIPLE)
+        padded = round_up(vocab_size, _VOCAB_MULTIPLE)
         self.embed = nn.Embedding(padded, dims.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))

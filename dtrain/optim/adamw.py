@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from dtrain.errors import ConfigError
 from dtrain.sharding.buffer import UpdateSlice
@@ -41,6 +42,29 @@ class AdamW:
                 raise ConfigError(f"AdamW {name} must be at least 0; got {getattr(self, name)}")
 
 
+@dataclass(frozen=True)
+class UpdateScalars:
+    """What all segments of one update share; 0-dim FP32 tensors on the device, but for ``lr``.
+
+    Attributes:
+        lr: learning rate of this update.
+        step: number of this update, counted from 1, for the bias correction.
+        grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
+        found_inf: 0; the vote has decided before.
+    """
+
+    lr: float
+    step: Tensor
+    grad_divisor: Tensor
+    found_inf: Tensor
+
+    @staticmethod
+    def of(*, lr: float, step: int, grad_divisor: float, device: torch.device) -> UpdateScalars:
+        """From Python numbers; filled on the device, so nothing waits for a copy."""
+        fill = partial(torch.full, (), dtype=torch.float32, device=device)
+        return UpdateScalars(lr, fill(float(step)), fill(grad_divisor), fill(0.0))
+
+
 class FlatAdamW:
     """Applies :class:`AdamW` to the segments of an arena.
 
@@ -53,32 +77,24 @@ class FlatAdamW:
         self._rule = rule
         self._segments = segments
 
-    def update(self, number: int, *, step: int, lr: float, grad_divisor: float) -> None:
-        """One update of segment ``number``; its main grads are left divided.
-
-        Args:
-            number: which segment.
-            step: number of this update, counted from 1, for the bias correction.
-            lr: learning rate of this update.
-            grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
-        """
+    def update(self, number: int, scalars: UpdateScalars) -> None:
+        """One update of segment ``number``; its main grads are left divided."""
         rule = self._rule
         for part in self._segments[number]:
-            scalar = partial(torch.tensor, dtype=torch.float32, device=part.master.device)
             torch._fused_adamw_(
                 [part.master],
                 [part.main_grad],
                 [part.exp_avg],
                 [part.exp_avg_sq],
                 [],
-                [scalar(float(step))],
-                lr=lr,
+                [scalars.step],
+                lr=scalars.lr,
                 beta1=rule.betas[0],
                 beta2=rule.betas[1],
                 weight_decay=rule.weight_decay if part.decayed else 0.0,
                 eps=rule.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=scalar(grad_divisor),
-                found_inf=scalar(0.0),
+                grad_scale=scalars.grad_divisor,
+                found_inf=scalars.found_inf,
             )

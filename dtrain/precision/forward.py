@@ -70,8 +70,13 @@ def find_loss(output: Any) -> Tensor | None:
 
 
 def set_matmul_precision(policy: PrecisionPolicy) -> None:
-    """Sets the process-wide mode of FP32 matrix products: TF32 only where the policy is ``tf32``."""
+    """Sets the process-wide mode of FP32 products (matrices, convolutions, RNNs): TF32 only where the policy is."""
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
+    cudnn: Any = torch.backends.cudnn
+    cudnn.allow_tf32 = policy.tf32
+    # without an answer of their own the two would follow torch.backends.fp32_precision, whatever that was set to
+    for operator in (cudnn.conv, cudnn.rnn):
+        operator.fp32_precision = "tf32" if policy.tf32 else "ieee"
 
 
 def _run_in_fp32(module: nn.Module, device_type: str) -> None:

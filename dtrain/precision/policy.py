@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from dtrain.errors import ConfigError, ContractError, ModelError, nearest
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16")
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HELD = (torch.float32, torch.bfloat16, torch.float16)  # what an FP32 master holds; all else keeps its dtype, frozen
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _FP32_CLASSES = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.modules.loss._Loss)
 
@@ -110,7 +112,7 @@ class PrecisionPolicy:
         inside = tuple(f"{name}." if name else "" for name in fp32_modules)
         protected = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(inside)}
         dtypes = {
-            name: (torch.float32 if id(p) in protected else self.compute_dtype) if p.is_floating_point() else p.dtype
+            name: (torch.float32 if id(p) in protected else self.compute_dtype) if p.dtype in _HELD else p.dtype
             for name, p in model.named_parameters()
         }
         return Contract(self, fp32_modules, dtypes)
@@ -150,12 +152,17 @@ class Contract:
     def describe(self) -> list[str]:
         """Lines for people."""
         policy = self.policy
-        low = sum(dtype != torch.float32 for dtype in self.replica_dtypes.values())
+        counts = Counter(self.replica_dtypes.values())
+        computed = [
+            f"{counts.pop(dtype, 0)} in {_short(dtype)}"
+            for dtype in dict.fromkeys((policy.compute_dtype, torch.float32))
+        ]
+        computed += [f"{count} frozen in {_short(dtype)}" for dtype, count in counts.items()]
         lines = [
             f"precision {policy.name}: master {_short(policy.master_dtype)}, compute {_short(policy.compute_dtype)}, "
-            f"reduce {_short(policy.reduce_dtype)} (sums fp32), output {_short(policy.output_dtype)}, moments fp32",
-            f"{low} parameters computed in {_short(policy.compute_dtype)}, {len(self.replica_dtypes) - low} in fp32 "
-            f"({len(self.fp32_modules)} modules kept in fp32)",
+            f"gradient leaves {_short(policy.reduce_dtype)}, summed in fp32, output {_short(policy.output_dtype)}, "
+            f"moments fp32",
+            f"parameters computed: {', '.join(computed)} ({len(self.fp32_modules)} modules kept in fp32)",
         ]
         return [f"precision auto: {policy.name}, because {policy.reason}", *lines] if policy.reason else lines
 
@@ -199,8 +206,17 @@ def check_trainable(model: nn.Module) -> None:
     """Refuses parameters that no FP32 master can stand for.
 
     Raises:
-        ModelError: naming the parameter: on ``meta``, lazy, float64 or complex, or no trainable parameter at all.
+        ModelError: naming the parameter: on ``meta``, lazy, float64 or complex, or no trainable parameter at all; or
+            naming what is expanded, parameter or buffer: its elements share memory, so none can be written alone.
     """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not nn.parameter.is_lazy(tensor) and any(
+            s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise ModelError(
+                f"'{name}' is an expanded tensor (shape {list(tensor.shape)}, stride {list(tensor.stride())}), whose "
+                f"elements share memory; give it values of its own with .contiguous()"
+            )
     trainable = 0
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
@@ -210,7 +226,7 @@ def check_trainable(model: nn.Module) -> None:
         if not p.requires_grad:
             continue
         trainable += 1
-        if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if p.dtype not in _HELD:
             raise ModelError(f"'{name}' is {p.dtype}; an FP32 master can hold float32, bfloat16 and float16 only")
     if not trainable:
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")

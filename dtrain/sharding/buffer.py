@@ -83,3 +83,7 @@ class BufferPool:
     def give(self, key: object, buffer: Tensor) -> None:
         """Takes ``buffer`` back."""
         self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def idle(self) -> list[Tensor]:
+        """The buffers that nobody uses now: between steps, all of them."""
+        return [buffer for free in self._free.values() for buffer in free]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -44,6 +44,17 @@ def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple
         own = owners[id(parameter)]
         members[next(iter(own)) if len(own) == 1 else ""].append((name, parameter))
     return tuple(ParamGroup(unit, tuple(found)) for unit, found in members.items() if found)
+
+
+def move_to_root(groups: Sequence[ParamGroup], names: Collection[str]) -> tuple[ParamGroup, ...]:
+    """The groups with the parameters called ``names`` in the root group."""
+    moved = [(name, p) for group in groups for name, p in group.parameters if name in names or not group.name]
+    rest = [
+        ParamGroup(group.name, tuple((name, p) for name, p in group.parameters if name not in names))
+        for group in groups
+        if group.name
+    ]
+    return tuple(group for group in (ParamGroup("", tuple(moved)), *rest) if group.parameters)
 
 
 def aliases(model: nn.Module) -> dict[str, str]:

@@ -23,13 +23,16 @@ from dtrain.sharding.accumulate import LeafSum, assign_scaled, scaled_fp32
 from dtrain.sharding.buffer import BufferPool, slot_views
 from dtrain.sharding.layout import FlatLayout
 
-_MAX_IN_FLIGHT = 2  # exchanges whose buffers are held at once; more would cost memory and gain no overlap
+# Backward waits for the oldest reduction when two are under way and their buffers hold more than this: small groups
+# gain from more overlap, large ones must not pile up.
+_MAX_BYTES_IN_FLIGHT = 64 * 2**20
 
 
 class FlatGradient(Protocol):
     """The gradient of one flat buffer."""
 
     reduces_every_micro_batch: bool
+    transient_bytes: int  # held while a reduction is under way
 
     def receive(self, slot: int, grad: Tensor, weight: Tensor) -> None:
         """Takes the gradient of parameter number ``slot`` of this micro-batch."""
@@ -59,6 +62,7 @@ class UnshardedGradient:
         self._full = full
         self._shard = shard
         self._views = slot_views(full, layout)
+        self.transient_bytes = full.nbytes
         self._fresh = set(range(len(self._views)))  # slots that still hold the last step's gradient
 
     def receive(self, slot: int, grad: Tensor, weight: Tensor) -> None:
@@ -115,6 +119,7 @@ class ShardedGradient:
         self._main_grad = main_grad
         start, stop = layout.shard(comm.rank)
         self._shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
+        self.transient_bytes = 2 * layout.numel * wire_dtype.itemsize  # sent and received
         self._leaf: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing = set(range(len(layout.slots)))
@@ -140,17 +145,15 @@ class ShardedGradient:
         self._leaf, self._views = None, []
         layout, world_size = self._layout, self._comm.world_size
         received = leaf if world_size == 1 else self._pool.take("received", layout.numel, self._wire_dtype)
-        work = self._comm.exchange_slices(received, leaf, label=layout.name)
 
         def accumulate() -> None:
-            work.wait()
             for row, weight in zip(received.view(world_size, -1), weights().unbind(), strict=True):
                 self._sum.push(row, weight)
             self._pool.give(layout.extents, leaf)
             if received is not leaf:
                 self._pool.give("received", received)
 
-        return Pending(finish=accumulate)
+        return self._comm.exchange_slices(received, leaf, label=layout.name).then(accumulate)
 
     def finish(self) -> Pending:
         """Leaves the sum in the main grad, on every rank where the main grad is the whole buffer."""
@@ -182,7 +185,7 @@ class GradientReducer:
         self._reduce = False
         self._finished = True
         self._weights: Callable[[], Tensor] = partial(torch.ones, comm.world_size, dtype=torch.float32)
-        self._in_flight: deque[Pending] = deque()
+        self._in_flight: deque[tuple[Pending, int]] = deque()  # with the bytes that each holds
         self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if exchanged
 
     def begin_micro_batch(self, weight: Tensor, *, last: bool) -> None:
@@ -214,15 +217,19 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         for flat in self._groups[self._next]:
-            while len(self._in_flight) >= _MAX_IN_FLIGHT:
-                self._in_flight.popleft().wait()
-            self._in_flight.append(flat.launch(self._weights))
+            while self._in_flight and (self._in_flight[0][0].is_done() or self._has_enough_in_flight()):
+                self._in_flight.popleft()[0].wait()
+            self._in_flight.append((flat.launch(self._weights), flat.transient_bytes))
         self._next += 1
+
+    def _has_enough_in_flight(self) -> bool:
+        held = sum(size for _, size in self._in_flight)
+        return len(self._in_flight) >= 2 and held > _MAX_BYTES_IN_FLIGHT
 
     def drain(self) -> None:
         """Waits for all reductions that were launched."""
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            self._in_flight.popleft()[0].wait()
 
     def finish(self) -> None:
         """Completes the main grads of this step; a second call finds them complete."""

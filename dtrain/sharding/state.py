@@ -13,7 +13,7 @@ from dtrain.precision.policy import Contract, is_fp32_class
 from dtrain.sharding.accumulate import RunningSum, TreeSum
 from dtrain.sharding.buffer import BufferPool, ReplicaBuffer, UpdateSlice
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
-from dtrain.sharding.param_group import ParamGroup, find_groups
+from dtrain.sharding.param_group import ParamGroup, find_groups, move_to_root
 from dtrain.sharding.placement import Placement, Placements
 from dtrain.sharding.reduction import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
 
@@ -48,7 +48,7 @@ class ShardedState:
         self._all_reduce = all_reduce
         self._device = comm.device
         self.reproducible = reproducible
-        self.groups = find_groups(model, groups)
+        self.groups = self._with_islands_in_root(find_groups(model, groups))
         self._norms = {id(p) for m in model.modules() if is_fp32_class(m) for p in m.parameters(recurse=False)}
         parameters = dict(model.named_parameters())
         layouts = [self._layouts_of(group) for group in self.groups]
@@ -65,6 +65,7 @@ class ShardedState:
         self.exp_avg_sq = self._zeros(self.arena.numel)
         self.replicas = [ReplicaBuffer(layout, parameters, self._device) for layout in self.layouts]
         self._grad_storages: list[Tensor] = []
+        self._pool = BufferPool(self._device)
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
         self._install_hooks(layouts, parameters, flats)
@@ -75,6 +76,24 @@ class ShardedState:
 
     def _zeros(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+    def _with_islands_in_root(self, groups: tuple[ParamGroup, ...]) -> tuple[ParamGroup, ...]:
+        """Where a unit has low and FP32 parameters, the FP32 ones (norms) join the root's.
+
+        They are few and small: a flat buffer of their own in every unit would be mostly padding, and would double the
+        number of collectives.
+        """
+        if not self._contract.policy.is_low:
+            return groups
+        dtypes = self._contract.replica_dtypes
+        islands = {
+            name
+            for group in groups
+            if any(dtypes[name] != torch.float32 for name, _ in group.parameters)
+            for name, _ in group.parameters
+            if dtypes[name] == torch.float32
+        }
+        return move_to_root(groups, islands)
 
     def _layouts_of(self, group: ParamGroup) -> tuple[FlatLayout, ...]:
         specs = [
@@ -92,7 +111,6 @@ class ShardedState:
         holds_all = self._placements.master is Placement.REPLICATE or alone
         # with one rank nothing travels, so gradients can accumulate where they belong
         exchange_leaves = self.reproducible or (self._placements.gradient is Placement.SHARD and not alone)
-        pool = BufferPool(self._device)
         main_grads: list[Tensor] = []
         flats: list[FlatGradient] = []
         arena = self._zeros(self.arena.numel) if exchange_leaves or holds_all else None
@@ -108,20 +126,20 @@ class ShardedState:
                 main_grad = full[segment.flat_start : segment.flat_start + segment.numel]
             main_grads.append(main_grad)
             if exchange_leaves:
-                flats.append(self._sharded_gradient(layout, pool, main_grad))
+                flats.append(self._sharded_gradient(layout, main_grad))
             elif arena is not None:
                 flats.append(UnshardedGradient(layout, self._comm, main_grad, None))
             else:
                 flats.append(UnshardedGradient(layout, self._comm, full, None if self._all_reduce else main_grad))
         return main_grads, flats
 
-    def _sharded_gradient(self, layout: FlatLayout, pool: BufferPool, main_grad: Tensor) -> ShardedGradient:
+    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor) -> ShardedGradient:
         low = layout.dtype != torch.float32
         wire_dtype = self._contract.policy.reduce_dtype if low else torch.float32
         start, stop = layout.shard(self._comm.rank)
         own = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
         leaf_sum = TreeSum() if self.reproducible else RunningSum(own)
-        return ShardedGradient(layout, self._comm, pool, leaf_sum, wire_dtype, main_grad)
+        return ShardedGradient(layout, self._comm, self._pool, leaf_sum, wire_dtype, main_grad)
 
     def _reducer(self, layouts: list[tuple[FlatLayout, ...]], flats: list[FlatGradient]) -> GradientReducer:
         """Groups in the order in which backward completes them: the last first, the root (embeddings) at the end."""
@@ -285,10 +303,11 @@ class ShardedState:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """The tensors that hold this rank's model states, by kind."""
+        """The tensors that hold this rank's model states, by kind, and the leaf buffers that now lie idle."""
         return {
             "compute": [replica.flat for replica in self.replicas],
             "main_grad": self._grad_storages,
             "master": [self.master],
             "moments": [self.exp_avg, self.exp_avg_sq],
+            "leaf_buffers": self._pool.idle(),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,13 @@ slice of a GPU (MIG) has another name, and so no peak."""
 def device_name(device: torch.device) -> str:
     """The name that torch reports for a GPU, else the type of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # what a scheduler gave us; macOS has no such call
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def mfu(device: str, precision: str, flops_per_s: float) -> float | None:

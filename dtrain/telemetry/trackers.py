@@ -35,7 +35,7 @@ def check_tracker(config: TrackerConfig) -> None:
     if isinstance(config, TensorboardConfig) and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "tracker=tensorboard needs the package tensorboard, which is not installed: "
-            "pip install dtrain[tensorboard], or choose tracker=none"
+            "pip install tensorboard, or choose tracker=none"
         )
 
 

@@ -6,9 +6,11 @@ import time
 
 import torch
 
+from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
 from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset, validation_batches
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.setup import LaunchEnv, choose_device, connect, disconnect
 from dtrain.engine.base import Engine
@@ -26,9 +28,17 @@ from dtrain.train.run_dir import (
     redacted,
     write_config,
 )
-from dtrain.train.setup import check_same, make_engine, make_loader, set_threads
+from dtrain.train.setup import (
+    check_launcher,
+    check_same,
+    make_engine,
+    make_loader,
+    make_policy,
+    set_threads,
+    torch_settings_restored,
+)
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import Feed, Result, Saving, Trainer
+from dtrain.train.trainer import TOKENS, Feed, Result, Saving, Trainer
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -53,10 +63,12 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     Raises:
         DtrainError: anything that dtrain refuses or that fails; its class has the exit code.
     """
+    check_launcher()
     check_resume(config)
     check_tracker(config.tracker)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    with StopSignals() as stop:
+    make_policy(config).on(device)  # refuses what the device cannot do
+    with StopSignals() as stop, torch_settings_restored():
         comm = connect(device, timeout_s=config.launch.timeout_s, job=job or 0)
         try:
             configure_logging(comm.rank)
@@ -77,6 +89,7 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
     model = build_model(config.model, dataset.vocab_size, config.seed)
+    make_policy(config).resolve(model)  # refuses patterns that match nothing
     run_dir = open_run_dir(config, comm, job)  # not before: what is refused up to here leaves no folder behind
     if run_dir.finished:
         logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)
@@ -84,12 +97,12 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
     engine = make_engine(config, model, comm)
-    _resume(engine, run_dir, dataset)
+    tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)
     exit_code = EXIT_FAILED
     try:
-        result = _make_trainer(config, engine, dataset, run_dir, stop, sinks).run()
+        result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
         summary = _summarize(config, engine, dataset, result, time.monotonic() - start)
         if comm.rank == 0:
             write_summary(run_dir.path, summary)
@@ -104,18 +117,21 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     return exit_code
 
 
-def _resume(engine: Engine, run_dir: RunDir, dataset: TextDataset) -> None:
+def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: TextDataset) -> int:
+    """Loads what there is to load; returns the tokens that it was trained on."""
     if run_dir.load_from is None:
-        return
+        return 0
     extra = engine.load(run_dir.load_from)
     if extra.get(_DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
         logger.warning("the data is not what the checkpoint was trained on: from here the samples are others")
 
-    def check() -> str:
-        check_not_newer(run_dir, engine.attempted_steps)
-        return ""
+    decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
+    # a checkpoint saved by other code than ours does not say
+    return int(extra.get(TOKENS, engine.applied_steps * _tokens_per_step(config)))
 
-    decide_on_rank_0(engine.comm, check)
+
+def _tokens_per_step(config: RunConfig) -> int:
+    return config.train.global_batch_size * config.model.max_seq_len
 
 
 def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
@@ -134,19 +150,24 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
     sinks: list[Sink] = []
     step = engine.attempted_steps
 
-    def open_all() -> str:
+    def open_all() -> None:
         write_config(run_dir, config, step)
         sinks.append(MetricsFile(run_dir.path, step))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
         sinks.append(Console(config.train.steps, step))
-        return ""
 
     decide_on_rank_0(engine.comm, open_all)
     return sinks
 
 
 def _make_trainer(
-    config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir, stop: StopSignals, sinks: list[Sink]
+    config: RunConfig,
+    engine: Engine,
+    dataset: TextDataset,
+    run_dir: RunDir,
+    stop: StopSignals,
+    sinks: list[Sink],
+    tokens: int,
 ) -> Trainer:
     train = config.train
     feed = Feed(
@@ -154,11 +175,12 @@ def _make_trainer(
         validation=lambda: validation_batches(
             dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
         ),
-        tokens_per_step=train.global_batch_size * config.model.max_seq_len,
+        tokens_per_step=_tokens_per_step(config),
+        tokens_before=tokens,
     )
     saving = Saving(
         run_dir.checkpoints,
-        settings=redacted(config),
+        settings=config_to_dict(config),  # the checkpoint blanks the secrets
         extra={_DATA_FINGERPRINT: dataset.fingerprint},
         keep_last=config.checkpoint.keep_last,
         at_end=config.checkpoint.save_at_end,
@@ -178,7 +200,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
         steps=engine.attempted_steps,
         applied_steps=engine.applied_steps,
         skipped_steps=engine.attempted_steps - engine.applied_steps,
-        tokens=engine.applied_steps * config.train.global_batch_size * config.model.max_seq_len,
+        tokens=result.tokens,
         train_loss=result.train_loss,
         val_loss=result.val_loss,
         tokens_per_s=rate,
@@ -200,16 +222,16 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_d
     length = config.train.sample_tokens
     if not length:
         return
-    prompt = torch.tensor([[END_OF_DOCUMENT]], device=engine.device)
-    generator = torch.Generator().manual_seed(config.seed)
     try:
+        prompt = torch.tensor([[END_OF_DOCUMENT]], device=engine.device)
+        generator = torch.Generator().manual_seed(config.seed)
         with engine.eval():
             tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)
-    except (AttributeError, TypeError) as error:
-        logger.info("no sample: it takes a model(tokens) whose output has logits (%s)", error)
+        text = dataset.decode(tokens[0, 1:])
+        write_atomically(run_dir.path / "sample.txt", text)
+    except Exception as error:  # of a user's model, perhaps; the run is finished and saved
+        logger.warning("no sample, which takes a model(tokens) whose output has logits: %s", describe(error))
         return
-    text = dataset.decode(tokens[0, 1:])
-    write_atomically(run_dir.path / "sample.txt", text)
     logger.info("sample:\n%s\n", printable(text))
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.directory import committed, is_single, of_run
+from dtrain.checkpoint.directory import committed, is_single, of_run, quarantined, step_name
 from dtrain.checkpoint.integrity import load_manifest
 from dtrain.checkpoint.snapshot import redact
-from dtrain.config.dump import config_to_dict
+from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -72,47 +70,46 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None) -> RunD
             checkpoint to continue from is of another model.
     """
 
-    def decide() -> str:
+    def decide() -> tuple[str, str | None, bool]:
         path = _create(config, job)
         load_from, finished = _starting_point(config, path)
         if load_from is not None:
             _compare_with_checkpoint(load_from, redacted(config))
-        return json.dumps([str(path), str(load_from) if load_from else None, finished])
+        return str(path), str(load_from) if load_from else None, finished
 
-    path, load_from, finished = json.loads(decide_on_rank_0(comm, decide))
+    path, load_from, finished = decide_on_rank_0(comm, decide)
     return RunDir(Path(path), Path(load_from) if load_from else None, finished)
 
 
-def decide_on_rank_0(comm: Communicator, decide: Callable[[], str]) -> str:
-    """Calls ``decide`` on rank 0 and returns its text on every rank.
+def decide_on_rank_0(comm: Communicator, decide: Callable[[], Any]) -> Any:
+    """Calls ``decide`` on rank 0 and returns its plain JSON value on every rank.
 
     Raises:
-        ConfigError: on every rank, where ``decide`` raised it or an ``OSError``: the others would wait in vain.
+        ConfigError: on every rank, where ``decide`` raised it or an ``OSError``.
+        CommunicationError: on other ranks, where it raised anything else, which rank 0 raises as it is.
     """
-    answer = ""
-    if comm.rank == 0:
-        try:
-            answer = f"+{decide()}"
-        except (ConfigError, OSError) as error:
-            answer = f"-{error}"
-    answer = comm.exchange_text(answer)[0]
-    if answer.startswith("-"):
-        raise ConfigError(answer[1:])
-    return answer[1:]
+    return on_rank_0(comm, "", decide, ConfigError, expected=(ConfigError, OSError))
 
 
 def check_not_newer(run_dir: RunDir, step: int) -> None:
     """Checks that a run that continues from ``step`` will not meet checkpoints of its own future.
 
     Raises:
-        ConfigError: the run directory holds a newer one, so it went on from ``step`` in another way.
+        ConfigError: the run directory holds a newer one: it went on from ``step`` in another way, or that one cannot
+            be read.
     """
     steps = _steps(run_dir.checkpoints)
-    if steps and steps[-1] > step:
+    if not steps or steps[-1] <= step:
+        return
+    if run_dir.load_from == run_dir.checkpoints:
         raise ConfigError(
-            f"resume={run_dir.load_from} is at step {step}, but {run_dir.checkpoints} goes on to step {steps[-1]}; "
-            "use resume=auto to continue from there, or a new run_dir to branch off"
+            f"{run_dir.checkpoints / step_name(steps[-1])} cannot be read, though nothing says that it is damaged, and "
+            f"the newest that can is at step {step}; make it readable, or move it away to go on from step {step}"
         )
+    raise ConfigError(
+        f"resume={run_dir.load_from} is at step {step}, but {run_dir.checkpoints} goes on to step {steps[-1]}; "
+        "use resume=auto to continue from there, or a new run_dir to branch off"
+    )
 
 
 def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> None:
@@ -124,7 +121,7 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
     changes = [
         (path, old, new)
         for path, old, new in _differences(before, now, "")
-        if not path.startswith(("run_dir", "resume", "tracker", "launch"))
+        if path.partition(".")[0] not in HASH_EXCLUDES
     ]
     fatal = [c for c in changes if c[0].startswith("model.") and not c[0].startswith(_MAY_CHANGE)]
     if fatal:
@@ -139,7 +136,7 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
 def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:
     """Writes ``config.yaml``; one that says something else is kept as ``config-until-step-<step>.yaml``."""
     path = run_dir.path / CONFIG_FILE
-    text = yaml.safe_dump(redacted(config), sort_keys=False, allow_unicode=True, width=120)
+    text = to_yaml(redacted(config))
     if path.exists() and path.read_text(encoding="utf-8") != text:
         path.replace(path.with_name(f"config-until-step-{step}.yaml"))
     write_atomically(path, text)
@@ -171,9 +168,9 @@ def _create(config: RunConfig, job: int | None) -> Path:
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
     """What to load and whether there is nothing left to do."""
     summary = read_summary(path)
-    steps = _steps(path / CHECKPOINTS)
-    if config.resume == "none" and (steps or (path / SUMMARY_FILE).exists()):
-        what = f"checkpoints up to step {steps[-1]}" if steps else "the summary of a run"
+    steps, damaged = _steps(path / CHECKPOINTS), quarantined(path / CHECKPOINTS)
+    if config.resume == "none" and (steps or damaged or (path / SUMMARY_FILE).exists()):
+        what = f"checkpoints up to step {steps[-1]}" if steps else damaged[0].name if damaged else "a run's summary"
         raise ConfigError(
             f"resume=none, but run_dir={path} already holds {what}; "
             "continue it with resume=auto, or choose a new run_dir"
@@ -184,7 +181,7 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
         return _find_checkpoints(config.resume), False
     if summary is not None and summary.finished and summary.steps >= config.train.steps:
         return None, True
-    if steps:
+    if steps or damaged:  # with none that is good the load is an error: never from the beginning by itself
         return path / CHECKPOINTS, False
     if (path / METRICS_FILE).exists():
         logger.warning("%s holds metrics but no checkpoint: starting again from step 0", path)
@@ -192,9 +189,11 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
 
 
 def _compare_with_checkpoint(load_from: Path, now: dict[str, Any]) -> None:
-    newest = load_from if is_single(load_from) else committed(load_from)[-1]
+    candidates = [load_from] if is_single(load_from) else committed(load_from)
+    if not candidates:
+        return
     try:
-        manifest = load_manifest(newest)
+        manifest = load_manifest(candidates[-1])
     except (DamageError, OSError):
         return  # the engine will name the damage, and take an older one if there is one
     before = manifest.state.get("config")
@@ -207,8 +206,11 @@ def _find_checkpoints(resume: str) -> Path:
     path = Path(resume).absolute()
     if path.is_dir():
         directory = of_run(path)
-        if is_single(path) or committed(directory):
-            return directory
+        try:
+            if is_single(path) or committed(directory):
+                return directory
+        except CheckpointError as error:
+            raise ConfigError(f"resume={resume}: {error}") from error
     found = "it holds no step-<number>" if path.is_dir() else "no such directory"
     raise ConfigError(
         f"resume={resume}: {found}; expected auto, none, a checkpoint (.../checkpoints/step-00000100), "

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from dtrain.config.dump import config_hash
+from dtrain.checkpoint.snapshot import redact
+from dtrain.config.dump import agreed, config_hash
 from dtrain.config.schema import (
     CosineConfig,
     LinearConfig,
@@ -20,12 +27,51 @@ from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.setup import LaunchEnv
 from dtrain.engine.base import Engine
+from dtrain.engine.divergence import config_difference
 from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.telemetry.throughput import num_cores
+
+
+def check_launcher() -> None:
+    """Checks that a SLURM job of several tasks has a launcher that gives each its rank.
+
+    Raises:
+        ConfigError: without one every task would train by itself, all in one run directory.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    if tasks.isdecimal() and int(tasks) > 1 and "RANK" not in os.environ and not dist.is_initialized():
+        raise ConfigError(
+            f"SLURM_NTASKS={tasks} but RANK is not set: each task would train by itself; start the ranks with torchrun "
+            "(one task a node), or unset SLURM_NTASKS to train on one rank"
+        )
+
+
+@contextmanager
+def torch_settings_restored() -> Iterator[None]:
+    """Puts back the process-wide settings of torch that an engine changes: the next job of a sweep has its own."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    benchmark = torch.backends.cudnn.benchmark
+    matmul = torch.get_float32_matmul_precision()
+    cudnn_tf32 = torch.backends.cudnn.allow_tf32
+    operators: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
+    formats = [operator.fp32_precision for operator in operators]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = benchmark
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
+        for operator, name in zip(operators, formats, strict=True):
+            operator.fp32_precision = name
+        torch.set_float32_matmul_precision(matmul)
 
 
 def set_threads(config: RunConfig, comm: Communicator) -> int:
@@ -41,7 +87,7 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
     elif reproducible and comm.device.type == "cpu":
         threads = 1
     else:
-        threads = max(1, _num_cores() // LaunchEnv.read().local_world_size)
+        threads = max(1, num_cores() // LaunchEnv.read().local_world_size)
     # hosts may differ in cores
     row = torch.tensor([threads], dtype=torch.int64, device=comm.device)
     threads = int(comm.gather_rows(row, label="threads").min())
@@ -49,10 +95,9 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
     return threads
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # what a scheduler gave us; macOS has no such call
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def make_policy(config: RunConfig) -> PrecisionPolicy:
+    """The precision that ``config`` names."""
+    return PrecisionPolicy.named(config.precision.name, fp32_modules=config.precision.fp32_modules)
 
 
 def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engine:
@@ -66,17 +111,9 @@ def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engi
         schedule=make_schedule(config.schedule, config.train.steps),
         engine=config.engine.name,
         zero_stage=config.engine.zero_stage,
-        precision=PrecisionPolicy.named(config.precision.name, fp32_modules=config.precision.fp32_modules),
-        loss_scale=LossScale(
-            mode=scale.mode,
-            init=scale.init,
-            growth_factor=scale.growth_factor,
-            backoff_factor=scale.backoff_factor,
-            growth_interval=scale.growth_interval,
-            hysteresis=scale.hysteresis,
-            min=scale.min,
-            max=scale.max,
-        ),
+        precision=make_policy(config),
+        # a constant scale need not lie between the bounds of a dynamic one
+        loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
         max_grad_norm=optim.max_grad_norm,
         grad_reduction=config.engine.grad_reduction,
         reproducible=config.engine.reproducible,
@@ -117,13 +154,19 @@ def check_same(comm: Communicator, config: RunConfig, dataset: TextDataset) -> N
     """Checks that all ranks were started with the same config and see the same data.
 
     Raises:
-        ConfigError: on every rank, naming the first rank that differs from rank 0.
+        ConfigError: on every rank, naming the first rank that differs from rank 0, and the key with both values.
     """
-    answers = [answer.split(" ") for answer in comm.exchange_text(f"{config_hash(config)} {dataset.fingerprint}")]
-    for index, what in enumerate(("config", "data")):
-        for rank, answer in enumerate(answers):
-            if answer[index] != answers[0][index]:
-                raise ConfigError(
-                    f"the {what} of rank {rank} is not that of rank 0 (sha256 {answer[index][:12]} against "
-                    f"{answers[0][index][:12]}); start every rank with the same command and the same files"
-                )
+    # the values are there to be shown, so without secrets; the hash is of the real ones
+    own = {"hash": config_hash(config), "config": redact(agreed(config)), "data": dataset.fingerprint}
+    answers = [json.loads(text) for text in comm.exchange_text(json.dumps(own))]
+    first = answers[0]
+    for rank, answer in enumerate(answers):
+        if answer["hash"] != first["hash"]:
+            difference = config_difference(first["config"], answer["config"], rank)
+            raise ConfigError(f"the ranks were started with different configs: {difference}")
+    for rank, answer in enumerate(answers):
+        if answer["data"] != first["data"]:
+            raise ConfigError(
+                f"the data of rank {rank} is not that of rank 0 (sha256 {answer['data'][:12]} against "
+                f"{first['data'][:12]}); start every rank with the same command and the same files"
+            )

@@ -19,6 +19,8 @@ from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
 from dtrain.train.signals import StopSignals
 
+TOKENS = "tokens"  # in a checkpoint's extra: those of the applied steps, under whatever batch sizes they had
+
 Validation = Callable[[], Iterator[tuple[dict[str, Tensor], int]]]
 
 
@@ -30,11 +32,13 @@ class Feed:
         loader: this rank's micro-batches, from the engine's data cursor on.
         validation: gives this rank's share of the validation micro-batches with their weights, anew at each call.
         tokens_per_step: tokens of one global batch.
+        tokens_before: tokens that the engine was trained on before.
     """
 
     loader: BatchLoader
     validation: Validation
     tokens_per_step: int
+    tokens_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Saving:
     """Where checkpoints go and what goes with them."""
 
     directory: Path
-    settings: dict[str, Any]  # the resolved config, redacted
+    settings: dict[str, Any]  # the resolved config
     extra: dict[str, Any]
     keep_last: int
     at_end: bool
@@ -53,6 +57,7 @@ class Result:
     """How :meth:`Trainer.run` ended: all steps done, or stopped by a signal after saving."""
 
     finished: bool
+    tokens: int  # of all applied steps, those before a resume too
     train_loss: float | None
     val_loss: float | None
     tokens_per_s: float | None
@@ -86,6 +91,7 @@ class Trainer:
         self._saving = saving
         self._stop = stop
         self._sinks = sinks
+        self._tokens = feed.tokens_before
         self._train_loss: float | None = None
         self._val_loss: tuple[int, float] | None = None
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
@@ -126,12 +132,12 @@ class Trainer:
     def _report(self, step: int, outcome: StepOutcome) -> None:
         if outcome.applied:
             self._train_loss = outcome.loss
+            self._tokens += self._feed.tokens_per_step
         self._timer.step_done()  # after the first look at the outcome, which waits for the device
         last = step == self._config.steps or outcome.stop_requested
         if outcome.applied and not last and step % self._config.log_every:
             return
         pace = self._timer.window()
-        applied_steps = self._engine.applied_steps
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -139,8 +145,8 @@ class Trainer:
             grad_norm=outcome.grad_norm,
             loss_scale=outcome.loss_scale,
             applied=outcome.applied,
-            skipped_steps=step - applied_steps,
-            tokens=applied_steps * self._feed.tokens_per_step,
+            skipped_steps=step - self._engine.applied_steps,
+            tokens=self._tokens,
             tokens_per_s=self._feed.tokens_per_step / pace.step_s,
             step_ms=1000 * pace.step_s,
             reason=outcome.reason,
@@ -163,13 +169,15 @@ class Trainer:
             return
         saving = self._saving
         with self._timer.paused():
-            self._engine.save(saving.directory, extra=saving.extra, config=saving.settings, keep_last=saving.keep_last)
+            extra = {**saving.extra, TOKENS: self._tokens}
+            self._engine.save(saving.directory, extra=extra, config=saving.settings, keep_last=saving.keep_last)
         self._saved_step = step
 
     def _result(self, *, finished: bool) -> Result:
         step_s = self._timer.total().step_s or None
         return Result(
             finished=finished,
+            tokens=self._tokens,
             train_loss=self._train_loss,
             val_loss=self._val_loss[1] if self._val_loss else None,
             tokens_per_s=self._feed.tokens_per_step / step_s if step_s else None,

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "DTRAIN_PRECISION")
+LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_NTASKS",
+    "DTRAIN_PRECISION",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dtrain.config.compose import config_folder
-from dtrain.config.dump import config_to_yaml
+from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.resolve import compose
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,7 +24,7 @@ def cases() -> dict[str, list[str]]:
 
 
 def resolved(overrides: list[str]) -> str:
-    return config_to_yaml(compose(overrides))
+    return to_yaml(config_to_dict(compose(overrides)))
 
 
 if __name__ == "__main__":

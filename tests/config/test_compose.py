@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dtrain.config.compose import config_folder
-from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, config_to_yaml
+from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
 from dtrain.config.resolve import compose
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from tests.config.regenerate_golden import GOLDEN, cases, resolved
@@ -100,7 +100,7 @@ def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_yaml_of_a_run_reads_back_as_the_same_values() -> None:
     config = compose(["optim.eps=1e-12", "tracker=wandb", "tracker.tags=['ä',b]", "launch.timeout_s=1e6"])
-    text = config_to_yaml(config)
+    text = to_yaml(config_to_dict(config))
     assert yaml.safe_load(text) == config_to_dict(config) == json.loads(json.dumps(config_to_dict(config)))
     assert list(yaml.safe_load(text)) == [item.name for item in dataclasses.fields(RunConfig)]
 

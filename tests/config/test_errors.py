@@ -69,6 +69,19 @@ WRONG_TYPE = [
 IMPOSSIBLE = [
     ("train.steps=0", "train.steps=0 is too small; it must be at least 1"),
     ("optim.lr=-1", "optim.lr=-1.0 is too small; it must be at least 0"),
+    ("optim.max_grad_norm=0", "optim.max_grad_norm=0.0 is too small; it must be above 0"),
+    (
+        "precision=fp16 precision.loss_scale.min=0",
+        "precision.loss_scale.min=0.0 is too small; it must be above 0",
+    ),
+    (
+        "precision=fp16 precision.loss_scale.backoff_factor=0",
+        "precision.loss_scale.backoff_factor=0.0 is too small; it must be above 0",
+    ),
+    (
+        "precision=fp16 precision.loss_scale.backoff_factor=1.5",
+        "precision.loss_scale.backoff_factor=1.5 is too large; it must be at most 1",
+    ),
     ("optim.lr=nan", "optim.lr=nan is not a finite number"),
     ("launch.timeout_s=inf", "launch.timeout_s=inf is not a finite number"),
     ("engine.zero_stage=3", "engine.zero_stage=3 is too large; it must be at most 2"),
@@ -145,6 +158,10 @@ CONTRADICTIONS = [
         "model.factory=mine",
         "model.factory=mine must be package.module:function, such as dtrain.models.transformer:build",
     ),
+    (
+        "model.factory=mine:Class.build",
+        "model.factory=mine:Class.build must be package.module:function, such as dtrain.models.transformer:build",
+    ),
     ("model.args.depth=3", "model.args.depth is for a model.factory of your own; the built-in one takes none"),
 ]
 
@@ -216,11 +233,16 @@ def test_batch_that_the_ranks_cannot_share(monkeypatch: pytest.MonkeyPatch, caps
     fails_with(f"{line}; the nearest that do: 48 or 72", ["train.global_batch_size=64"], capsys)
 
 
-def test_other_ranks_leave_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_let_rank_0_speak_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    naps: list[float] = []
+    monkeypatch.setattr("dtrain.__main__.time.sleep", naps.append)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "engin=native"]) == 2
-    assert capsys.readouterr() == ("", "")
+    assert naps == [5.0]
+    assert capsys.readouterr() == ("", "dtrain: rank 1: unknown key 'engin'; did you mean 'engine'?\n")
 
 
 def test_half_a_launcher_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ BOUNDED = [
     (record, item)
     for record in [*(record for _, record in records(RunConfig())), *(option() for option in OPTIONS)]
     for item in fields(record)
-    if "min" in item.metadata or "max" in item.metadata
+    if item.metadata.keys() & {"min", "above", "max"}
 ]
 
 
@@ -43,12 +43,12 @@ def test_options_carry_their_own_name() -> None:
 
 
 @settings(deadline=None, max_examples=200)
-@given(st.sampled_from(BOUNDED), st.floats(min_value=-1e6, max_value=1e6))
+@given(st.sampled_from(BOUNDED), st.one_of(st.sampled_from([0.0, 1.0]), st.floats(min_value=-1e6, max_value=1e6)))
 def test_a_value_passes_exactly_inside_its_range(bounded: tuple[Any, Any], value: float) -> None:
     record, item = bounded
     low, high = item.metadata.get("min", float("-inf")), item.metadata.get("max", float("inf"))
     changed = replace(record, **{item.name: value})
-    if low <= value <= high:
+    if low <= value <= high and value > item.metadata.get("above", float("-inf")):
         check_fields(changed)
     else:
         with pytest.raises(ConfigError, match=f"{item.name}="):

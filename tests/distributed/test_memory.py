@@ -50,17 +50,9 @@ def measure(rank: int, world: int, stage: int, precision: str) -> tuple[int, dic
     for _ in range(2):
         engine.backward(engine(torch.randn(4, DIM)))
         engine.step()
-    transient = {
-        buffer.untyped_storage().data_ptr()
-        for group in engine.state.reducer._groups
-        for flat in group
-        for buffers in getattr(getattr(flat, "_pool", None), "_free", {}).values()
-        for buffer in buffers
-    }
     gc.collect()
     new = {address: size for address, size in live_storages().items() if address not in before}
-    states = sum(size for address, size in new.items() if address not in transient)
-    return states, engine.memory(), engine.memory_formula()
+    return sum(new.values()), engine.memory(), engine.memory_formula()
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -69,8 +61,11 @@ def measure(rank: int, world: int, stage: int, precision: str) -> tuple[int, dic
 def test_state_bytes_follow_the_formula(world: int, stage: int, precision: str) -> None:
     for live, reported, formula in run_ranks(world, measure, stage, precision):
         expected = sum(formula.values())
+        states = sum(reported[kind] for kind in formula)
         # padding: each of the small FP32 buffers fills up to world x 1,024 elements
-        assert expected <= sum(reported.values()) <= 1.03 * expected, f"{reported} against {formula}"
+        assert expected <= states <= 1.03 * expected, f"{reported} against {formula}"
+        # so small a model may be under way as a whole, sent and received in the replica dtype
+        assert reported["leaf_buffers"] <= (2.1 * formula["compute"] if stage == 2 and world > 1 else 0)
         # losses, inputs and scalars of the test itself are small change
         assert abs(live - sum(reported.values())) < 16 * 1024, f"live {live}, reported {reported}"
 
@@ -80,4 +75,5 @@ def test_sharding_is_what_saves() -> None:
     numel = sum(p.numel() for p in Stack().parameters())
     for stage, per_parameter in ((0, 18.0), (1, 6 + 12 / 4), (2, 2 + 16 / 4)):
         _, reported, _ = run_ranks(4, measure, stage, "bf16")[0]
-        assert sum(reported.values()) / numel == pytest.approx(per_parameter, rel=0.03)
+        states = sum(reported[kind] for kind in ("compute", "main_grad", "master", "moments"))
+        assert states / numel == pytest.approx(per_parameter, rel=0.03)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,4 +136,21 @@ def test_an_island_of_fp32_runs_in_fp32() -> None:
         out = engine(torch.randn(8, 64, device="cuda"))
     expected = torch.nn.functional.linear(seen[0].float(), weight, bias)
     assert torch.equal(out, expected)
-    assert os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "0"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_convolutions_and_rnns_of_fp32_are_not_tf32(precision: str) -> None:
+    """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are islands of FP32."""
+    policy = dtrain.PrecisionPolicy.named(precision, fp32_modules=("0", "1"))
+    for module, x in (
+        (torch.nn.Conv1d(64, 64, 3), torch.randn(4, 64, 32)),
+        (torch.nn.GRU(64, 64), torch.randn(16, 4, 64)),
+    ):
+        exact = copy.deepcopy(module).double()(x.double())
+        model = torch.nn.ModuleList([module.cuda(), torch.nn.Linear(1, 1).cuda()])
+        engine = dtrain.initialize(model, precision=policy, seed=0)
+        with engine.eval():
+            out = module(x.cuda())
+        out, exact = (out[0], exact[0]) if isinstance(out, tuple) else (out, exact)
+        assert out.dtype == torch.float32
+        assert float((out.cpu().double() - exact).norm() / exact.norm()) < 1e-5

@@ -33,7 +33,16 @@ from tests.helpers.ranks import RankFailure, run_ranks
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
 _TOKEN = "DTRAIN_TEST_JOB"
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_PRECISION")
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_NTASKS",
+    "DTRAIN_PRECISION",
+)
 
 # dropout, so that random numbers matter; six micro-batches a step, for 1, 2 or 3 ranks
 CORE = (

@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamW, FlatAdamW
+from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.sharding.buffer import UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.oracle import assert_close_to_largest
 
 RULE = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+
+def scalars(step: int, lr: float, grad_divisor: float) -> UpdateScalars:
+    return UpdateScalars.of(lr=lr, step=step, grad_divisor=grad_divisor, device=torch.device("cpu"))
 
 
 class Arena:
@@ -53,7 +57,7 @@ class Arena:
 def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
     for step in range(1, number + 1):
         arena.new_gradient()
-        optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=divisor)
+        optimizer.update(0, scalars(step, 0.01 / step, divisor))
     return {name: getattr(arena, name).clone() for name in ("master", "main_grad", "exp_avg", "exp_avg_sq")}
 
 
@@ -77,7 +81,7 @@ def test_follows_torch(divisor: float) -> None:
         for group in reference.param_groups:
             group["lr"] = 0.01 / step
         reference.step()
-        optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=divisor)
+        optimizer.update(0, scalars(step, 0.01 / step, divisor))
         assert_close_to_largest(arena.main_grad, gradient, 1e-6)
         assert_close_to_largest(arena.master, torch.cat([decayed, plain]), 1e-6)
     for name in ("exp_avg", "exp_avg_sq"):
@@ -115,10 +119,10 @@ def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) ->
     optimizer = FlatAdamW(RULE, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
-        optimizer.update(0, step=step, lr=0.01, grad_divisor=3.0)
+        optimizer.update(0, scalars(step, 0.01, 3.0))
         for start, own, own_optimizer in shards:
             own.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
-            own_optimizer.update(0, step=step, lr=0.01, grad_divisor=3.0)
+            own_optimizer.update(0, scalars(step, 0.01, 3.0))
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.equal(torch.cat([getattr(own, name) for _, own, _ in shards]), getattr(whole, name))
 
@@ -126,7 +130,7 @@ def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) ->
 def test_only_decayed_slices_decay() -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
-    FlatAdamW(RULE, [arena.slices()]).update(0, step=1, lr=0.5, grad_divisor=1.0)  # gradients are zero
+    FlatAdamW(RULE, [arena.slices()]).update(0, scalars(1, 0.5, 1.0))  # gradients are zero
     assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
     assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
 
@@ -135,7 +139,7 @@ def test_only_decayed_slices_decay() -> None:
 def test_one_class_or_nothing_at_all(classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
-        FlatAdamW(RULE, [[]]).update(0, step=1, lr=0.1, grad_divisor=1.0)
+        FlatAdamW(RULE, [[]]).update(0, scalars(1, 0.1, 1.0))
         return
     before = arena.master.clone()
     steps(arena, FlatAdamW(RULE, [arena.slices()]), number=1)
@@ -151,7 +155,7 @@ def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
         arena.new_gradient()
         torch.set_default_dtype(dtype)
         try:
-            optimizer.update(0, step=step, lr=0.01 / step, grad_divisor=7.0)
+            optimizer.update(0, scalars(step, 0.01 / step, 7.0))
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(arena.master, want["master"])

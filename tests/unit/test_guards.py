@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.distributed.collectives import _named_failure
+from dtrain.distributed.setup import connect
 from dtrain.engine.native import NativeEngine
-from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.errors import CommunicationError, ConfigError, ContractError, ModelError, UsageError
+from dtrain.precision.forward import set_matmul_precision
 
 
 class Noisy(nn.Module):
@@ -131,3 +138,146 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
     model[1].weight = nn.Parameter(both[4:], requires_grad=False)
     with pytest.raises(ModelError, match="two parameters over one storage"):
         engine_on(model)
+
+
+# -- flags that must not stick -----------------------------------------------------------------------------------------
+
+
+def test_a_stop_is_asked_for_once() -> None:
+    engine = engine_on(nn.Linear(8, 8))
+    engine.request_stop()
+    assert one_step(engine).stop_requested
+    assert not one_step(engine).stop_requested
+
+
+def test_an_evaluation_inside_an_evaluation_does_not_end_it() -> None:
+    engine = engine_on(Noisy())
+    before = engine._last_forward
+    with engine.eval():
+        with engine.eval():
+            pass
+        engine.module.train()
+        engine(torch.ones(2, 8))
+    assert engine._last_forward == before, "a forward inside eval() takes no random numbers from the training"
+
+
+def test_a_batch_left_before_any_backward_is_forgotten() -> None:
+    engine = engine_on(Noisy())
+    other = engine_on(_same_weights(engine.module))
+    for _ in engine.accumulate(range(3)):
+        engine(torch.ones(2, 8))
+        break
+    outcomes = []
+    for each in (engine, other):
+        for _ in each.accumulate(range(2)):
+            each.backward(each(torch.ones(2, 8)).square().mean())
+        outcomes.append(each.step())
+    assert outcomes[0] == outcomes[1], "the same numbering and the same random numbers as if it had not been"
+    assert outcomes[0].applied
+
+
+def test_a_batch_left_after_a_backward_says_what_to_do() -> None:
+    engine = engine_on(nn.Linear(8, 8))
+    for _ in engine.accumulate(range(3)):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        break
+    with pytest.raises(UsageError, match=r"incomplete on this rank: .* build a new engine and load a checkpoint"):
+        next(engine.accumulate(range(3)))
+
+
+def test_the_end_of_an_old_batch_leaves_the_new_one_alone() -> None:
+    engine = engine_on(nn.Linear(8, 8))
+    old = engine.accumulate(range(3))
+    next(old)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    new = engine.accumulate(range(3))
+    next(new)
+    next(new)
+    old.close()  # type: ignore[attr-defined]
+    assert engine._micro_batch == 1
+
+
+# -- what was given ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen", "trainable"])
+def test_an_expanded_tensor_is_refused(kind: str) -> None:
+    model = nn.Linear(8, 8)
+    expanded = torch.zeros(1).expand(8)
+    if kind == "buffer":
+        model.register_buffer("mask", expanded)
+    else:
+        model.mask = nn.Parameter(expanded, requires_grad=kind == "trainable")
+    with pytest.raises(ModelError, match=r"'mask' is an expanded tensor .* \.contiguous\(\)"):
+        engine_on(model)
+
+
+class Slowing:
+    def factor(self, step: int) -> float:
+        return 1.0 / (step + 1)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    curve: object
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+
+def test_a_schedule_that_ranks_cannot_compare_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the schedule is Slowing, .* make it a frozen dataclass"):
+        dtrain.initialize(nn.Linear(8, 8), precision="fp32", schedule=Slowing())
+    with pytest.raises(ConfigError, match="must be numbers, strings, or lists"):
+        dtrain.initialize(nn.Linear(8, 8), precision="fp32", schedule=Opaque(curve=object()))
+
+
+def test_frozen_float64_keeps_its_dtype() -> None:
+    model = nn.Linear(8, 8)
+    model.table = nn.Parameter(torch.full((3,), 0.1, dtype=torch.float64), requires_grad=False)
+    engine = dtrain.initialize(model, precision="bf16", seed=0)
+    assert model.table.dtype == torch.float64
+    assert engine.contract.to_dict()["replicas"]["table"] == "float64"
+    assert "1 frozen in float64" in engine.contract.describe()[-1]
+    engine.check_contract()  # type: ignore[attr-defined]
+
+
+def test_the_contract_says_what_becomes_of_gradients() -> None:
+    engine = dtrain.initialize(nn.Linear(8, 8), precision="bf16", seed=0)
+    assert "gradient leaves bf16, summed in fp32" in engine.contract.describe()[0]
+
+
+def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32
+    try:
+        torch.backends.fp32_precision = "tf32"
+        for policy in (dtrain.PrecisionPolicy.named("tf32"), dtrain.PrecisionPolicy.named("fp32")):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                set_matmul_precision(policy)
+            assert cudnn.allow_tf32 == policy.tf32
+            assert (torch.get_float32_matmul_precision() == "high") == policy.tf32
+            assert {cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision} == {"tf32" if policy.tf32 else "ieee"}
+    finally:
+        torch.backends.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = before
+
+
+def test_a_lack_of_memory_is_not_another_rank_that_died() -> None:
+    with pytest.raises(torch.OutOfMemoryError), _named_failure("rank 0: all_gather"):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(CommunicationError, match="another rank has died"), _named_failure("rank 0: all_gather"):
+        raise RuntimeError("connection reset")
+
+
+def test_a_group_that_cannot_serve_the_device_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match=r"backend gloo for cuda, .* init_process_group with backend='nccl'"):
+            connect(torch.device("cuda", 0))
+        assert connect(torch.device("cpu")).world_size == 1
+    finally:
+        dist.destroy_process_group()

