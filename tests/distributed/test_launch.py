@@ -244,7 +244,7 @@ def test_batch_that_the_ranks_cannot_share(tmp_path: Path, data: str) -> None:
         )
         assert set(exit_codes(job).values()) <= {2, -15}
         assert 2 in exit_codes(job).values()
-        assert f'File "{ROOT}' not in job.said
+        assert f'File "{ROOT}/dtrain/' not in job.said
     assert not (tmp_path / "run").exists()
 
 

@@ -154,6 +154,6 @@ def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:
 
 def test_a_missing_tensorboard_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install dtrain\[tensorboard\]"):
+    with pytest.raises(ConfigError, match=r"pip install tensorboard"):
         trackers.check_tracker(TensorboardConfig())
     trackers.check_tracker(WandbConfig())
