@@ -33,6 +33,11 @@ class Contender:
     precision: str
     zero_stage: int | None = None
 
+    @property
+    def is_floor(self) -> bool:
+        """Whether each rank trains its own model: what several busy cores cost before a byte is exchanged."""
+        return self.engine == "plain" and self.ranks > 1
+
 
 @dataclass(frozen=True)
 class Assignment:

@@ -42,7 +42,11 @@ def final_loss(entry: Entry) -> float:
 
 def is_wrong(entry: Entry, entries: Sequence[Entry]) -> bool:
     """Whether the final loss is far from that of the first contender which trained on the same data."""
-    reference = next(other for other in entries if other.contender.ranks == entry.contender.ranks)
+    if entry.contender.is_floor:
+        return False
+    reference = next(
+        other for other in entries if other.contender.ranks == entry.contender.ranks and not other.contender.is_floor
+    )
     own, expected = final_loss(entry), final_loss(reference)
     return not abs(own - expected) <= LOSS_TOLERANCE * abs(expected)
 

@@ -59,7 +59,8 @@ def engine_contenders(bench: EngineBenchConfig) -> list[Contender]:
     stages = [
         Contender(f"native, stage {stage}", "native", bench.ranks, bench.precision, stage) for stage in bench.stages
     ]
-    return [*contenders, Contender("ddp", "ddp", bench.ranks, bench.precision), *stages]
+    floor = Contender(f"plain, {bench.ranks} at once", "plain", bench.ranks, bench.precision)
+    return [*contenders, floor, Contender("ddp", "ddp", bench.ranks, bench.precision), *stages]
 
 
 def precision_contenders(bench: PrecisionBenchConfig, device: torch.device) -> list[Contender]:

@@ -110,7 +110,13 @@ def test_who_competes() -> None:
         return [contender.name for contender in suites.engine_contenders(bench)]
 
     assert names(EngineBenchConfig(ranks=1)) == ["plain", "native, 1 rank"]
-    assert names(EngineBenchConfig(stages=[2])) == ["plain", "native, 1 rank", "ddp", "native, stage 2"]
+    assert names(EngineBenchConfig(stages=[2])) == [
+        "plain",
+        "native, 1 rank",
+        "plain, 2 at once",
+        "ddp",
+        "native, stage 2",
+    ]
     asked = suites.precision_contenders(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
     assert asked == [Contender(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
     assert "fp16" not in suites.good_precisions(CPU)
@@ -135,7 +141,8 @@ def test_engine_suite_end_to_end(tmp_path: Path) -> None:
         assert not is_wrong(entry, results.entries)
         assert entry.first_step_s > max(entry.warmup.step_ms) / 1000
         assert entry.footprint.peak_rss > 50e6
-    plain, one, ddp, stage0, stage2 = results.entries
+    plain, one, floor, ddp, stage0, stage2 = results.entries
+    assert floor.contender.is_floor
     numel = plain.footprint.num_parameters
     for peer in (plain, ddp):
         held = peer.footprint.state
