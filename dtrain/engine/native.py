@@ -19,9 +19,10 @@ from dtrain.engine import persistence
 from dtrain.engine.base import Culprit, Engine, StepOutcome
 from dtrain.engine.divergence import explain
 from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.skips import SkipCounter
 from dtrain.engine.tally import Tally, check_weight
 from dtrain.engine.vote import Flags, Verdict, VoteRecord, collect, decide, find_disagreement
-from dtrain.errors import ContractError, DivergenceError, NonFiniteError, UsageError
+from dtrain.errors import ContractError, DivergenceError, UsageError
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.forward import Autocast, find_loss
@@ -30,12 +31,6 @@ from dtrain.precision.policy import Contract
 from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
-
-_ADVICE = {
-    "nonfinite_loss": "The loss itself is not finite: look at that batch, or lower the learning rate",
-    "overflow": "The loss is finite and gradients are not: keep the module at fault in FP32, or use BF16",
-    "empty": "The weights of all micro-batches were 0: look at the data",
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class NativeEngine(Engine):
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._tally = Tally()
         self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
-        self._skips: list[StepOutcome] = []
+        self._skips = SkipCounter(options.max_consecutive_skips)
         self._half_loaded = False
         self.check_contract()
 
@@ -286,7 +281,7 @@ class NativeEngine(Engine):
         self.state.reducer.micro_batch_weights.clear()
         self._stop_requested = False
         self._end_batch()
-        self._count_skips(outcome)
+        self._skips.count(outcome, loss_scale=self.loss_scale.scale)
 
     def _has_backward(self) -> bool:
         return bool(self._tally)
@@ -294,21 +289,6 @@ class NativeEngine(Engine):
     def _end_batch(self) -> None:
         super()._end_batch()
         self._last_forward = (-1, -1)
-
-    def _count_skips(self, outcome: StepOutcome) -> None:
-        if outcome.applied:
-            self._skips.clear()
-            return
-        self._skips.append(outcome)
-        if len(self._skips) < self.options.max_consecutive_skips:
-            return
-        reasons = {reason: sum(s.reason == reason for s in self._skips) for reason in {s.reason for s in self._skips}}
-        counts = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items(), key=str))
-        raise NonFiniteError(
-            f"{len(self._skips)} steps in a row were skipped ({counts}); loss scale {self._skips[0].loss_scale:g} -> "
-            f"{self.loss_scale.scale:g}; last culprit: {outcome.culprit or 'none'}. "
-            f"{_ADVICE[outcome.reason or 'empty']}"
-        )
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -356,7 +336,7 @@ class NativeEngine(Engine):
         self._half_loaded = True
         extra = persistence.fill(self, reader)
         self._half_loaded = False
-        self._skips.clear()
+        self._skips.reset()
         self.state.refresh_replicas()
         self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
