@@ -6,12 +6,25 @@ silently when two ranks issue equally shaped collectives in a different order.
 
 Sums are formed in FP32 always. ``reduce_scatter_sum`` on gloo is an all-to-all of the slices followed by a local sum in
 rank order: half the time of gloo's own reduce-scatter (which blocks its caller and sums in the wire dtype).
+
+CPU ranks of one host read each other's buffers where these come from :meth:`Communicator.allocate`; only the word that
+a buffer is ready goes through gloo, in an all-gather of a few integers. So order, failures and time-outs are what they
+are with sockets, and so are the bits. The stores of a rank are seen by one that has its word: sending and receiving
+on a socket are system calls that take locks, which order memory on x86 and on ARM.
+
+**A buffer may be written again** once every rank has read it. Nobody waits for that by itself; it follows from order:
+
+- compute replicas and unsharded main grads are read by others only up to the end of the call that waits for it, each
+  rank votes after that, and writes again after the vote, which no rank leaves before all have joined it;
+- a load, too, agrees on a checkpoint before it writes;
+- leaves have a rule of their own, in ``sharding.leaves``.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.distributed.logging import logger
+from dtrain.distributed.shared_memory import SharedMemory
 from dtrain.errors import CommunicationError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
@@ -28,6 +43,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _LOG_LENGTH = 4096  # collectives of one step that are remembered by name
+_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
 class Pending:
@@ -36,26 +52,18 @@ class Pending:
     def __init__(self, work: Any = None, *, what: str = "") -> None:
         self._work = work
         self._what = what
-        self._finish: Callable[[], None] | None = None
+        self._steps: deque[Callable[[], Pending | None]] = deque()
 
-    def then(self, finish: Callable[[], None]) -> Pending:
-        """This collective, with ``finish`` called once it has been waited for."""
-        earlier = self._finish
+    def then(self, step: Callable[[], Pending | None]) -> Pending:
+        """This collective, with ``step`` called once it has been waited for; one that ``step`` returns is part of it.
 
-        def both() -> None:
-            if earlier is not None:
-                earlier()
-            finish()
-
-        self._finish = both
+        Where steps start collectives, all ranks wait in one order.
+        """
+        self._steps.append(step)
         return self
 
-    def is_done(self) -> bool:
-        """Whether ``wait`` would not block."""
-        return self._work is None or bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Waits once; later calls return at once.
+    def proceed(self) -> None:
+        """Waits for what is under way, and starts what follows without waiting for it.
 
         Raises:
             CommunicationError: the collective failed.
@@ -64,9 +72,20 @@ class Pending:
             work, self._work = self._work, None
             with _named_failure(self._what):
                 work.wait()
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
+        while self._steps and self._work is None:
+            following = self._steps.popleft()()
+            if following is not None:
+                self._work, self._what = following._work, following._what
+                self._steps.extendleft(reversed(following._steps))
+
+    def wait(self) -> None:
+        """Waits once; later calls return at once.
+
+        Raises:
+            CommunicationError: the collective failed.
+        """
+        while self._work is not None or self._steps:
+            self.proceed()
 
 
 class Communicator:
@@ -75,15 +94,24 @@ class Communicator:
     Args:
         group: the process group, or None for a world of one rank, which opens no socket.
         device: where the tensors of the collectives live.
+        shared_memory: let CPU ranks of one host read each other's buffers.
+
+    Attributes:
+        may_share: whether :meth:`allocate` still tries shared memory; the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, *, shared_memory: bool = True
+    ) -> None:  # fmt: skip
         self._group = group
         self.device = device
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.schedule_hash = 0
         self.schedule_log: list[str] = []
+        self._num_issued = 0
+        self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
+        self._memory: SharedMemory | None = None
 
     def release(self) -> None:
         """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
@@ -92,6 +120,28 @@ class Communicator:
         threads may wait for a rank that never answers, and so would this.
         """
         self._group = None
+        self._memory = None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns zeros [numel] to be exchanged, for as long as this object lives; all ranks call in the same order.
+
+        The ranks read it from each other where they can, see :meth:`is_shared`.
+        """
+        if self.may_share and numel:
+            if self._memory is None:
+                self._memory = SharedMemory(self.rank, self.exchange_text)
+                if not self._memory.refusal:
+                    logger.info("the ranks share memory: buffers are read where they lie")
+            storage = self._memory.allocate(numel * dtype.itemsize)
+            if storage is not None:
+                return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload,no-any-return]
+            self.may_share = False
+            logger.info(f"buffers travel through sockets, not shared memory: {self._memory.refusal}")
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether the other ranks can read ``tensor`` where it lies; the same on all ranks."""
+        return self._memory is not None and self._memory.find(tensor) is not None
 
     def begin_schedule(self) -> None:
         """Starts the log of collectives of one step; the hash rolls on for the whole run."""
@@ -101,6 +151,7 @@ class Communicator:
         entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         if len(self.schedule_log) < _LOG_LENGTH:
             self.schedule_log.append(entry)
+        self._num_issued += 1
         self.schedule_hash = (self.schedule_hash * _HASH_MULTIPLIER ^ zlib.crc32(entry.encode())) & _HASH_MASK
         return entry
 
@@ -112,49 +163,99 @@ class Communicator:
         work = self._start(what, collective, *args, async_op=True)
         return Pending(work, what=f"rank {self.rank}: {what}")
 
+    def _share(self, what: str, tensor: Tensor, use: Callable[[list[Tensor]], None]) -> Pending | None:
+        """Tells all ranks where ``tensor`` lies; when all have told, ``use`` gets that of every rank, in rank order.
+
+        None where ``tensor`` is no shared memory.
+        """
+        memory = self._memory
+        place = None if memory is None else memory.find(tensor)
+        if memory is None or place is None:
+            return None
+        number = self._num_issued
+        own = torch.tensor([number, *place, tensor.nbytes], dtype=torch.int64)
+        rows = torch.empty(self.world_size * own.numel(), dtype=torch.int64)
+
+        def read() -> None:
+            tensors = []
+            for rank, (other, region, offset, nbytes) in enumerate(rows.view(self.world_size, -1).tolist()):
+                if (other, nbytes) != (number, tensor.nbytes):
+                    raise CommunicationError(
+                        f"rank {self.rank}: {what} is collective number {number} here, of {tensor.nbytes} bytes, and "
+                        f"met number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
+                    )
+                tensors.append(tensor if rank == self.rank else memory.read(rank, region, offset, tensor))
+            use(tensors)
+
+        return self._pending(what, _all_gather_single, rows, own).then(read)
+
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Pending:
         """Starts gathering ``shard`` [n] of every rank into ``output`` [world_size * n], in rank order.
 
-        ``shard`` may be this rank's slice of ``output``.
+        ``shard`` may be this rank's slice of ``output``. Only ``shard`` need be shared to be read where it lies.
         """
         what = self._record("all_gather", label, output)
         if self.world_size == 1:
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
             return Pending()
-        return self._pending(what, _all_gather_single, output, shard)
 
-    def exchange_slices(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
-        """Starts sending slice r of ``flat`` [world_size * n] to rank r; row r of ``output`` comes from rank r."""
+        def copy(shards: list[Tensor]) -> None:
+            for target, source in zip(output.view(self.world_size, -1), shards, strict=True):
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source)
+
+        return self._share(what, shard, copy) or self._pending(what, _all_gather_single, output, shard)
+
+    def exchange_slices(
+        self, flat: Tensor, take: Callable[[Sequence[Tensor]], None], *, label: str, received: Tensor | None = None
+    ) -> Pending:
+        """Starts sending slice r of ``flat`` [world_size * n] to rank r.
+
+        Once it has been waited for, ``take`` gets this rank's slice [n] of every rank's ``flat``, in rank order.
+
+        Args:
+            flat: shared memory, which is read where it lies, or any other.
+            take: uses the slices before it returns.
+            label: what this is, for messages.
+            received: like ``flat``: where slices that have travelled lie; None makes one where it is needed.
+        """
         what = self._record("exchange_slices", label, flat)
-        if self.world_size == 1:
-            output.view(-1).copy_(flat)
-            return Pending()
-        return self._pending(what, dist.all_to_all_single, output.view(-1), flat)
+        world_size = self.world_size
+        if world_size == 1:
+            return Pending().then(lambda: take([flat]))
+        shared = self._share(what, flat, lambda flats: take([f.view(world_size, -1)[self.rank] for f in flats]))
+        if shared is not None:
+            return shared
+        arrived = torch.empty_like(flat) if received is None else received
+        pending = self._pending(what, dist.all_to_all_single, arrived, flat)
+        return pending.then(lambda: take(arrived.view(world_size, -1).unbind()))
 
     def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
-        """Starts summing ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's slice. Both FP32."""
+        """Starts summing ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's slice. Both FP32.
+
+        ``output`` may be this rank's slice of ``flat``: on shared memory nobody else reads that one.
+        """
         _require_fp32("reduce_scatter_sum", flat)
+        if self.world_size > 1 and self.device.type == "cpu":
+            return self.exchange_slices(flat, lambda rows: _sum_in_order(output, rows), label=label)
         what = self._record("reduce_scatter_sum", label, flat)
         if self.world_size == 1:
             if output.data_ptr() != flat.data_ptr():
                 output.copy_(flat)
             return Pending()
-        if self.device.type != "cpu":
-            return self._pending(what, _reduce_scatter_single, output, flat)
-        received = torch.empty_like(flat)
-
-        def sum_in_rank_order() -> None:
-            rows = received.view(self.world_size, -1)
-            output.copy_(rows[0])
-            for row in rows[1:]:
-                output.add_(row)
-
-        return self._pending(what, dist.all_to_all_single, received, flat).then(sum_in_rank_order)
+        return self._pending(what, _reduce_scatter_single, output, flat)
 
     def all_reduce_sum(self, tensor: Tensor, *, label: str) -> Pending:
-        """Starts summing ``tensor`` in place over the ranks. FP32."""
+        """Starts summing ``tensor`` [world_size * n] in place over the ranks. FP32.
+
+        On CPU each rank sums its slice, then all gather the slices: all ranks wait for such sums in one order.
+        """
         _require_fp32("all_reduce_sum", tensor)
+        if self.world_size > 1 and self.device.type == "cpu":
+            own = tensor.view(self.world_size, -1)[self.rank]
+            summed = self.reduce_scatter_sum(own, tensor, label=label)
+            return summed.then(lambda: self.all_gather(tensor, own, label=label))
         what = self._record("all_reduce_sum", label, tensor)
         if self.world_size == 1:
             return Pending()
@@ -207,6 +308,18 @@ def _named_failure(what: str) -> Iterator[None]:
             f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "
             f"ranks says why ({str(error).splitlines()[0][:200]})"
         ) from error
+
+
+def _sum_in_order(output: Tensor, rows: Sequence[Tensor]) -> None:
+    """``output`` [n] becomes the sum of two or more ``rows`` [n], from left to right; it may be one of them."""
+    first, *middle, last = rows
+    scratch = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
+    for start in range(0, output.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        total = first[block]
+        for row in middle:
+            total = torch.add(total, row[block], out=scratch[: total.numel()])
+        torch.add(total, last[block], out=output[block])
 
 
 def _require_fp32(op: str, tensor: Tensor) -> None:

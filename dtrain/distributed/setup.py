@@ -70,13 +70,16 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> Communicator:
+def connect(
+    device: torch.device, *, timeout_s: float = 600.0, job: int = 0, shared_memory: bool = True
+) -> Communicator:
     """The communicator over the existing process group, else over one made from the launcher's environment.
 
     One rank gets a communicator without a process group, which opens no socket. The store is prefixed by the restart
     count and ``job`` (the number of a sweep's job): keys left by an earlier attempt would hang gloo's rendezvous.
 
-    A group made here is ended with the interpreter, unless :func:`disconnect` did it before or an exception ends all.
+    ``shared_memory`` lets CPU ranks of one host read each other's buffers, where they can. A group made here is ended
+    with the interpreter, unless :func:`disconnect` did it before or an exception ends all.
 
     Raises:
         ConfigError: the environment names several ranks but not where to meet, or the group that exists has no backend
@@ -84,7 +87,7 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     """
     if dist.is_initialized():
         _check_backend(device)
-        return Communicator(dist.group.WORLD, device)
+        return Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     env = LaunchEnv.read()
     if env.world_size == 1:
         return Communicator(None, device)
@@ -98,7 +101,7 @@ def connect(device: torch.device, *, timeout_s: float = 600.0, job: int = 0) -> 
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    comm = Communicator(dist.group.WORLD, device)
+    comm = Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     atexit.register(_leave, comm)
     return comm
 

@@ -19,6 +19,7 @@ from torch import nn
 from dtrain.errors import ConfigError, ContractError, ModelError, nearest
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16")
+REDUCE_NAMES = ("auto", "fp32", "bf16", "fp16")
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _HELD = (torch.float32, torch.bfloat16, torch.float16)  # what an FP32 master holds; all else keeps its dtype, frozen
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
@@ -33,7 +34,8 @@ class PrecisionPolicy:
         name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; ``auto`` until :meth:`on` has seen the device.
         compute_dtype: of the replicas, of matrix products and of the gradients as they leave backward.
         master_dtype: of the weights the optimizer updates, and of its state and the reduced gradients.
-        reduce_dtype: of gradient leaves on the wire; their sums are always FP32.
+        reduce_dtype: of gradients on the wire, where their replica has the compute dtype; sums are always FP32. None:
+            decided by :meth:`reducing`.
         output_dtype: floating outputs of the model that carry no loss of their own are cast to it, so that a loss or
             metric computed outside the model is never low.
         fp32_modules: name patterns (``fnmatch``) of modules kept in FP32 beside norms, softmax and losses.
@@ -44,7 +46,7 @@ class PrecisionPolicy:
     name: str
     compute_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32
-    reduce_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype = torch.float32
     fp32_modules: tuple[str, ...] = ()
     tf32: bool = False
@@ -57,9 +59,12 @@ class PrecisionPolicy:
             )
         if self.compute_dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"compute dtype must be float32, bfloat16 or float16; got {self.compute_dtype}")
-        if self.reduce_dtype not in (torch.float32, self.compute_dtype):
+        if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(f"reduce dtype must be float32, bfloat16 or float16; got {self.reduce_dtype}")
+        if self.reduce_dtype == torch.float16 != self.compute_dtype:
             raise ConfigError(
-                f"reduce dtype must be float32 or the compute dtype {self.compute_dtype}; got {self.reduce_dtype}"
+                f"reduce dtype float16 under compute dtype {self.compute_dtype}: no loss scale keeps these gradients "
+                f"in the range of FP16 (6e-8 to 65,504); use bf16 or fp32"
             )
 
     @staticmethod
@@ -72,9 +77,7 @@ class PrecisionPolicy:
         if name not in NAMES:
             raise ConfigError(f"unknown precision '{name}'{nearest(name, NAMES)}")
         dtype = _COMPUTE.get(name, torch.float32)
-        return PrecisionPolicy(
-            name, dtype, reduce_dtype=dtype, fp32_modules=tuple(fp32_modules), tf32=name == "tf32"
-        )  # fmt: skip
+        return PrecisionPolicy(name, dtype, fp32_modules=tuple(fp32_modules), tf32=name == "tf32")
 
     def on(self, device: torch.device) -> PrecisionPolicy:
         """The policy as ``device`` can honour it; decides ``auto`` and says why.
@@ -84,10 +87,40 @@ class PrecisionPolicy:
         """
         if self.name == "auto":
             name, reason = _choose(device)
-            return replace(PrecisionPolicy.named(name, fp32_modules=self.fp32_modules), reason=reason)
+            return replace(self, name=name, compute_dtype=_COMPUTE[name], reason=reason)
         if self.tf32 and not (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8):
             raise ConfigError(f"precision=tf32 needs an NVIDIA GPU of Ampere or later, this is {device}; use fp32")
         return self
+
+    def reducing(self, name: str, *, leaves_travel: bool) -> PrecisionPolicy:
+        """The policy with the dtype of gradients on the wire decided.
+
+        Args:
+            name: ``fp32``, ``bf16`` or ``fp16``; ``auto``: what the policy says itself, else the compute dtype for
+                leaves, which have it anyway, and FP32 for sums, which would be rounded.
+            leaves_travel: the gradients of single micro-batches are sent, not each rank's FP32 sum of them.
+
+        Raises:
+            ConfigError: an unknown name, or a dtype that loses what it need not.
+        """
+        if name not in REDUCE_NAMES:
+            raise ConfigError(f"unknown reduce dtype '{name}'{nearest(name, REDUCE_NAMES)}")
+        if name == "auto":
+            dtype = self.reduce_dtype or (self.compute_dtype if leaves_travel else torch.float32)
+        else:
+            dtype = _COMPUTE[name]
+        if leaves_travel and dtype == torch.bfloat16 and self.compute_dtype == torch.float16:
+            raise ConfigError(
+                "reduce dtype bfloat16 under compute dtype float16: as many bytes as the FP16 leaves have, and three "
+                "bits of each lost; use fp16 or fp32"
+            )
+        return replace(self, reduce_dtype=dtype)
+
+    def wire_dtype(self, replica_dtype: torch.dtype) -> torch.dtype:
+        """Of the gradients of parameters whose replica has ``replica_dtype``: FP32 islands stay FP32."""
+        if self.reduce_dtype is not None and replica_dtype == self.compute_dtype:
+            return self.reduce_dtype
+        return torch.float32
 
     @property
     def is_low(self) -> bool:
@@ -160,7 +193,7 @@ class Contract:
         computed += [f"{count} frozen in {_short(dtype)}" for dtype, count in counts.items()]
         lines = [
             f"precision {policy.name}: master {_short(policy.master_dtype)}, compute {_short(policy.compute_dtype)}, "
-            f"gradient leaves {_short(policy.reduce_dtype)}, summed in fp32, output {_short(policy.output_dtype)}, "
+            f"gradients travel in {_short(policy.reduce_dtype)}, summed in fp32, output {_short(policy.output_dtype)}, "
             f"moments fp32",
             f"parameters computed: {', '.join(computed)} ({len(self.fp32_modules)} modules kept in fp32)",
         ]
@@ -197,8 +230,13 @@ class Contract:
                 )
 
 
-def _short(dtype: torch.dtype) -> str:
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+def _short(dtype: torch.dtype | None) -> str:
+    names: dict[torch.dtype | None, str] = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        None: "auto",
+    }
     return names.get(dtype, str(dtype).removeprefix("torch."))
 
 

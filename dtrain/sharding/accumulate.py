@@ -6,36 +6,51 @@ tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-def scaled_fp32(leaf: Tensor, weight: Tensor) -> Tensor:
-    """``leaf`` times ``weight`` (0-dim FP32) in FP32, never rounded to the leaf's dtype; maybe ``leaf`` itself."""
-    if is_one(weight):
-        return leaf.float()
-    return torch.mul(leaf, weight) if leaf.dtype == torch.float32 else leaf.float().mul_(weight)
+_CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
-def assign_scaled(target: Tensor, leaf: Tensor, weight: Tensor) -> None:
+@dataclass(frozen=True)
+class Weight:
+    """The weight of a micro-batch: ``value`` 0-dim FP32 on the device, and whether the host knows that it is one.
+
+    Then a pass over memory is saved; to ask a device would cost more than the pass.
+    """
+
+    value: Tensor
+    is_one: bool = False
+
+    @staticmethod
+    def of_ranks(row: Tensor) -> list[Weight]:
+        """From ``row`` [world_size]; the host looks at values that lie on its side only."""
+        if row.device.type != "cpu":
+            return [Weight(value) for value in row.unbind()]
+        return [Weight(value, number == 1.0) for value, number in zip(row.unbind(), row.tolist(), strict=True)]
+
+
+def add_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
+    """``target`` (FP32) grows by ``leaf`` times ``weight``, a product in FP32 never rounded to the leaf's dtype."""
+    target.add_(leaf if weight.is_one else leaf.float() * weight.value)
+
+
+def assign_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
     """``target`` (FP32) becomes ``leaf`` times ``weight``."""
     target.copy_(leaf)
-    if not is_one(weight):
-        target.mul_(weight)
-
-
-def is_one(weight: Tensor) -> bool:
-    """Whether a pass over memory can be saved; on a GPU the question would cost more than the pass."""
-    return weight.device.type == "cpu" and weight.item() == 1.0
+    if not weight.is_one:
+        target.mul_(weight.value)
 
 
 class LeafSum(Protocol):
     """Adds up the leaves of one shard over one step."""
 
-    def push(self, leaf: Tensor, weight: Tensor) -> None:
-        """Takes the next leaf [n], in order of the micro-batches' global index."""
+    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Takes the next leaves [n], in order of the micro-batches' global index."""
 
     def finish(self, output: Tensor) -> None:
         """Leaves the sum in ``output`` [n] FP32 and starts anew."""
@@ -48,13 +63,22 @@ class RunningSum:
         self._main_grad = main_grad
         self._empty = True
 
-    def push(self, leaf: Tensor, weight: Tensor) -> None:
-        """Adds the leaf; the first of a step overwrites what the last step left."""
-        if self._empty:
-            assign_scaled(self._main_grad, leaf, weight)
-            self._empty = False
-        else:
-            self._main_grad.add_(scaled_fp32(leaf, weight))
+    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Adds the leaves; the first of a step overwrites what the last step left.
+
+        On CPU block by block, so that the main grad goes through memory once.
+        """
+        numel = self._main_grad.numel()
+        size = _CPU_BLOCK if self._main_grad.device.type == "cpu" else max(numel, 1)
+        for start in range(0, numel, size):
+            block = slice(start, start + size)
+            target = self._main_grad[block]
+            for number, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
+                if number == 0 and self._empty:
+                    assign_scaled(target, leaf[block], weight)
+                else:
+                    add_scaled(target, leaf[block], weight)
+        self._empty = False
 
     def finish(self, output: Tensor) -> None:
         """The sum is in place already."""
@@ -74,8 +98,12 @@ class TreeSum:
     def __init__(self) -> None:
         self._levels: list[Tensor | None] = []
 
-    def push(self, leaf: Tensor, weight: Tensor) -> None:
-        """Takes the next leaf and carries."""
+    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Takes the next leaves and carries."""
+        for leaf, weight in zip(leaves, weights, strict=True):
+            self._push(leaf, weight)
+
+    def _push(self, leaf: Tensor, weight: Weight) -> None:
         carry = torch.empty_like(leaf, dtype=torch.float32)
         assign_scaled(carry, leaf, weight)
         for level, block in enumerate(self._levels):

@@ -6,26 +6,30 @@ Two ways, chosen by where the gradient is placed:
 - SHARD: the leaves of every micro-batch go to their owners as they are, in the replica dtype; the owner weighs and
   sums them in FP32. Half the bytes of FP32 on the wire, no rounding between ranks, and the canonical order for
   reproducible runs.
+
+What travels is in the reduce dtype, rounded once where that is lower than what is sent; sums are FP32 always.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import count
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dtrain.distributed.collectives import Communicator, Pending
-from dtrain.sharding.accumulate import LeafSum, assign_scaled, scaled_fp32
-from dtrain.sharding.buffer import BufferPool, slot_views
+from dtrain.sharding.accumulate import LeafSum, RunningSum, Weight, add_scaled, assign_scaled
+from dtrain.sharding.buffer import slot_views
 from dtrain.sharding.layout import FlatLayout
+from dtrain.sharding.leaf_watch import LeafWatch
+from dtrain.sharding.leaves import MAX_BYTES_IN_FLIGHT, LeafBuffer
 
-# Backward waits for the oldest reduction when two are under way and their buffers hold more than this: small groups
-# gain from more overlap, large ones must not pile up.
-_MAX_BYTES_IN_FLIGHT = 64 * 2**20
+Weights = Callable[[], Sequence[Weight]]
+"""The weights of one micro-batch on all ranks; waits for them."""
 
 
 class FlatGradient(Protocol):
@@ -34,11 +38,14 @@ class FlatGradient(Protocol):
     reduces_every_micro_batch: bool
     transient_bytes: int  # held while a reduction is under way
 
-    def receive(self, slot: int, grad: Tensor, weight: Tensor) -> None:
+    def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Takes the gradient of parameter number ``slot`` of this micro-batch."""
 
-    def launch(self, weights: Callable[[], Tensor]) -> Pending:
-        """Starts the reduction; parameters that sent nothing count as zero. ``weights()`` [world_size], waits."""
+    def complete(self) -> Tensor:
+        """No more gradients come in this micro-batch; what is missing is zero. Returns what this rank has of it."""
+
+    def launch(self, weights: Weights) -> Pending:
+        """Starts the reduction of what is complete."""
 
     def finish(self) -> Pending:
         """Completes the main grad after the last micro-batch."""
@@ -51,41 +58,64 @@ class UnshardedGradient:
         layout: of the flat buffer.
         comm: who takes part.
         full: the unsharded FP32 buffer, zero in its padding.
-        shard: this rank's slice of ``full``, or None to all-reduce the whole.
+        everywhere: all ranks want the whole sum (all-reduce), not only their slice of ``full``.
+        leaf: where the sum of this rank is rounded to before it travels; None: it travels in FP32.
     """
 
     reduces_every_micro_batch = False
 
-    def __init__(self, layout: FlatLayout, comm: Communicator, full: Tensor, shard: Tensor | None) -> None:
+    def __init__(
+        self, layout: FlatLayout, comm: Communicator, full: Tensor, everywhere: bool, leaf: LeafBuffer | None
+    ) -> None:
         self._layout = layout
         self._comm = comm
         self._full = full
-        self._shard = shard
+        self._everywhere = everywhere
+        self._leaf = leaf
+        start, stop = layout.shard(comm.rank)
+        self._shard = full[start:stop]
+        self._sum = RunningSum(self._shard)
+        self._one = Weight(torch.ones((), device=full.device), is_one=True)
         self._views = slot_views(full, layout)
-        self.transient_bytes = full.nbytes
+        self.transient_bytes = full.nbytes if leaf is None else leaf.nbytes
         self._fresh = set(range(len(self._views)))  # slots that still hold the last step's gradient
 
-    def receive(self, slot: int, grad: Tensor, weight: Tensor) -> None:
+    def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Adds the weighted gradient in FP32."""
         view = self._views[slot]
         if slot in self._fresh:
             self._fresh.discard(slot)
             assign_scaled(view, grad, weight)
         else:
-            view.add_(scaled_fp32(grad, weight))
+            add_scaled(view, grad, weight)
 
-    def launch(self, weights: Callable[[], Tensor]) -> Pending:
-        """Starts the one reduction of this step."""
+    def complete(self) -> Tensor:
+        """Zeroes what got no gradient; the sum over this rank's micro-batches so far."""
         for slot in self._fresh:
             self._views[slot].zero_()
+        self._fresh.clear()
+        return self._full
+
+    def launch(self, weights: Weights) -> Pending:
+        """Starts the one reduction of this step."""
         self._fresh = set(range(len(self._views)))
-        if self._shard is None:
+        if self._leaf is not None:
+            rounded = self._leaf.open()
+            rounded.copy_(self._full)
+            ones = [self._one] * self._comm.world_size
+            return self._leaf.exchange(rounded, lambda rows: self._sum.push(rows, ones))
+        if self._everywhere:
             return self._comm.all_reduce_sum(self._full, label=self._layout.name)
         return self._comm.reduce_scatter_sum(self._shard, self._full, label=self._layout.name)
 
     def finish(self) -> Pending:
-        """Nothing is left to do."""
-        return Pending()
+        """Hands out the sum of rounded parts where all ranks want the whole."""
+        if self._leaf is None:
+            return Pending()
+        self._sum.finish(self._shard)
+        if not self._everywhere:
+            return Pending()
+        return self._comm.all_gather(self._full, self._shard, label=f"sum {self._layout.name}")
 
 
 class ShardedGradient:
@@ -94,9 +124,8 @@ class ShardedGradient:
     Args:
         layout: of the flat buffer.
         comm: who takes part.
-        pool: where leaf buffers come from.
+        buffer: where the leaves lie.
         leaf_sum: sums this rank's shard of the leaves.
-        wire_dtype: of the leaves as they travel.
         main_grad: FP32 [shard_numel], or [numel] where every rank wants the whole sum (stage 0, reproducible).
     """
 
@@ -106,54 +135,48 @@ class ShardedGradient:
         self,
         layout: FlatLayout,
         comm: Communicator,
-        pool: BufferPool,
+        buffer: LeafBuffer,
         leaf_sum: LeafSum,
-        wire_dtype: torch.dtype,
         main_grad: Tensor,
     ) -> None:
         self._layout = layout
         self._comm = comm
-        self._pool = pool
-        self._wire_dtype = wire_dtype
+        self._buffer = buffer
         self._sum = leaf_sum
         self._main_grad = main_grad
         start, stop = layout.shard(comm.rank)
         self._shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
-        self.transient_bytes = 2 * layout.numel * wire_dtype.itemsize  # sent and received
+        self.transient_bytes = buffer.nbytes
         self._leaf: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing = set(range(len(layout.slots)))
 
     def _open(self) -> Tensor:
         if self._leaf is None:
-            self._leaf = self._pool.take(self._layout.extents, self._layout.numel, self._wire_dtype)
+            self._leaf = self._buffer.open()
             self._views = slot_views(self._leaf, self._layout)
         return self._leaf
 
-    def receive(self, slot: int, grad: Tensor, weight: Tensor) -> None:
+    def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Puts the leaf, unweighted, in its place of the flat buffer."""
         self._open()
         self._views[slot].copy_(grad)
         self._missing.discard(slot)
 
-    def launch(self, weights: Callable[[], Tensor]) -> Pending:
-        """Sends the leaves; when waited for, sums what came from all ranks, in rank order."""
+    def complete(self) -> Tensor:
+        """Zeroes what got no gradient; the leaf of this micro-batch."""
         leaf = self._open()
         for slot in self._missing:
             self._views[slot].zero_()
+        self._missing.clear()
+        return leaf
+
+    def launch(self, weights: Weights) -> Pending:
+        """Sends the leaves; when waited for, sums what came from all ranks, in rank order."""
+        leaf = self._open()
         self._missing = set(range(len(self._views)))
         self._leaf, self._views = None, []
-        layout, world_size = self._layout, self._comm.world_size
-        received = leaf if world_size == 1 else self._pool.take("received", layout.numel, self._wire_dtype)
-
-        def accumulate() -> None:
-            for row, weight in zip(received.view(world_size, -1), weights().unbind(), strict=True):
-                self._sum.push(row, weight)
-            self._pool.give(layout.extents, leaf)
-            if received is not leaf:
-                self._pool.give("received", received)
-
-        return self._comm.exchange_slices(received, leaf, label=layout.name).then(accumulate)
+        return self._buffer.exchange(leaf, lambda rows: self._sum.push(rows, weights()))
 
     def finish(self) -> Pending:
         """Leaves the sum in the main grad, on every rank where the main grad is the whole buffer."""
@@ -173,10 +196,18 @@ class GradientReducer:
         groups: the flat gradients of each group, in the order in which backward is expected to complete them.
         num_parameters: how many gradients complete each group.
         comm: who takes part.
+        watch: sees every leaf that is complete.
     """
 
-    def __init__(self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator) -> None:
+    def __init__(
+        self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator, watch: LeafWatch
+    ) -> None:
         self._groups = groups
+        self._watch = watch
+        numbers = count()
+        self._numbers = [[next(numbers) for _ in group] for group in groups]  # of the flat buffers, for the watch
+        self._watched_micro_batch: int | None = None
+        self._incomplete: set[int] = set()
         self._num_parameters = num_parameters
         self._comm = comm
         self._every = any(flat.reduces_every_micro_batch for group in groups for flat in group)
@@ -184,20 +215,23 @@ class GradientReducer:
         self._next = len(groups)
         self._reduce = False
         self._finished = True
-        self._weights: Callable[[], Tensor] = partial(torch.ones, comm.world_size, dtype=torch.float32)
+        self._weights: Weights = list  # of the micro-batch; used only where every one is reduced
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with the bytes that each holds
         self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if exchanged
 
-    def begin_micro_batch(self, weight: Tensor, *, last: bool) -> None:
-        """Opens a micro-batch of ``weight`` (0-dim FP32); ``last``: the sums are reduced after it."""
+    def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
+        """Opens micro-batch ``number`` of ``weight``; ``last``: the sums are reduced after it."""
+        only_one = last and number == 0 and self._comm.world_size == 1  # then there is nothing to tell apart
+        self._watched_micro_batch = None if only_one else number
+        self._incomplete = set(range(len(self._groups)))
         self._missing = [set(range(number)) for number in self._num_parameters]
         self._next = 0
         self._finished = False
         self._reduce = last or self._every
         if self._every:
             row = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
-            pending = self._comm.all_gather(row, weight.reshape(1), label="weights")
-            self._weights = partial(_waited, pending, row)
+            pending = self._comm.all_gather(row, weight.value.reshape(1), label="weights")
+            self._weights = cache(partial(_waited, pending, row))
             self.micro_batch_weights.append(row)
 
     def is_duplicate(self, group: int, parameter: int) -> bool:
@@ -207,27 +241,40 @@ class GradientReducer:
     def complete(self, group: int, parameter: int) -> None:
         """Notes that a parameter's gradient was received, and launches what may start."""
         self._missing[group].discard(parameter)
+        if not self._missing[group]:
+            self._complete(group)
         while self._reduce and self._next < len(self._groups) and not self._missing[self._next]:
             self._launch_next()
 
     def end_micro_batch(self) -> None:
         """Launches the groups that backward left incomplete: what is missing counts as zero."""
+        for group in sorted(self._incomplete):
+            self._complete(group)
         while self._reduce and self._next < len(self._groups):
             self._launch_next()
 
+    def _complete(self, group: int) -> None:
+        self._incomplete.discard(group)
+        for number, flat in zip(self._numbers[group], self._groups[group], strict=True):
+            leaf = flat.complete()
+            if self._watched_micro_batch is not None:
+                self._watch.look(self._watched_micro_batch, number, leaf)
+
     def _launch_next(self) -> None:
         for flat in self._groups[self._next]:
-            while self._in_flight and (self._in_flight[0][0].is_done() or self._has_enough_in_flight()):
+            while self._has_enough_in_flight():
                 self._in_flight.popleft()[0].wait()
             self._in_flight.append((flat.launch(self._weights), flat.transient_bytes))
         self._next += 1
 
     def _has_enough_in_flight(self) -> bool:
         held = sum(size for _, size in self._in_flight)
-        return len(self._in_flight) >= 2 and held > _MAX_BYTES_IN_FLIGHT
+        return len(self._in_flight) >= 2 and held > MAX_BYTES_IN_FLIGHT
 
     def drain(self) -> None:
-        """Waits for all reductions that were launched."""
+        """Waits for all reductions that were launched, in the order in which they were."""
+        for pending, _ in self._in_flight:
+            pending.proceed()  # those of two collectives start the second before any is waited for
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
 
@@ -244,6 +291,6 @@ class GradientReducer:
             pending.wait()
 
 
-def _waited(pending: Pending, tensor: Tensor) -> Tensor:
+def _waited(pending: Pending, row: Tensor) -> list[Weight]:
     pending.wait()
-    return tensor
+    return Weight.of_ranks(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.sharding.accumulate import LeafSum, RunningSum, TreeSum, scaled_fp32
+from dtrain.sharding import accumulate
+from dtrain.sharding.accumulate import LeafSum, RunningSum, TreeSum, Weight, add_scaled, assign_scaled
 
 few = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-ONE = torch.ones(())
+ONE = Weight(torch.ones(()), is_one=True)
 
 
 def random_leaves(number: int, seed: int, dtype: torch.dtype = torch.float32, numel: int = 16) -> list[Tensor]:
@@ -27,7 +29,7 @@ def random_leaves(number: int, seed: int, dtype: torch.dtype = torch.float32, nu
 
 def summed(leaf_sum: LeafSum, leaves: list[Tensor], weights: list[float] | None = None) -> Tensor:
     for leaf, weight in zip(leaves, weights or [1.0] * len(leaves), strict=True):
-        leaf_sum.push(leaf, torch.tensor(weight))
+        leaf_sum.push([leaf], [Weight(torch.tensor(weight))])
     output = torch.full_like(leaves[0], math.nan, dtype=torch.float32)
     leaf_sum.finish(output)
     return output
@@ -57,8 +59,7 @@ def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int
     owner, output = TreeSum(), torch.empty(16)
     for micro_batch in range(per_rank):
         rows = torch.stack([leaves[micro_batch * world + rank] for rank in range(world)])
-        for row in rows.unbind():
-            owner.push(row, ONE)
+        owner.push(rows.unbind(), [ONE] * world)
     owner.finish(output)
     assert torch.equal(output, alone)
 
@@ -93,7 +94,7 @@ def running(leaves: list[Tensor], weights: list[float]) -> Tensor:
     main_grad = torch.full_like(leaves[0], math.nan, dtype=torch.float32)
     leaf_sum = RunningSum(main_grad)
     for leaf, weight in zip(leaves, weights, strict=True):
-        leaf_sum.push(leaf, torch.tensor(weight))
+        leaf_sum.push([leaf], [Weight(torch.tensor(weight))])
     leaf_sum.finish(main_grad)
     return main_grad
 
@@ -106,6 +107,31 @@ def test_a_running_sum_adds_from_left_to_right(number: int, seed: int, dtype: to
     for leaf in leaves[1:]:
         want = want + leaf.float()
     assert torch.equal(running(leaves, [1.0] * number), want)
+
+
+@few
+@given(st.integers(1, 4), st.integers(1, 3), seeds, dtypes)
+def test_several_leaves_at_once_are_leaf_after_leaf(world: int, turns: int, seed: int, dtype: torch.dtype) -> None:
+    """Over more elements than a block holds, weights of one and others mixed."""
+    numel = 300
+    all_leaves = random_leaves(world * turns, seed, dtype, numel)
+    weights = [ONE if i % 2 else Weight(torch.tensor(float(i + 3))) for i in range(len(all_leaves))]
+    one_by_one, together = torch.full((numel,), math.nan), torch.full((numel,), math.nan)
+    first, second = RunningSum(one_by_one), RunningSum(together)
+    for leaf, weight in zip(all_leaves, weights, strict=True):
+        first.push([leaf], [weight])
+    with mock.patch.object(accumulate, "_CPU_BLOCK", 128):
+        for turn in range(turns):
+            rows = slice(turn * world, (turn + 1) * world)
+            second.push(all_leaves[rows], weights[rows])
+    assert torch.equal(together, one_by_one)
+
+
+def test_the_host_knows_weights_of_one_on_its_own_side() -> None:
+    weights = Weight.of_ranks(torch.tensor([1.0, 2.0, 1.0]))
+    assert [weight.is_one for weight in weights] == [True, False, True]
+    assert [float(weight.value) for weight in weights] == [1.0, 2.0, 1.0]
+    assert not any(weight.is_one for weight in Weight.of_ranks(torch.ones(2, device="meta"))), "it never looks there"
 
 
 def test_nothing_pushed_is_zero() -> None:
@@ -124,7 +150,7 @@ def test_finish_starts_anew() -> None:
     leaf_sum = RunningSum(main_grad)
     for leaves in (first, second):
         for leaf in leaves:
-            leaf_sum.push(leaf, ONE)
+            leaf_sum.push([leaf], [ONE])
         leaf_sum.finish(main_grad)
     assert torch.equal(main_grad, second[0] + second[1] + second[2])
 
@@ -135,8 +161,12 @@ def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: in
     leaf = random_leaves(1, seed, dtype)[0]
     before = leaf.clone()
     want = leaf.float() * torch.tensor(weight)
+    assigned, added = torch.empty(16), torch.zeros(16)
+    assign_scaled(assigned, leaf, Weight(torch.tensor(weight)))
+    add_scaled(added, leaf, Weight(torch.tensor(weight)))
     for got in (
-        scaled_fp32(leaf, torch.tensor(weight)),
+        assigned,
+        added,
         summed(TreeSum(), [leaf], [weight]),
         running([leaf], [weight]),
         running([torch.zeros_like(leaf), leaf], [1.0, weight]),

@@ -38,17 +38,50 @@ def test_norms_stay_fp32_and_the_rest_is_low() -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "compute", "reduce"),
-    [("fp32", FP32, FP32), ("tf32", FP32, FP32), ("bf16", BF16, BF16), ("fp16", FP16, FP16)],
-)
-def test_names(name: str, compute: torch.dtype, reduce: torch.dtype) -> None:
+@pytest.mark.parametrize(("name", "compute"), [("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16)])
+def test_names(name: str, compute: torch.dtype) -> None:
     policy = PrecisionPolicy.named(name)
-    assert (policy.compute_dtype, policy.reduce_dtype, policy.master_dtype) == (compute, reduce, FP32)
+    assert (policy.compute_dtype, policy.reduce_dtype, policy.master_dtype) == (compute, None, FP32)
     assert policy.tf32 is (name == "tf32")
     assert policy.is_low is (compute != FP32)
     dtypes = set(policy.resolve(make("mlp").build(0)).replica_dtypes.values())
     assert dtypes == {compute}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "leaves_travel", "wire"),
+    [
+        ("bf16", "auto", True, BF16),  # the leaves are BF16 anyway
+        ("bf16", "auto", False, FP32),  # FP32 sums would be rounded
+        ("bf16", "bf16", False, BF16),
+        ("bf16", "fp32", True, FP32),
+        ("fp16", "auto", True, FP16),
+        ("fp16", "fp16", False, FP16),  # the loss scale keeps them in range
+        ("fp16", "bf16", False, BF16),
+        ("fp32", "auto", True, FP32),
+        ("fp32", "bf16", True, BF16),
+    ],
+)
+def test_the_dtype_on_the_wire(name: str, asked: str, leaves_travel: bool, wire: torch.dtype) -> None:
+    policy = PrecisionPolicy.named(name).reducing(asked, leaves_travel=leaves_travel)
+    assert policy.wire_dtype(policy.compute_dtype) == wire
+    assert policy.compute_dtype == FP32 or policy.wire_dtype(FP32) == FP32, "FP32 islands stay FP32"
+    assert policy.reducing("auto", leaves_travel=leaves_travel) == policy, "what was decided stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "leaves_travel", "message"),
+    [
+        ("bf16", "fp16", True, "reduce dtype float16 under compute dtype torch.bfloat16: no loss scale .* range"),
+        ("bf16", "fp16", False, "no loss scale"),
+        ("fp32", "fp16", True, "no loss scale"),
+        ("fp16", "bf16", True, "three bits of each lost"),
+        ("bf16", "bf61", True, "unknown reduce dtype 'bf61'; did you mean 'bf16'"),
+    ],
+)
+def test_a_senseless_dtype_on_the_wire_is_refused(name: str, asked: str, leaves_travel: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrecisionPolicy.named(name).reducing(asked, leaves_travel=leaves_travel)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -147,7 +180,8 @@ def test_check_parameters_names_the_one_that_was_changed() -> None:
 
 
 def test_the_contract_says_everything_once() -> None:
-    contract = prepared(make("mlp").build(0))
+    policy = PrecisionPolicy.named("bf16").reducing("auto", leaves_travel=True)
+    contract = policy.resolve(make("mlp").build(0))
     said = contract.to_dict()
     kinds = ("precision", "master", "compute", "accumulate", "reduce", "output", "optimizer_state")
     assert [said[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
@@ -218,7 +252,8 @@ def test_matmul_precision_follows_the_policy() -> None:
         (lambda: PrecisionPolicy("x", torch.float64), "compute dtype must be .*float64"),
         (lambda: PrecisionPolicy("x", BF16, master_dtype=BF16), "master and output dtype are FP32"),
         (lambda: PrecisionPolicy("x", BF16, output_dtype=BF16), "master and output dtype are FP32"),
-        (lambda: PrecisionPolicy("x", BF16, reduce_dtype=FP16), "reduce dtype must be float32 or the compute dtype"),
+        (lambda: PrecisionPolicy("x", BF16, reduce_dtype=FP16), "reduce dtype float16 under compute dtype"),
+        (lambda: PrecisionPolicy("x", BF16, reduce_dtype=torch.float64), "reduce dtype must be float32, bfloat16 or"),
     ],
 )
 def test_senseless_policies_are_refused(build: Callable[[], object], message: str) -> None:

@@ -1,0 +1,282 @@
+"""Ranks that read each other's buffers: the bits of sockets, no traces, and the same failures."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.distributed import shared_memory
+from dtrain.distributed.collectives import Communicator
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import CommunicationError
+from dtrain.sharding import leaves
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, train
+
+CPU = torch.device("cpu")
+NUMEL = 3000  # of one rank's slice
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def communicator(*, shared: bool) -> Communicator:
+    return Communicator(dist.group.WORLD, CPU, shared_memory=shared)
+
+
+def fill(comm: Communicator, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Numbers of this rank, of very different sizes, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(100 * seed + comm.rank)
+    sizes = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    tensor = comm.allocate(numel, dtype)
+    tensor.copy_(torch.randn(numel, generator=generator) * sizes)
+    return tensor
+
+
+def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
+    """What each collective gives this rank, in place and not, twice over the same buffers."""
+    comm = communicator(shared=shared)
+    got: dict[str, Tensor] = {}
+    for dtype in DTYPES:
+        flat, shard = fill(comm, world * NUMEL, dtype, 1), fill(comm, NUMEL, dtype, 2)
+        assert comm.is_shared(flat) == comm.is_shared(shard[5:]) == shared
+        for turn in range(2):
+            rows: list[Tensor] = []
+            comm.exchange_slices(flat, lambda r, rows=rows: rows.extend(x.clone() for x in r), label="s").wait()
+            got[f"slices {dtype} {turn}"] = torch.cat(rows)
+            output = torch.empty(world * NUMEL, dtype=dtype)
+            comm.all_gather(output, shard, label="g").wait()
+            got[f"gather {dtype} {turn}"] = output
+            own = flat[rank * NUMEL : (rank + 1) * NUMEL]
+            comm.all_gather(flat, own, label="g in place").wait()
+            got[f"gather in place {dtype} {turn}"] = flat.clone()
+            comm.barrier()
+            flat.add_(rank)
+            shard.mul_(2)
+    full = fill(comm, world * NUMEL, torch.float32, 3)
+    output = torch.empty(NUMEL)
+    comm.reduce_scatter_sum(output, full, label="rs").wait()
+    got["reduce-scatter"] = output.clone()
+    own = full[rank * NUMEL : (rank + 1) * NUMEL]
+    comm.reduce_scatter_sum(own, full, label="rs in place").wait()
+    got["reduce-scatter in place"] = own.clone()
+    # several under way at once, each of two collectives
+    tensors = [fill(comm, world * NUMEL, torch.float32, seed) for seed in (4, 5, 6)]
+    pending = [comm.all_reduce_sum(tensor, label="ar") for tensor in tensors]
+    for work in pending:
+        work.proceed()
+    for work in pending:
+        work.wait()
+    got["all-reduce"] = torch.cat(tensors)
+    return got
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_same_bits_as_sockets(world: int) -> None:
+    through_sockets = run_ranks(world, all_collectives, False)
+    in_place = run_ranks(world, all_collectives, True)
+    for rank in range(world):
+        assert through_sockets[rank].keys() == in_place[rank].keys()
+        for name, tensor in through_sockets[rank].items():
+            assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
+    total = sum(_numbers(rank, world) for rank in range(1, world)) + _numbers(0, world)
+    assert torch.allclose(in_place[0]["all-reduce"][: world * NUMEL], total, rtol=1e-4, atol=1e-2)
+
+
+def _numbers(rank: int, world: int) -> Tensor:
+    alone = Communicator(None, CPU)
+    alone.rank = rank
+    return fill(alone, world * NUMEL, torch.float32, 4)
+
+
+def refused(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
+    """Something fails on the last rank only; every rank falls back, and goes on."""
+    comm = communicator(shared=True)
+    before = comm.is_shared(comm.allocate(8, torch.float32)) if what != "other host" else True
+    if rank == world - 1:
+        if what == "map":
+            shared_memory._map = _fail  # type: ignore[assignment]
+        elif what == "memory is short":
+            os.posix_fallocate = _fail  # type: ignore[assignment]
+        else:
+            shared_memory._identify_host = lambda: ["another", "host"]
+    tensor = comm.allocate(world * 4, torch.float32)
+    later = comm.allocate(4, torch.float32)
+    tensor.fill_(rank + 1)
+    comm.all_reduce_sum(tensor, label="sum").wait()
+    right = torch.equal(tensor, torch.full_like(tensor, world * (world + 1) / 2))
+    refusal = comm._memory.refusal if comm._memory is not None else ""
+    assert not any((comm.is_shared(tensor), comm.is_shared(later), comm.may_share))
+    return before, refusal, right
+
+
+def _fail(*_: object) -> None:
+    raise OSError(28, "injected")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("map", "rank 1: [Errno 28] injected"),
+        ("memory is short", "rank 1: [Errno 28] injected"),
+        ("other host", "the ranks are on several hosts or in several containers"),
+    ],
+)
+def test_falls_back_on_all_ranks(what: str, reason: str) -> None:
+    for result in run_ranks(2, refused, what):
+        assert result == (True, reason, True)
+
+
+def traces(rank: int, world: int) -> tuple[list[str], set[str], bool]:
+    before = set(os.listdir("/dev/shm"))
+    comm = communicator(shared=True)
+    tensor = comm.allocate(1 << 20, torch.float32)
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    comm.barrier()
+    return [link for link in links if "dtrain" in link], set(os.listdir("/dev/shm")) - before, comm.is_shared(tensor)
+
+
+def test_leaves_no_descriptor_and_no_file() -> None:
+    for descriptors, files, shared in run_ranks(2, traces):
+        assert shared
+        assert descriptors == []
+        assert files == set()
+
+
+def lose_a_peer(rank: int, world: int, folder: str) -> tuple[str, float]:
+    """Rank 1 dies without having told that its leaf is ready."""
+    comm = communicator(shared=True)
+    tensor = fill(comm, world * NUMEL, torch.float32, 0)
+    comm.all_reduce_sum(tensor, label="first").wait()
+    assert comm.is_shared(tensor)
+    if rank == 1:
+        Path(folder, "pid").write_text(str(os.getpid()), encoding="ascii")
+        time.sleep(60)
+    pending = comm.exchange_slices(tensor, lambda rows: None, label="blocks.0")
+    while not Path(folder, "pid").exists() or not Path(folder, "pid").read_text(encoding="ascii"):
+        time.sleep(0.01)
+    os.kill(int(Path(folder, "pid").read_text(encoding="ascii")), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(
+        CommunicationError, match=r"rank 0: exchange_slices\(blocks.0, 6000 x float32\) failed"
+    ) as caught:
+        pending.wait()
+    Path(folder, "error").write_text(str(caught.value), encoding="ascii")
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_killed_peer_is_an_error_at_once(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a word"):
+        run_ranks(2, lose_a_peer, str(tmp_path))
+    assert (tmp_path / "error").read_text(encoding="ascii").endswith(")")
+    assert time.monotonic() - start < 20
+
+
+def differ(rank: int, world: int, what: str) -> str:
+    comm = communicator(shared=True)
+    tensor = comm.allocate(world * 8, torch.float32)
+    if what == "number" and rank == 1:
+        comm._record("all_gather", "one more", tensor)
+    part = tensor[: world * 4] if what == "size" and rank == 1 else tensor
+    with pytest.raises(CommunicationError) as caught:
+        comm.reduce_scatter_sum(torch.empty(part.numel() // world), part, label="sum").wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("number", "collective number 7 here, of 64 bytes, and met number 8 of rank 1"),
+        ("size", "of 64 bytes, and met number 7 of rank 1, of 32 bytes"),
+    ],
+)
+def test_other_collectives_on_another_rank_are_an_error(what: str, told: str) -> None:
+    first, second = run_ranks(2, differ, what)
+    assert told in first
+    assert "of rank 0" in second
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"precision": "fp32", "zero_stage": 0},
+    {"precision": "bf16", "zero_stage": 0, "reduce_dtype": "bf16"},
+    {"precision": "bf16", "zero_stage": 0, "reproducible": True},
+    {"precision": "bf16", "zero_stage": 1},
+    {"precision": "bf16", "zero_stage": 2},
+    {"precision": "bf16", "zero_stage": 3},
+)
+
+
+def train_both_ways(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
+    runs = []
+    for options in OPTIONS:
+        masters = []
+        for shared in (False, True):
+            comm = communicator(shared=shared)
+            run = Run("transformer", steps=3, accumulation=2, unequal_weights=True, options={**options, "comm": comm})
+            masters.append(train(rank, world, run).masters)
+            assert comm.may_share == shared, "no silent fallback"
+        runs.append(masters)
+    return runs
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_has_the_same_bits(world: int) -> None:
+    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(world, train_both_ways)[0], strict=True):
+        assert through_sockets
+        for key, tensor in through_sockets.items():
+            assert torch.equal(in_place[key], tensor), f"{options}: {key}"
+
+
+class Deep(nn.Module):
+    """More blocks than the ring holds, used in an order of its own; the head takes part first and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(8))
+        self.head = nn.Linear(33, 33)
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        x = self.head(x)
+        for index in order:
+            x = x + self.blocks[index](x).tanh()
+        return self.head(x).float().square().mean()
+
+
+def train_deep(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Leaves go round the ring; those that come out of order are put elsewhere first; ranks run at their own speed."""
+    leaves.MAX_BYTES_IN_FLIGHT = 1
+    masters = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        rng = random.Random(rank)
+        engine = dtrain.initialize(Deep(), precision="bf16", seed=0, comm=communicator(shared=shared))
+        assert isinstance(engine, NativeEngine)
+        assert (engine.state._leaves._ring is not None) == shared
+        for step in range(6):
+            order = list(range(8)) if step % 2 else [3, 1, 7, 0, 2, 6, 5, 4]
+            for micro in engine.accumulate(range(3)):
+                torch.manual_seed(100 * step + 10 * micro + rank)
+                time.sleep(0.004 * rng.random())
+                engine.backward(engine(torch.randn(4, 33), order=order), weight=1.0 + micro)
+            engine.step()
+        masters.append(engine.master_state())
+    return masters
+
+
+def test_a_ring_that_is_used_again_and_again() -> None:
+    through_sockets, in_place = run_ranks(2, train_deep)[0]
+    for key, tensor in through_sockets.items():
+        assert torch.equal(in_place[key], tensor), key
