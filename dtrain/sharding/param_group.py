@@ -57,6 +57,28 @@ def move_to_root(groups: Sequence[ParamGroup], names: Collection[str]) -> tuple[
     return tuple(group for group in (ParamGroup("", tuple(moved)), *rest) if group.parameters)
 
 
+def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> set[str]:
+    """The parameters that ``patterns`` (``fnmatch``) name, or that lie in modules that they name.
+
+    Raises:
+        ConfigError: a pattern matches neither a module nor a parameter.
+    """
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = {id(p): name for name, p in model.named_parameters()}
+    found: set[str] = set()
+    for pattern in patterns:
+        inside = tuple(f"{name}." for name in fnmatch.filter(modules, pattern))
+        names = {*fnmatch.filter(parameters, pattern), *(name for name in parameters if name.startswith(inside))}
+        if not names:
+            raise ConfigError(
+                f"keep_gathered pattern '{pattern}' matches no parameter and no module that has one"
+                f"{nearest(pattern, [*modules, *parameters])}"
+            )
+        found |= {kept[id(parameters[name])] for name in names}
+    return found
+
+
 def aliases(model: nn.Module) -> dict[str, str]:
     """Second names of tied parameters -> the name under which they are kept."""
     first: dict[int, str] = {}

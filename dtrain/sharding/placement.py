@@ -28,11 +28,16 @@ class Placements:
     gradient: Placement
     master: Placement
 
+    def leaves_travel(self, *, reproducible: bool) -> bool:
+        """Whether the gradients of single micro-batches are exchanged, not each rank's FP32 sum of them."""
+        return reproducible or self.gradient is Placement.SHARD
+
 
 STAGES: dict[int, Placements] = {
     0: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.REPLICATE),
     1: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.SHARD),
     2: Placements(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
+    3: Placements(Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import UsageError
 from dtrain.precision.policy import Contract, is_fp32_class
-from dtrain.sharding.accumulate import RunningSum, TreeSum
-from dtrain.sharding.buffer import BufferPool, ReplicaBuffer, UpdateSlice
+from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
+from dtrain.sharding.buffer import ReplicaBuffer, ShardedReplica, UpdateSlice
+from dtrain.sharding.course import GatheredGroup
+from dtrain.sharding.gather import Gathering, GatherOptions
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
-from dtrain.sharding.param_group import ParamGroup, find_groups, move_to_root
+from dtrain.sharding.leaf_watch import LeafWatch
+from dtrain.sharding.leaves import LeafBuffer, LeafSpec, LeafStore
+from dtrain.sharding.param_group import ParamGroup, find_groups, matching_parameters, move_to_root
 from dtrain.sharding.placement import Placement, Placements
 from dtrain.sharding.reduction import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
 
@@ -29,6 +34,7 @@ class ShardedState:
         groups: see :func:`dtrain.sharding.param_group.find_groups`.
         reproducible: sum leaves along the canonical tree.
         all_reduce: with replicated gradients and sharded masters (stage 1), all-reduce instead of reduce-scatter.
+        gather: with sharded compute replicas (stage 3), when they are gathered and freed.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class ShardedState:
         groups: str | Sequence[str] = "auto",
         reproducible: bool = False,
         all_reduce: bool = False,
+        gather: GatherOptions,
     ) -> None:
         self._comm = comm
         self._placements = placements
@@ -48,7 +55,8 @@ class ShardedState:
         self._all_reduce = all_reduce
         self._device = comm.device
         self.reproducible = reproducible
-        self.groups = self._with_islands_in_root(find_groups(model, groups))
+        found = self._with_islands_in_root(find_groups(model, groups))
+        self.groups = move_to_root(found, matching_parameters(model, gather.keep_gathered))
         self._norms = {id(p) for m in model.modules() if is_fp32_class(m) for p in m.parameters(recurse=False)}
         parameters = dict(model.named_parameters())
         layouts = [self._layouts_of(group) for group in self.groups]
@@ -63,13 +71,18 @@ class ShardedState:
                 self.master[start : start + part.stop - part.start].copy_(source)
         self.exp_avg = self._zeros(self.arena.numel)
         self.exp_avg_sq = self._zeros(self.arena.numel)
-        self.replicas = [ReplicaBuffer(layout, parameters, self._device) for layout in self.layouts]
+        # one rank's shard is the whole
+        shards_compute = placements.compute is Placement.SHARD and comm.world_size > 1
+        replica_type = ShardedReplica if shards_compute else ReplicaBuffer
+        self.replicas = [replica_type(segment, parameters, comm) for segment in self.arena.segments]
+        self.gathering = Gathering(model, self._gathered_groups(), gather) if shards_compute else None
         self._grad_storages: list[Tensor] = []
-        self._pool = BufferPool(self._device)
+        self.watch = LeafWatch(len(self.layouts))
+        self._position = self._order_groups()
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
         self._install_hooks(layouts, parameters, flats)
-        self.weight = torch.ones((), dtype=torch.float32, device=self._device)
+        self.weight = Weight(torch.ones((), dtype=torch.float32, device=self._device), is_one=True)
         self.in_backward = False
 
     # -- construction ----------------------------------------------------------------------------------------------
@@ -105,50 +118,75 @@ class ShardedState:
     def _is_decayed(self, parameter: nn.Parameter) -> bool:
         return parameter.dim() > 1 and id(parameter) not in self._norms
 
+    def _gathered_groups(self) -> list[GatheredGroup]:
+        sharded = [replica for replica in self.replicas if isinstance(replica, ShardedReplica)]
+        return [GatheredGroup(group, [r for r in sharded if r.layout.group == group.name]) for group in self.groups]
+
     def _gradients(self) -> tuple[list[Tensor], list[FlatGradient]]:
         """The main grad of each segment and the gradient object of each flat buffer."""
         alone = self._comm.world_size == 1
         holds_all = self._placements.master is Placement.REPLICATE or alone
         # with one rank nothing travels, so gradients can accumulate where they belong
-        exchange_leaves = self.reproducible or (self._placements.gradient is Placement.SHARD and not alone)
+        leaves_travel = self._placements.leaves_travel(reproducible=self.reproducible)
+        exchange_leaves = leaves_travel and (self.reproducible or not alone)
+        leaves = self._leaf_buffers(exchange_leaves)
         main_grads: list[Tensor] = []
         flats: list[FlatGradient] = []
-        arena = self._zeros(self.arena.numel) if exchange_leaves or holds_all else None
+        arena: Tensor | None = None
+        if holds_all:
+            arena = self._comm.allocate(self.arena.numel, torch.float32)
+        elif exchange_leaves:
+            arena = self._zeros(self.arena.numel)
         if arena is not None:
             self._grad_storages.append(arena)
         for segment in self.arena.segments:
             layout = segment.layout
+            full = None
             if arena is not None:
                 main_grad = arena[segment.arena_start : segment.arena_stop]
             else:
-                full = self._zeros(layout.numel)
+                full = self._comm.allocate(layout.numel, torch.float32)
                 self._grad_storages.append(full)
                 main_grad = full[segment.flat_start : segment.flat_start + segment.numel]
             main_grads.append(main_grad)
+            leaf = leaves.get(layout.name)
             if exchange_leaves:
-                flats.append(self._sharded_gradient(layout, main_grad))
-            elif arena is not None:
-                flats.append(UnshardedGradient(layout, self._comm, main_grad, None))
+                flats.append(self._sharded_gradient(layout, main_grad, leaves[layout.name]))
+            elif full is None:
+                flats.append(UnshardedGradient(layout, self._comm, main_grad, True, leaf))
             else:
-                flats.append(UnshardedGradient(layout, self._comm, full, None if self._all_reduce else main_grad))
+                flats.append(UnshardedGradient(layout, self._comm, full, self._all_reduce, leaf))
         return main_grads, flats
 
-    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor) -> ShardedGradient:
-        low = layout.dtype != torch.float32
-        wire_dtype = self._contract.policy.reduce_dtype if low else torch.float32
+    def _leaf_buffers(self, exchange_leaves: bool) -> dict[str, LeafBuffer]:
+        """By the name of the flat buffer; of all, or where FP32 sums travel of those that are rounded for it."""
+        wire_dtype = self._contract.policy.wire_dtype
+        specs = [LeafSpec(layout, wire_dtype(layout.dtype)) for layout in self.backward_order]
+        if not exchange_leaves:
+            travels = self._comm.world_size > 1
+            specs = [spec for spec in specs if travels and spec.dtype != torch.float32]
+        num_last = sum(spec.layout.group == specs[-1].layout.group for spec in specs)
+        self._leaves = LeafStore(self._comm, specs, num_last)
+        return {spec.layout.name: leaf for spec, leaf in zip(specs, self._leaves.buffers, strict=True)}
+
+    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor, leaf: LeafBuffer) -> ShardedGradient:
         start, stop = layout.shard(self._comm.rank)
         own = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
         leaf_sum = TreeSum() if self.reproducible else RunningSum(own)
-        return ShardedGradient(layout, self._comm, self._pool, leaf_sum, wire_dtype, main_grad)
+        return ShardedGradient(layout, self._comm, leaf, leaf_sum, main_grad)
+
+    def _order_groups(self) -> dict[int, int]:
+        """Index of each group -> its place in the order in which backward completes them: the root is the last."""
+        order = sorted(range(len(self.groups)), key=lambda i: (self.groups[i].name == "", -i))
+        return {group: position for position, group in enumerate(order)}
 
     def _reducer(self, layouts: list[tuple[FlatLayout, ...]], flats: list[FlatGradient]) -> GradientReducer:
-        """Groups in the order in which backward completes them: the last first, the root (embeddings) at the end."""
         remaining = iter(flats)
         by_group = [[next(remaining) for _ in group] for group in layouts]
         counts = [len(group.parameters) for group in self.groups]
-        order = sorted(range(len(self.groups)), key=lambda i: (self.groups[i].name == "", -i))
-        self._position = {group: position for position, group in enumerate(order)}
-        return GradientReducer([by_group[i] for i in order], [counts[i] for i in order], self._comm)
+        return GradientReducer(
+            [by_group[i] for i in self._position], [counts[i] for i in self._position], self._comm, self.watch
+        )
 
     def _install_hooks(
         self,
@@ -182,47 +220,66 @@ class ShardedState:
             assert grad is not None
             flat.receive(slot, grad, self.weight)
             self.reducer.complete(position, number)
+            if self.gathering is not None:
+                self.gathering.received(group)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The context of one micro-batch's backward; gradients that come outside it are refused."""
+        with self.gathering.backward() if self.gathering is not None else nullcontext():
+            self.in_backward = True
+            try:
+                yield
+            finally:
+                self.in_backward = False
 
     # -- the update ------------------------------------------------------------------------------------------------
 
     def update_slices(self) -> list[list[UpdateSlice]]:
         """The arena, segment by segment, each cut where the weight-decay class changes."""
         return [
-            [
-                self._update_slice(segment, main_grad, decayed, low, high)
-                for decayed, low, high in segment.class_ranges()
-            ]
-            for segment, main_grad in zip(self.arena.segments, self.main_grads, strict=True)
+            [self._update_slice(number, decayed, low, high) for decayed, low, high in segment.class_ranges()]
+            for number, segment in enumerate(self.arena.segments)
         ]
 
-    def _update_slice(self, segment: Segment, main_grad: Tensor, decayed: bool, low: int, high: int) -> UpdateSlice:
-        start, stop = segment.arena_start + low, segment.arena_start + high
-        moments = self.exp_avg[start:stop], self.exp_avg_sq[start:stop]
-        return UpdateSlice(decayed, self.master[start:stop], main_grad[low:high], *moments)
+    def _update_slice(self, number: int, decayed: bool, low: int, high: int) -> UpdateSlice:
+        start = self.arena.segments[number].arena_start
+        place = slice(start + low, start + high)
+        return UpdateSlice(
+            decayed,
+            master=self.master[place],
+            main_grad=self.main_grads[number][low:high],
+            exp_avg=self.exp_avg[place],
+            exp_avg_sq=self.exp_avg_sq[place],
+            replica=self.replicas[number].own[low:high],
+        )
 
-    def refresh_replicas(self, before_each: Callable[[int], None] = lambda number: None) -> None:
-        """Casts the masters into the compute replicas and gathers what other ranks own, in forward order.
+    def refresh_replicas(self, update: Callable[[int], None] | None = None) -> None:
+        """Makes the compute replicas what the masters are, in forward order, and gathers what other ranks own.
 
         Args:
-            before_each: called with the number of each segment before it is cast, to update its master: so the first
-                groups travel while the others are still updated.
+            update: called with the number of each segment to update its master and its replica, so that the first
+                groups travel while others are still updated; None casts the masters as they are.
         """
-        gather = self._placements.master is Placement.SHARD
+        gather = self._placements.master is Placement.SHARD and self._placements.compute is Placement.REPLICATE
+        if self.gathering is not None:
+            self.gathering.free()
         pending = []
         for number, (segment, replica) in enumerate(zip(self.arena.segments, self.replicas, strict=True)):
-            before_each(number)
-            replica.write(segment, self.master[segment.arena_start : segment.arena_stop])
+            if update is None:
+                replica.own.copy_(self.master[segment.arena_start : segment.arena_stop])
+            else:
+                update(number)
             if gather:
-                own = replica.flat[segment.flat_start : segment.flat_start + segment.numel]
-                pending.append(self._comm.all_gather(replica.flat, own, label=segment.layout.name))
+                pending.append(self._comm.all_gather(replica.flat, replica.own, label=segment.layout.name))
         for work in pending:
             work.wait()
 
     # -- the norm --------------------------------------------------------------------------------------------------
 
-    def _own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
+    def own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
         """This rank's shard of every main grad, at every stage: replicated elements are counted once."""
         for segment, main_grad in zip(self.arena.segments, self.main_grads, strict=True):
             start, stop = segment.layout.shard(self._comm.rank)
@@ -231,35 +288,27 @@ class ShardedState:
     def chunk_squares(self) -> Tensor:
         """FP64 [chunks of this rank]: sums of squares of the main grads' chunks; not finite where a chunk is not.
 
-        The FP32 norm of 1,024 elements is precise enough and twenty times faster; where it overflows, FP64 decides.
+        The FP32 norm of 1,024 elements is precise enough and twenty times faster than one in FP64. Where it overflows,
+        above 1.8e19 in a chunk, the gradient counts as not finite.
         """
-        chunks = [grad.view(-1, CHUNK) for _, grad in self._own_main_grads()]
-        squares = torch.cat([torch.linalg.vector_norm(part, dim=1).double() for part in chunks]).square_()
-        if squares.isfinite().all():
-            return squares
-        exact = torch.cat([part.double().square().sum(dim=1) for part in chunks])
-        return torch.where(squares.isfinite(), squares, exact)
+        parts = [torch.linalg.vector_norm(grad.view(-1, CHUNK), dim=1) for _, grad in self.own_main_grads()]
+        return torch.cat(parts).double().square_()
 
-    def canonical_sum(self, chunk_squares: Tensor) -> float:
-        """The global sum of squares, added in chunk order whatever the world size."""
+    def canonical_sum(self, chunk_squares: Tensor) -> Tensor:
+        """The global sum of squares, 0-dim FP64, added in chunk order whatever the world size."""
         rows = self._comm.gather_rows(chunk_squares, label="chunk squares")
         parts, column = [], 0
         for layout in self.layouts:
             width = layout.shard_numel // CHUNK
             parts.append(rows[:, column : column + width].reshape(-1)[: layout.real_numel // CHUNK])
             column += width
-        return float(torch.cat(parts).sum())
+        return torch.cat(parts).sum()
 
-    def first_bad_parameter(self) -> int:
-        """Index (see :attr:`parameter_names`) of the first parameter with a non-finite element in this rank's shard."""
-        index = 0
-        for layout, grad in self._own_main_grads():
-            start, stop = layout.shard(self._comm.rank)
-            for part in layout.intervals(start, stop):
-                if not grad[part.offset : part.offset + part.stop - part.start].isfinite().all():
-                    return index + [slot.spec.name for slot in layout.slots].index(part.spec.name)
-            index += len(layout.slots)
-        return -1
+    @property
+    def backward_order(self) -> list[FlatLayout]:
+        """The flat buffers in the order in which backward completes them."""
+        positions = {self.groups[index].name: position for index, position in self._position.items()}
+        return sorted(self.layouts, key=lambda layout: positions[layout.group])
 
     @property
     def parameter_names(self) -> list[str]:
@@ -289,7 +338,8 @@ class ShardedState:
     def gather_full_main_grads(self) -> Iterator[tuple[ParamSpec, Tensor]]:
         """Every main grad in full, still scaled and weighted; all ranks call."""
         for segment, main_grad in zip(self.arena.segments, self.main_grads, strict=True):
-            yield from self._full_segment(segment, main_grad)
+            # a copy of its own: the next backward may write the main grad before all ranks have read it
+            yield from self._full_segment(segment, main_grad.clone())
 
     def _full_segment(self, segment: Segment, part: Tensor) -> Iterator[tuple[ParamSpec, Tensor]]:
         layout = segment.layout
@@ -303,11 +353,13 @@ class ShardedState:
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """The tensors that hold this rank's model states, by kind, and the leaf buffers that now lie idle."""
+        """The tensors that hold this rank's model states, by kind; those gathered now, and idle leaf buffers, apart."""
+        sharded = self.gathering is not None
         return {
-            "compute": [replica.flat for replica in self.replicas],
+            "compute": [replica.own if sharded else replica.flat for replica in self.replicas],
+            "gathered": [replica.flat for replica in self.replicas] if sharded else [],
             "main_grad": self._grad_storages,
             "master": [self.master],
             "moments": [self.exp_avg, self.exp_avg_sq],
-            "leaf_buffers": self._pool.idle(),
+            "leaf_buffers": self._leaves.idle(),
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import dtrain
+from dtrain.engine.vote import MUST_AGREE
 from dtrain.errors import DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
@@ -18,7 +20,8 @@ RUN = Run("transformer", options={"precision": "fp32"})
 
 def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
     """One good step, then rank 1 differs in ``field``; returns the error and whether the masters stayed."""
-    engine = start(RUN)
+    # stages that reduce every micro-batch would hang on another number of them
+    engine = start(RUN.with_options(zero_stage=0) if field == "num_micro_batches" else RUN)
     forward_backward(engine, RUN, 0)
     engine.step()
     before = engine.state.master.clone()
@@ -32,14 +35,16 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
             engine.loss_scale = dtrain.LossScale.of(8.0).start()
         elif field == "config_hash":
             engine._config_hash += 1
-            engine._config_text = engine._config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
+            settlement = engine._settlement
+            settlement.config_text = settlement.config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
         elif field == "schedule_hash":
             # two equally shaped groups reduced in swapped order: gloo would sum the wrong tensors silently
             groups = engine.state.reducer._groups
             groups[0], groups[1] = groups[1], groups[0]
         elif field == "lr":
             lr = 0.5
-    forward_backward(engine, RUN, 1)
+    run = replace(RUN, accumulation=2) if rank == 1 and field == "num_micro_batches" else RUN
+    forward_backward(engine, run, 1)
     with pytest.raises(DivergenceError) as caught:
         engine.step(lr=lr if lr is not None else 1e-3)
     return str(caught.value), torch.equal(before, engine.state.master)
@@ -51,8 +56,13 @@ EXPECTED = {
     "loss_scale": "loss_scale is 1.0 on rank 0 and 8.0 on rank 1",
     "config_hash": "'max_grad_norm' is 0.05 on rank 0 and 0.5 on rank 1",
     "schedule_hash": "Order of collectives: number ",
+    "num_micro_batches": "num_micro_batches is 1 on rank 0 and 2 on rank 1",
     "lr": "lr is 0.001 on rank 0 and 0.5 on rank 1",
 }
+
+
+def test_every_field_that_must_agree_is_tried() -> None:
+    assert set(EXPECTED) == set(MUST_AGREE)
 
 
 @pytest.mark.parametrize("field", sorted(EXPECTED))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dtrain
 from dtrain.engine.native import NativeEngine
 from tests.helpers.ranks import run_ranks
 
-DIM, BLOCKS = 256, 4
+DIM, BLOCKS, VOCAB = 256, 4, 512
 
 
 class Stack(nn.Module):
@@ -25,10 +27,49 @@ class Stack(nn.Module):
             for _ in range(BLOCKS)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = x + block(x)
         return x.float().square().mean()
+
+
+class Language(nn.Module):
+    """Attention between an embedding and a head that are tied, so in the root group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(DIM, 4, 4 * DIM, dropout=0.0, batch_first=True) for _ in range(3)
+        )
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argsort(dim=-1) % VOCAB
+        hidden = self.embedding(tokens[:, :16])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden).float().square().mean()
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers and convolutions in one sequence, the last layer beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.ModuleList(nn.GRU(DIM, DIM, batch_first=True) for _ in range(4))
+        self.convolutions = nn.Sequential(*(nn.Conv1d(DIM, DIM, 3, padding=1) for _ in range(3)))
+        self.last = nn.Linear(DIM, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        for layer in self.recurrent:
+            x = layer(x)[0]
+        return self.last(self.convolutions(x.transpose(1, 2)).mean(-1)).float().square().mean()
+
+
+MODELS: list[Callable[[], nn.Module]] = [Stack, Language, Recurrent]
 
 
 def live_storages() -> dict[int, int]:
@@ -41,11 +82,11 @@ def live_storages() -> dict[int, int]:
     return found
 
 
-def measure(rank: int, world: int, stage: int, precision: str) -> tuple[int, dict[str, int], dict[str, int]]:
+def measure(build: Callable[[], nn.Module], stage: int, precision: str) -> tuple[int, dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
     gc.collect()
     before = set(live_storages())
-    engine = dtrain.initialize(Stack(), precision=precision, zero_stage=stage, seed=0)
+    engine = dtrain.initialize(build(), precision=precision, zero_stage=stage, seed=0)
     assert isinstance(engine, NativeEngine)
     for _ in range(2):
         engine.backward(engine(torch.randn(4, DIM)))
@@ -55,25 +96,56 @@ def measure(rank: int, world: int, stage: int, precision: str) -> tuple[int, dic
     return sum(new.values()), engine.memory(), engine.memory_formula()
 
 
+def measure_all(rank: int, world: int, precision: str) -> dict[tuple[str, int], Any]:
+    return {(build.__name__, stage): measure(build, stage, precision) for build in MODELS for stage in range(4)}
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_state_bytes_follow_the_formula(world: int, stage: int, precision: str) -> None:
-    for live, reported, formula in run_ranks(world, measure, stage, precision):
-        expected = sum(formula.values())
-        states = sum(reported[kind] for kind in formula)
-        # padding: each of the small FP32 buffers fills up to world x 1,024 elements
-        assert expected <= states <= 1.03 * expected, f"{reported} against {formula}"
-        # so small a model may be under way as a whole, sent and received in the replica dtype
-        assert reported["leaf_buffers"] <= (2.1 * formula["compute"] if stage == 2 and world > 1 else 0)
-        # losses, inputs and scalars of the test itself are small change
-        assert abs(live - sum(reported.values())) < 16 * 1024, f"live {live}, reported {reported}"
+def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
+    for found in run_ranks(world, measure_all, precision):
+        for (model, stage), (live, reported, formula) in found.items():
+            where = f"{model} at stage {stage}: {reported} against {formula}, live {live}"
+            expected = sum(formula.values())
+            states = sum(reported[kind] for kind in formula)
+            # padding: each of the small FP32 buffers fills up to world x 1,024 elements
+            assert expected <= states <= 1.03 * expected, where
+            # so small a model may be under way as a whole, sent and received in the replica dtype
+            replicas = found[model, 0][2]["compute"]
+            assert reported["leaf_buffers"] <= (2.1 * replicas if stage >= 2 and world > 1 else 0), where
+            assert reported["gathered"] == 0, where
+            # losses, inputs and scalars of the test itself are small change
+            assert abs(live - sum(reported.values())) < 16 * 1024, where
 
 
 def test_sharding_is_what_saves() -> None:
-    """Per parameter with BF16 replicas: 18 bytes replicated, 6 + 12/N at stage 1, 2 + 16/N at stage 2."""
+    """Per parameter with BF16 replicas: 18 bytes replicated, 6 + 12/N at stage 1, 2 + 16/N at stage 2, 18/N at 3."""
     numel = sum(p.numel() for p in Stack().parameters())
-    for stage, per_parameter in ((0, 18.0), (1, 6 + 12 / 4), (2, 2 + 16 / 4)):
-        _, reported, _ = run_ranks(4, measure, stage, "bf16")[0]
+    found = run_ranks(4, measure_all, "bf16")[0]
+    for stage, per_parameter in ((0, 18.0), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)):
+        _, reported, _ = found["Stack", stage]
         states = sum(reported[kind] for kind in ("compute", "main_grad", "master", "moments"))
         assert states / numel == pytest.approx(per_parameter, rel=0.03)
+
+
+def gathered_at_most(rank: int, world: int, prefetch: int) -> tuple[int, int, list[int]]:
+    """The most bytes gathered at a module's forward or a parameter's gradient, and the sizes of the groups."""
+    engine = dtrain.initialize(Language(), precision="fp32", zero_stage=3, prefetch=prefetch, seed=0)
+    assert isinstance(engine, NativeEngine)
+    seen = []
+    for module in engine.module.modules():
+        module.register_forward_hook(lambda *_: seen.append(engine.memory()["gathered"]))
+    for parameter in engine.module.parameters():
+        parameter.register_hook(lambda grad: seen.append(engine.memory()["gathered"]))
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, DIM)))
+        engine.step()
+    assert engine.state.gathering is not None
+    return max(seen), engine.state.gathering.peak, [4 * layout.numel for layout in engine.state.layouts]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_no_more_is_gathered_than_the_root_the_current_and_the_next(prefetch: int) -> None:
+    peak_bytes, peak, (root, *blocks) = run_ranks(2, gathered_at_most, prefetch)[0]
+    assert peak == 1 + prefetch
+    assert root < peak_bytes <= root + (1 + prefetch) * max(blocks)

@@ -8,6 +8,7 @@ from torch import nn
 
 import dtrain
 from dtrain.engine.native import NativeEngine
+from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 
@@ -73,6 +74,21 @@ def test_ranks_may_take_different_branches(stage: int) -> None:
     assert first[0] == second[0] == [True] * 4
     initial = {name: p.detach() for name, p in _initial().named_parameters()}
     assert all(not torch.equal(first[1][name], tensor) for name, tensor in initial.items()), "both branches trained"
+
+
+def branch_at_stage_3(rank: int, world: int) -> str:
+    try:
+        train_branches(rank, world, 3)
+    except (CommunicationError, DivergenceError) as error:
+        return str(error)
+    return ""
+
+
+def test_at_stage_3_different_branches_end_the_run() -> None:
+    """Every rank gathers what it computes with, so the ranks must go through the same groups."""
+    said = run_ranks(2, branch_at_stage_3)
+    assert all(said)
+    assert any("the ranks issued different collectives" in text for text in said)
 
 
 def _initial() -> Branches:

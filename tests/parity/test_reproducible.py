@@ -38,7 +38,7 @@ def bits_run(world: int, stage: int, precision: str, *, reproducible: bool) -> R
 
 
 def train_stages(rank: int, world: int, precision: str, reproducible: bool) -> list[object]:
-    return [train_bits(rank, world, bits_run(world, s, precision, reproducible=reproducible)) for s in (0, 1, 2)]
+    return [train_bits(rank, world, bits_run(world, s, precision, reproducible=reproducible)) for s in range(4)]
 
 
 @functools.cache

@@ -1,0 +1,62 @@
+"""What is put on the modules of a model whose parameters are not always there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from dtrain.sharding.course import GatheredGroup
+
+
+class GuardedParameters(dict[str, Any]):
+    """A module's ``_parameters``: a read by name, which is what ``self.weight`` does, asks for the group first."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Any],
+        guards: Mapping[str, tuple[GatheredGroup, str]],
+        require: Callable[[GatheredGroup, str], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._guards = guards
+        self._require = require
+
+    def __getitem__(self, key: str) -> Any:
+        guard = self._guards.get(key)
+        # repr() of a Linear reads its bias, to tell whether there is one
+        if guard is not None and not guard[0].is_open and sys._getframe(2).f_code.co_name != "extra_repr":
+            self._require(*guard)
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # a copy of the module is nobody's
+
+
+class ModuleHook:
+    """A hook that does nothing in a copy of its module."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        """Runs the function."""
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """``module``, or the parts of it that are called where it has no forward itself, as a ``ModuleList``."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from callable_parts(child)
