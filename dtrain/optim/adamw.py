@@ -1,21 +1,29 @@
-"""AdamW over flat FP32 tensors.
+"""AdamW over flat FP32 tensors, in one pass: unscale, moments, master, and the cast into the compute replica.
 
-The arena is updated segment by segment, so that the first groups travel while others are updated. The arithmetic is
-torch's own fused kernel (``torch._fused_adamw_``): it runs at memory speed, and over stretches of whole chunks it gives
-the same bits however the arena is sharded.
+The arena is updated segment by segment, so that the first groups travel while others are updated. There are two ways,
+one of which is chosen at the start of a run (their bits differ in the last places): torch's own fused kernel
+(``torch._fused_adamw_``) block by block, so that the cast finds the masters in the cache, and plain tensor code that is
+compiled. Both give the same bits however the arena is cut at chunks or sharded, and neither asks the device anything:
+whether an update is skipped is decided there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
+from dtrain.optim.compiled import CompiledAdamW, has_compiler
 from dtrain.sharding.buffer import UpdateSlice
+from dtrain.sharding.layout import CHUNK
+
+_BLOCK = 512 * CHUNK
+"""Elements updated before they are cast, on a CPU: they must stay in the cache, and hide what a call costs."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,14 @@ class AdamW:
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; not applied to parameters of one dimension or none (norms, biases).
+        compile: whether the update is compiled, which takes seconds at the start; ``auto``: on a GPU with a compiler.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    compile: bool | str = "auto"
 
     def __post_init__(self) -> None:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
@@ -40,61 +50,109 @@ class AdamW:
         for name in ("lr", "eps", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"AdamW {name} must be at least 0; got {getattr(self, name)}")
+        if not isinstance(self.compile, bool) and self.compile != "auto":
+            raise ConfigError(f"AdamW compile must be True, False or 'auto'; got {self.compile!r}")
+
+    def on(self, device: torch.device) -> AdamW:
+        """With ``compile`` decided for ``device``.
+
+        A CPU takes the blocked kernel: it is within a fifth of the compiled update and starts at once.
+        """
+        if self.compile != "auto":
+            return self
+        return replace(self, compile=device.type == "cuda" and has_compiler(device))
 
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """What all segments of one update share; 0-dim FP32 tensors on the device, but for ``lr``.
+    """What all segments of one update share: 0-dim FP32 tensors on the device.
 
     Attributes:
         lr: learning rate of this update.
         step: number of this update, counted from 1, for the bias correction.
         grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
-        found_inf: 0; the vote has decided before.
+        found_inf: 1 skips the update: masters, moments and replicas keep their bits, whatever the main grads are.
     """
 
-    lr: float
+    lr: Tensor
     step: Tensor
     grad_divisor: Tensor
     found_inf: Tensor
 
     @staticmethod
-    def of(*, lr: float, step: int, grad_divisor: float, device: torch.device) -> UpdateScalars:
-        """From Python numbers; filled on the device, so nothing waits for a copy."""
+    def of(
+        *, lr: float, step: int, grad_divisor: Tensor | float, found_inf: Tensor | float, device: torch.device
+    ) -> UpdateScalars:
+        """From numbers, which are filled in on the device so that nothing waits for a copy, or from its tensors."""
         fill = partial(torch.full, (), dtype=torch.float32, device=device)
-        return UpdateScalars(lr, fill(float(step)), fill(grad_divisor), fill(0.0))
+
+        def scalar(value: Tensor | float) -> Tensor:
+            return value.detach().to(torch.float32).reshape(()) if isinstance(value, Tensor) else fill(value)
+
+        return UpdateScalars(fill(lr), fill(float(step)), scalar(grad_divisor), scalar(found_inf))
 
 
 class FlatAdamW:
     """Applies :class:`AdamW` to the segments of an arena.
 
     Args:
-        rule: hyper-parameters.
+        rule: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
         segments: each a list of slices, cut where the weight-decay class changes.
+
+    Raises:
+        ConfigError: the update is to be compiled and cannot be.
     """
 
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        if not isinstance(rule.compile, bool):
+            raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
+        self._way = CompiledAdamW(rule, segments) if rule.compile else BlockedAdamW(rule, segments)
+
+    @torch.no_grad()
+    def update(self, number: int, scalars: UpdateScalars) -> None:
+        """One update of segment ``number`` and the cast into its replica; the main grads are used up.
+
+        A skipped update casts too: the replica gets the bits that it has.
+        """
+        self._way.update(number, scalars)
+
+
+class BlockedAdamW:
+    """torch's fused kernel, block by block."""
+
+    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         self._rule = rule
-        self._segments = segments
+        self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
+        logger.info(
+            "optimizer: AdamW by torch's fused kernel; optim.compile=true would compile it, which takes seconds"
+        )
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """One update of segment ``number``; its main grads are left divided."""
+        """See :meth:`FlatAdamW.update`; the main grads are left divided."""
         rule = self._rule
-        for part in self._segments[number]:
+        for block in self._segments[number]:
             torch._fused_adamw_(
-                [part.master],
-                [part.main_grad],
-                [part.exp_avg],
-                [part.exp_avg_sq],
+                [block.master],
+                [block.main_grad],
+                [block.exp_avg],
+                [block.exp_avg_sq],
                 [],
                 [scalars.step],
                 lr=scalars.lr,
                 beta1=rule.betas[0],
                 beta2=rule.betas[1],
-                weight_decay=rule.weight_decay if part.decayed else 0.0,
+                weight_decay=rule.weight_decay if block.decayed else 0.0,
                 eps=rule.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=scalars.grad_divisor,
                 found_inf=scalars.found_inf,
             )
+            block.replica.copy_(block.master)
+
+
+def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
+    """``part`` in blocks; in one piece on a GPU, which has no use for them."""
+    size = _BLOCK if part.master.device.type == "cpu" else part.master.numel()
+    blocks = zip(*(tensor.split(size) for tensor in part.tensors), strict=True)
+    return [UpdateSlice(part.decayed, *block) for block in blocks]

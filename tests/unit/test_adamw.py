@@ -1,9 +1,11 @@
-"""The flat update against torch's own AdamW, and bit for bit against itself cut at any chunks."""
+"""Both ways of the flat update against AdamW in double precision, and bit for bit against themselves, however cut."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,39 +15,44 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.errors import ConfigError
+from dtrain.optim import adamw, compiled
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.sharding.buffer import UpdateSlice
 from dtrain.sharding.layout import CHUNK
+from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
 
-RULE = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+BLOCKED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=False)
+COMPILED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
+CPU = torch.device("cpu")
+STATES = ("master", "exp_avg", "exp_avg_sq", "replica")
+both_ways = pytest.mark.parametrize("rule", [BLOCKED, COMPILED], ids=["blocked", "compiled"])
 
 
-def scalars(step: int, lr: float, grad_divisor: float) -> UpdateScalars:
-    return UpdateScalars.of(lr=lr, step=step, grad_divisor=grad_divisor, device=torch.device("cpu"))
+def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -> UpdateScalars:
+    return UpdateScalars.of(lr=lr, step=step, grad_divisor=grad_divisor, found_inf=found_inf, device=CPU)
 
 
 class Arena:
-    """Masters, gradients and moments in one piece, with the classes of its chunks."""
+    """Masters, gradients, moments and replica in one piece, with the classes of its chunks."""
 
-    def __init__(self, classes: Sequence[bool], seed: int = 0) -> None:
+    def __init__(self, classes: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         generator = torch.Generator().manual_seed(seed)
         numel = len(classes) * CHUNK
         self.classes = classes
         self.master = torch.randn(numel, generator=generator)
         self.main_grad = torch.zeros(numel)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+        self.replica = self.master.to(dtype, copy=True)
         self._generator = generator
 
     def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
         """The arena cut where the class changes and at every chunk number of ``cuts``."""
         changes = [i for i in range(1, len(self.classes)) if self.classes[i] != self.classes[i - 1]]
         bounds = sorted({0, len(self.classes), *changes, *cuts})
+        tensors = (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq, self.replica)
         return [
-            UpdateSlice(
-                self.classes[low],
-                *(t[low * CHUNK : high * CHUNK] for t in (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq)),
-            )
+            UpdateSlice(self.classes[low], *(tensor[low * CHUNK : high * CHUNK] for tensor in tensors))
             for low, high in itertools.pairwise(bounds)
         ]
 
@@ -53,40 +60,103 @@ class Arena:
         self.main_grad.copy_(torch.randn(self.main_grad.numel(), generator=self._generator))
         return self.main_grad.clone()
 
+    def states(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name).clone() for name in STATES}
+
+
+class Reference:
+    """Loshchilov and Hutter, 2019, algorithm 2, in double precision."""
+
+    def __init__(self, arena: Arena, rule: AdamW) -> None:
+        self.rule = rule
+        self.master = arena.master.double()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.decay = torch.tensor(arena.classes, dtype=torch.float64).repeat_interleave(CHUNK) * rule.weight_decay
+
+    def update(self, gradient: Tensor, step: int, lr: float) -> None:
+        (beta1, beta2), gradient = self.rule.betas, gradient.double()
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * gradient
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * gradient**2
+        first, second = self.exp_avg / (1 - beta1**step), self.exp_avg_sq / (1 - beta2**step)
+        self.master -= lr * (first / (second.sqrt() + self.rule.eps) + self.decay * self.master)
+
 
 def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
     for step in range(1, number + 1):
         arena.new_gradient()
         optimizer.update(0, scalars(step, 0.01 / step, divisor))
-    return {name: getattr(arena, name).clone() for name in ("master", "main_grad", "exp_avg", "exp_avg_sq")}
+    return arena.states()
 
 
+def same_bits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
+
+
+@both_ways
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
 @pytest.mark.parametrize("divisor", [1.0, 3.0, 65536.0])
-def test_follows_torch(divisor: float) -> None:
+def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, float], divisor: float) -> None:
+    rule = AdamW(lr=rule.lr, betas=betas, weight_decay=0.1, compile=rule.compile)
     arena = Arena([True, True, False])
-    optimizer = FlatAdamW(RULE, [arena.slices()])
-    decayed = torch.nn.Parameter(arena.master[: 2 * CHUNK].clone())
-    plain = torch.nn.Parameter(arena.master[2 * CHUNK :].clone())
-    reference = torch.optim.AdamW(
-        [{"params": [decayed], "weight_decay": 0.1}, {"params": [plain], "weight_decay": 0.0}],
-        lr=0.01,
-        betas=RULE.betas,
-        eps=RULE.eps,
-        foreach=False,
-    )
+    reference = Reference(arena, rule)
+    optimizer = FlatAdamW(rule, [arena.slices()])
     for step in range(1, 11):
         gradient = arena.new_gradient()
         arena.main_grad.mul_(divisor)
-        decayed.grad, plain.grad = gradient[: 2 * CHUNK].clone(), gradient[2 * CHUNK :].clone()
-        for group in reference.param_groups:
-            group["lr"] = 0.01 / step
-        reference.step()
+        reference.update(gradient, step, 0.01 / step)
         optimizer.update(0, scalars(step, 0.01 / step, divisor))
-        assert_close_to_largest(arena.main_grad, gradient, 1e-6)
-        assert_close_to_largest(arena.master, torch.cat([decayed, plain]), 1e-6)
-    for name in ("exp_avg", "exp_avg_sq"):
-        moments = torch.cat([reference.state[parameter][name] for parameter in (decayed, plain)])
-        assert_close_to_largest(getattr(arena, name), moments, 1e-6)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert_close_to_largest(getattr(arena, name), getattr(reference, name), 1e-6)
+    assert torch.equal(arena.replica, arena.master.bfloat16())
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_replica_is_the_masters_cast(rule: AdamW, dtype: torch.dtype) -> None:
+    arena = Arena([True, False], dtype=dtype)
+    steps(arena, FlatAdamW(rule, [arena.slices()]))
+    assert torch.equal(arena.replica, arena.master.to(dtype))
+
+
+def test_both_ways_agree_normwise() -> None:
+    blocked, fused = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
+    want = steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()]), number=20)
+    got = steps(fused, FlatAdamW(COMPILED, [fused.slices()]), number=20)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert torch.linalg.vector_norm(got[name] - want[name]) <= 3e-7 * torch.linalg.vector_norm(want[name])
+
+
+@both_ways
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
+    arena = Arena([True, False, True])
+    optimizer = FlatAdamW(rule, [arena.slices()])
+    before = steps(arena, optimizer)
+    arena.main_grad[::3] = bad
+    optimizer.update(0, scalars(4, 0.01, math.nan, found_inf=1.0))
+    assert same_bits(arena.states(), before)
+    arena.new_gradient()
+    optimizer.update(0, scalars(4, 0.01 / 4, 7.0))
+    untroubled = Arena([True, False, True])
+    assert same_bits(arena.states(), steps(untroubled, FlatAdamW(rule, [untroubled.slices()]), number=4))
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_host_reads_nothing(found_inf: float) -> None:
+    """Of the compiled way ``fullgraph`` proves it: a read would break the graph."""
+    arena = Arena([True, False])
+    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
+    divisor, found = torch.tensor(3.0), torch.tensor(found_inf)
+    with forbidden():
+        shared = UpdateScalars.of(lr=0.1, step=1, grad_divisor=divisor, found_inf=found, device=CPU)
+        optimizer.update(0, shared)
+
+
+def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, blocked = Arena([True] * 5 + [False] * 2), Arena([True] * 5 + [False] * 2)
+    want = steps(whole, FlatAdamW(BLOCKED, [whole.slices()]))
+    monkeypatch.setattr(adamw, "_BLOCK", 2 * CHUNK)
+    assert same_bits(steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()])), want)
 
 
 @settings(deadline=None, max_examples=40)
@@ -97,17 +167,21 @@ def test_follows_torch(divisor: float) -> None:
     st.integers(0, 2**31),
     st.sampled_from([1.0, 0.3, 12345.678]),
 )
-def test_any_cut_at_chunks_gives_the_same_bits(case: tuple[list[bool], set[int]], seed: int, divisor: float) -> None:
+@both_ways
+def test_any_cut_at_chunks_gives_the_same_bits(
+    rule: AdamW, case: tuple[list[bool], set[int]], seed: int, divisor: float
+) -> None:
     classes, cuts = case
     whole, cut = Arena(classes, seed), Arena(classes, seed)
-    want = steps(whole, FlatAdamW(RULE, [whole.slices()]), divisor=divisor)
-    got = steps(cut, FlatAdamW(RULE, [cut.slices(sorted(cuts))]), divisor=divisor)
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    want = steps(whole, FlatAdamW(rule, [whole.slices()]), divisor=divisor)
+    got = steps(cut, FlatAdamW(rule, [cut.slices(sorted(cuts))]), divisor=divisor)
+    assert same_bits(got, want)
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 8), st.integers(0, 2**31))
-def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) -> None:
+@both_ways
+def test_shards_of_their_own_memory_give_the_same_bits(rule: AdamW, world: int, seed: int) -> None:
     """As on ranks: each shard lies in a tensor of its own, at another address."""
     classes = [True] * 5 + [False] * 3
     whole = Arena(classes, seed)
@@ -115,42 +189,44 @@ def test_shards_of_their_own_memory_give_the_same_bits(world: int, seed: int) ->
     for start in range(0, 8, world):
         own = Arena(classes[start : start + world])
         own.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
-        shards.append((start, own, FlatAdamW(RULE, [own.slices()])))
-    optimizer = FlatAdamW(RULE, [whole.slices()])
+        shards.append((start, own, FlatAdamW(rule, [own.slices()])))
+    optimizer = FlatAdamW(rule, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
         optimizer.update(0, scalars(step, 0.01, 3.0))
         for start, own, own_optimizer in shards:
             own.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
             own_optimizer.update(0, scalars(step, 0.01, 3.0))
-    for name in ("master", "exp_avg", "exp_avg_sq"):
-        assert torch.equal(torch.cat([getattr(own, name) for _, own, _ in shards]), getattr(whole, name))
+    together = {name: torch.cat([getattr(own, name) for _, own, _ in shards]) for name in ("master", "exp_avg_sq")}
+    assert same_bits(together, {name: getattr(whole, name) for name in together})
 
 
-def test_only_decayed_slices_decay() -> None:
+@both_ways
+def test_only_decayed_slices_decay(rule: AdamW) -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
-    FlatAdamW(RULE, [arena.slices()]).update(0, scalars(1, 0.5, 1.0))  # gradients are zero
+    FlatAdamW(rule, [arena.slices()]).update(0, scalars(1, 0.5, 1.0))  # gradients are zero
     assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
     assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
 
 
 @pytest.mark.parametrize("classes", [[True], [False], []])
-def test_one_class_or_nothing_at_all(classes: list[bool]) -> None:
+@both_ways
+def test_one_class_or_nothing_at_all(rule: AdamW, classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
-        FlatAdamW(RULE, [[]]).update(0, scalars(1, 0.1, 1.0))
+        FlatAdamW(rule, [[]]).update(0, scalars(1, 0.1, 1.0))
         return
     before = arena.master.clone()
-    steps(arena, FlatAdamW(RULE, [arena.slices()]), number=1)
+    steps(arena, FlatAdamW(rule, [arena.slices()]), number=1)
     assert not torch.equal(arena.master, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
-    want = steps(arena := Arena([True, False]), FlatAdamW(RULE, [arena.slices()]))
+    want = steps(arena := Arena([True, False]), FlatAdamW(BLOCKED, [arena.slices()]))
     arena = Arena([True, False])
-    optimizer = FlatAdamW(RULE, [arena.slices()])
+    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
     for step in (1, 2, 3):
         arena.new_gradient()
         torch.set_default_dtype(dtype)
@@ -171,8 +247,49 @@ def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
         ({"betas": (0.9, 1.0)}, "two numbers from 0 to below 1"),
         ({"betas": (-0.1, 0.9)}, "two numbers from 0 to below 1"),
         ({"betas": (0.9,)}, "two numbers from 0 to below 1"),
+        ({"compile": "always"}, "AdamW compile must be True, False or 'auto'; got 'always'"),
     ],
 )
 def test_senseless_hyper_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdamW(**fields)
+
+
+def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert AdamW().on(CPU).compile is False
+    assert AdamW(compile=True).on(CPU).compile is True
+    for there in (True, False):
+        monkeypatch.setattr(adamw, "has_compiler", lambda device, there=there: there)
+        assert AdamW().on(cuda).compile is there
+    with pytest.raises(ValueError, match=r"call AdamW.on\(device\) first"):
+        FlatAdamW(AdamW(), [[]])
+
+
+def test_a_graph_a_replica_dtype_and_one_for_the_coefficients() -> None:
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for dtype in (torch.bfloat16, torch.float32):
+        for classes in ([True, False], [False] * 7, [True] * 700):
+            arena = Arena(classes, dtype=dtype)
+            rule = AdamW(lr=0.1, betas=(0.5, 0.9), eps=0.1 * len(classes), compile=True)
+            steps(arena, FlatAdamW(rule, [arena.slices([1])]))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no working C++ compiler\nand a long story")
+
+    monkeypatch.setattr(compiled, "_compiled", lambda: (fail, fail))
+    with pytest.raises(ConfigError, match=r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\)"):
+        FlatAdamW(COMPILED, [Arena([True]).slices()])
+
+
+def test_the_way_and_the_seconds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dtrain"):
+        for rule in (BLOCKED, COMPILED):
+            FlatAdamW(rule, [Arena([True]).slices()])
+    assert "torch's fused kernel; optim.compile=true" in caplog.messages[0]
+    assert "AdamW compiled in" in caplog.messages[1]

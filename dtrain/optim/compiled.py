@@ -1,0 +1,143 @@
+"""AdamW in plain tensor code, compiled into one pass over memory.
+
+Reads main grad, master and both moments, writes master, moments and replica: 30 bytes an element with a BF16 replica.
+``torch.compile`` makes a fused C++ loop of it on a CPU and a Triton kernel on a GPU. Everything that may change is a
+tensor, so there are as many graphs as there are replica dtypes, and one for the coefficients; none per size, step or
+hyper-parameter. Nothing depends on an element's place, so any cut and any shards give the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dtrain.optim.adamw import AdamW, UpdateScalars
+    from dtrain.sharding.buffer import UpdateSlice
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether what ``torch.compile`` needs on ``device`` seems to be there: a C++ compiler, and Triton on a GPU."""
+    names = (os.environ.get("CXX") or os.environ.get("CC"), "c++", "g++", "clang++", "gcc", "clang")
+    return any(name and shutil.which(name) for name in names) and (
+        device.type != "cuda" or importlib.util.find_spec("triton") is not None
+    )
+
+
+def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
+    """FP32 [6], each computed in double first: both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
+    beta1, beta2 = betas
+    logs = [math.log(beta) if beta else -math.inf for beta in betas]
+    return torch.tensor([*logs, 1 - beta1, beta2, 1 - beta2, eps], dtype=torch.float32, device=device)
+
+
+def _coefficients(constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Tensor, found_inf: Tensor) -> Tensor:
+    """FP32 [5]: what all elements of one update share."""
+    log_beta1, log_beta2, *_ = constants.unbind()
+    # 1 - beta^step without the cancellation of the difference
+    correction1, correction2 = -torch.expm1(step * log_beta1), -torch.expm1(step * log_beta2)
+    return torch.stack((grad_divisor, lr, lr / correction1, correction2.sqrt(), found_inf))
+
+
+def _update(tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor) -> None:
+    """Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits where ``found_inf`` is set."""
+    master, main_grad, exp_avg, exp_avg_sq, replica = tensors
+    _, _, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
+    grad_divisor, lr, step_size, root_correction, found_inf = coefficients.unbind()
+    skip = found_inf != 0
+    grad = main_grad / grad_divisor
+    first = exp_avg + (grad - exp_avg) * one_minus_beta1
+    second = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
+    # one difference: 1 - lr * weight_decay would round a small decay away
+    moved = master - (lr * weight_decay * master + step_size * (first / (second.sqrt() / root_correction + eps)))
+    kept = torch.where(skip, master, moved)
+    exp_avg.copy_(torch.where(skip, exp_avg, first))
+    exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, second))
+    master.copy_(kept)
+    replica.copy_(kept)
+
+
+def _free(part: UpdateSlice) -> tuple[Tensor, ...]:
+    """The tensors of ``part``, each as one that begins where its memory does: a graph knows its inputs' offsets."""
+    return tuple(from_dlpack(tensor.detach()) for tensor in part.tensors)
+
+
+@cache
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """Both functions, once in a process: engines share the graphs."""
+    return (
+        torch.compile(_coefficients, dynamic=True, fullgraph=True),
+        torch.compile(_update, dynamic=True, fullgraph=True),
+    )
+
+
+class CompiledAdamW:
+    """The compiled update of the segments of an arena, built before the first step.
+
+    Args:
+        rule: hyper-parameters.
+        segments: each a list of slices, cut where the weight-decay class changes.
+
+    Raises:
+        ConfigError: the compiler failed.
+    """
+
+    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._segments = [[(_free(part), part.decayed) for part in segment] for segment in segments]
+        self._scalars: UpdateScalars | None = None
+        self._coefficients = torch.empty(0)
+        slices = [tensors for segment in self._segments for tensors, _ in segment]
+        if slices:  # a rank may own nothing
+            device = slices[0][0].device
+            self._constants = _constants(rule.betas, rule.eps, device)
+            self._decays = {
+                True: torch.tensor(rule.weight_decay, dtype=torch.float32, device=device),
+                False: torch.zeros((), dtype=torch.float32, device=device),
+            }
+            self._build(slices)
+
+    def update(self, number: int, scalars: UpdateScalars) -> None:
+        """See :meth:`dtrain.optim.adamw.FlatAdamW.update`; the main grads are left as they were."""
+        coefficients, update = _compiled()
+        for tensors, decayed in self._segments[number]:
+            if scalars is not self._scalars:  # the first slice of this update
+                self._scalars = scalars
+                self._coefficients = coefficients(
+                    self._constants, scalars.lr, scalars.step, scalars.grad_divisor, scalars.found_inf
+                )
+            update(tensors, self._constants, self._decays[decayed], self._coefficients)
+
+    @torch.no_grad()
+    def _build(self, slices: Sequence[tuple[Tensor, ...]]) -> None:
+        """Compiles for the replica dtypes of ``slices`` by a skipped update, which changes no bit of them."""
+        start = time.perf_counter()
+        device = self._constants.device
+        coefficients, update = _compiled()
+        # tensors of their own: a graph knows which of its inputs are one
+        skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(4)]
+        # the largest of each dtype: how many threads a loop is worth is decided on the first size seen
+        largest = {tensors[-1].dtype: tensors for tensors in sorted(slices, key=lambda tensors: tensors[0].numel())}
+        try:
+            skipped = coefficients(self._constants, *skipped_by)
+            for tensors in largest.values():
+                update(tensors, self._constants, self._decays[False], skipped)
+        except RuntimeError as error:  # all failures of the compiler are
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                f"the update cannot be compiled on {device} ({type(error).__name__}: {reason}); install a C++ "
+                f"compiler, and Triton on a GPU, or set optim.compile=false, AdamW(compile=False)"
+            ) from error
+        logger.info("optimizer: AdamW compiled in %.1f s", time.perf_counter() - start)
