@@ -43,7 +43,15 @@ class CommunicationError(DtrainError):
 
 
 class NonFiniteError(DtrainError):
-    """Too many consecutive steps were skipped; the message carries the diagnosis."""
+    """Too many consecutive steps were skipped; the message carries the diagnosis.
+
+    Attributes:
+        outcome: the :class:`dtrain.StepOutcome` of the last of them.
+    """
+
+    def __init__(self, message: str, outcome: object = None) -> None:
+        super().__init__(message)
+        self.outcome = outcome
 
 
 class BenchError(DtrainError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,18 @@ class Culprit:
     """Who made a step fail.
 
     Attributes:
-        rank: the rank whose loss was not finite; for a gradient, the owner of the shard in which it was found.
+        rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
+            was found, or -1 where no element but only the norm is.
         step: attempted steps before this one.
-        phase: ``forward loss`` or ``reduced gradient``.
-        micro_batch: local index of the micro-batch (forward loss), else None.
-        tensor: name of the first parameter with a non-finite main grad (reduced gradient), else None.
+        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, where every
+            rank's own was finite and only their sum is not.
+        micro_batch: local index of the micro-batch, but for a reduced gradient.
+        tensor: name of the parameter, but for a loss. Of several, the first in the order of backward.
+        start: first element of it that is not finite, in row-major order.
+        stop: one past the last of them.
+        num_inf: infinite elements of its gradient, summed over ranks; of losses, ranks whose first bad one is infinite.
+        num_nan: the same for NaN.
+        num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
     """
 
     rank: int
@@ -36,15 +43,28 @@ class Culprit:
     phase: str
     micro_batch: int | None = None
     tensor: str | None = None
+    start: int | None = None
+    stop: int | None = None
+    num_inf: int = 0
+    num_nan: int = 0
+    num_bad_losses: int = 0
 
     def __str__(self) -> str:
-        where = f"micro-batch {self.micro_batch}" if self.tensor is None else f"'{self.tensor}'"
-        return f"{self.phase} not finite in {where} on rank {self.rank}"
+        where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
+        if self.phase == "forward loss":
+            kind = "NaN" if self.num_nan else "Inf"
+            return f"forward loss is {kind} {where} ({self.num_bad_losses} micro-batches of this step not finite)"
+        if self.tensor is None:
+            return f"{self.phase}: every element is finite, but their norm overflows FP32"
+        counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
+        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}) {where}"
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """What became of a step; the same value on every rank.
+
+    On a GPU the fields are read from the device when they are looked at, so a loop that does not look never waits.
 
     Attributes:
         applied: whether the optimizer updated the masters.
@@ -53,7 +73,8 @@ class StepOutcome:
         grad_norm: global L2 norm of the unscaled gradient, before clipping.
         loss_scale: that the gradients of this step carried.
         lr: learning rate of this step.
-        culprit: who was at fault, where the step was skipped for a non-finite number.
+        culprit: who was at fault, where the step was skipped for a non-finite number. The ranks search for it
+            together: on a GPU, where one looks before the next forward, all go on to their next step or look too.
         stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
     """
 
@@ -63,8 +84,30 @@ class StepOutcome:
     grad_norm: float
     loss_scale: float
     lr: float
-    culprit: Culprit | None = None
-    stop_requested: bool = False
+    culprit: Culprit | None
+    stop_requested: bool
+
+
+class LazyOutcome(StepOutcome):
+    """An outcome that the host has not read yet.
+
+    Args:
+        peek: reads all but the culprit, on this rank alone.
+        settle: reads all; ranks that skipped the step search together.
+    """
+
+    def __init__(self, peek: Callable[[], StepOutcome], settle: Callable[[], StepOutcome]) -> None:
+        self.__dict__["_peek"], self.__dict__["_settle"] = peek, settle
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in StepOutcome.__dataclass_fields__:
+            raise AttributeError(name)
+        read = self.__dict__["_settle" if name == "culprit" else "_peek"]
+        return getattr(read(), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settled = self.__dict__["_settle"]()
+        return StepOutcome, tuple(getattr(settled, name) for name in StepOutcome.__dataclass_fields__)
 
 
 class Engine(ABC):
@@ -76,7 +119,6 @@ class Engine(ABC):
         policy: the precision policy in force.
         contract: that policy resolved on the model.
         attempted_steps: steps taken, skipped ones included.
-        applied_steps: updates of the masters.
         data_cursor: samples consumed so far; the caller's to advance, saved and voted on.
     """
 
@@ -87,7 +129,6 @@ class Engine(ABC):
     contract: Contract
     num_parameters: int
     attempted_steps: int = 0
-    applied_steps: int = 0
     data_cursor: int = 0
 
     def __init__(self) -> None:
@@ -96,6 +137,16 @@ class Engine(ABC):
         self._batch: object | None = None  # a token of the batch under way
         self._evaluating = False
         self._stop_requested = False
+
+    @property
+    def settles_at_once(self) -> bool:
+        """Whether looking at an outcome costs nothing; else it waits for the device."""
+        return True
+
+    @property
+    @abstractmethod
+    def applied_steps(self) -> int:
+        """Updates of the masters; on a GPU this waits for the last step's verdict."""
 
     @property
     def rank(self) -> int:
@@ -234,9 +285,10 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, and leaf_buffers.
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, gathered, and leaf_buffers.
 
-        Leaf buffers hold gradients on their way to their owners; they are no model state and not in the formula.
+        Leaf buffers hold gradients on their way to their owners, and gathered are the full replicas that stage 3 has
+        now, none between steps; they are no model state and not in the formula.
         """
 
     @abstractmethod

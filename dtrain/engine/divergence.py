@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.distributed.collectives import Communicator
 from dtrain.engine.vote import Disagreement
 
 
-def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: str) -> str:
+def explain(
+    comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]
+) -> str:
     """The message; all ranks come here together, so they can exchange what they hold.
 
     Args:
@@ -18,13 +20,14 @@ def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: 
         found: the field on which they differ.
         step: attempted steps before the one that failed.
         config_text: this rank's configuration, a JSON object.
+        collectives: that this rank issued in that step.
     """
     head = f"step {step}: the ranks have diverged; nothing was updated. "
     if found.field == "config_hash":
         texts = [json.loads(text) for text in comm.exchange_text(config_text)]
         return head + config_difference(texts[0], texts[found.rank], found.rank)
     if found.field == "schedule_hash":
-        logs = [text.split("\n") for text in comm.exchange_text("\n".join(comm.schedule_log))]
+        logs = [text.split("\n") for text in comm.exchange_text("\n".join(collectives))]
         return head + _schedule_difference(logs[0], logs[found.rank], found.rank)
     return head + (
         f"{found.field} is {found.expected} on rank 0 and {found.got} on rank {found.rank}; every rank must run the "

@@ -27,6 +27,7 @@ from dtrain.optim.schedule import Constant, Schedule
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable
+from dtrain.sharding.gather import GatherOptions
 from dtrain.sharding.placement import STAGES
 from dtrain.sharding.state import ShardedState
 
@@ -47,6 +48,10 @@ def initialize(
     groups: str | Sequence[str] = "auto",
     reproducible: bool = False,
     grad_reduction: str = "auto",
+    reduce_dtype: str = "auto",
+    reshard_after_forward: bool = True,
+    prefetch: int = 1,
+    keep_gathered: Sequence[str] = (),
     max_consecutive_skips: int = 50,
     seed: int | None = None,
     comm: Communicator | None = None,
@@ -62,13 +67,21 @@ def initialize(
         optimizer: AdamW's hyper-parameters; ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
         engine: ``native``.
-        zero_stage: 0, 1 or 2.
+        zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded. At stage 3 a forward is a
+            collective: all ranks run the same modules in the same order, in :meth:`Engine.eval` too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, or a policy.
         loss_scale: ``auto`` (dynamic for FP16, else none), ``none``, ``dynamic``, a number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
         groups: units of sharding: ``auto`` (each element of a ModuleList or Sequential) or module-name patterns.
         reproducible: canonical sums, keyed RNG and deterministic kernels: equal bits at any world size and stage.
         grad_reduction: ``auto`` (reduce_scatter), ``all_reduce`` or ``reduce_scatter``; concerns stage 1 only.
+        reduce_dtype: of gradients on the wire, whose replica has the compute dtype: ``fp32``, ``bf16`` or ``fp16``.
+            ``auto``: each micro-batch's gradients travel as they are (stages 2 and 3, reproducible), and FP32 sums of
+            them in FP32 (stages 0 and 1). Sums over ranks are FP32 always.
+        reshard_after_forward: free a group after its forward, else after its backward; concerns stage 3 only.
+        prefetch: groups gathered ahead of their use; stage 3 only.
+        keep_gathered: name patterns of modules and parameters that are gathered for the whole forward and backward,
+            because something outside their group reads them; stage 3 only.
         max_consecutive_skips: skipped steps in a row that end the run.
         seed: of dropout and the like; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None makes or finds the process group.
@@ -78,28 +91,39 @@ def initialize(
         ModelError: a parameter that cannot be trained.
         DivergenceError: the ranks were given different arguments or models.
     """
+    gather = GatherOptions(reshard_after_forward, prefetch, tuple(keep_gathered))
     _check_arguments(engine, zero_stage, grad_reduction, reproducible, max_grad_norm)
+    if zero_stage != 3 and gather != GatherOptions():
+        raise ConfigError(
+            f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={zero_stage}"
+        )
     _check_schedule(schedule)
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     rule = LossScale.of(loss_scale)
-    check_trainable(model)
     if model in _UNDER_ENGINE:
         raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
+    check_trainable(model)
     if reproducible:
         _require_reproducible(model)
     if comm is None:
         device = _rank_device(model)
         policy = policy.on(device)
         comm = connect(device)
-    policy = policy.on(comm.device)
+    leaves_travel = STAGES[zero_stage].leaves_travel(reproducible=reproducible)
+    policy = policy.on(comm.device).reducing(reduce_dtype, leaves_travel=leaves_travel)
     model.to(comm.device)
     contract = policy.resolve(model)
     options = NativeOptions(
-        optimizer or AdamW(), schedule or Constant(), max_grad_norm, zero_stage, reproducible, max_consecutive_skips
+        (optimizer or AdamW()).on(comm.device),
+        schedule or Constant(),
+        max_grad_norm,
+        zero_stage,
+        reproducible,
+        max_consecutive_skips,
     )
     rule = rule.resolved(policy.compute_dtype)
     identity = _agree_on_identity(comm, seed)
-    config_text = _config_text(model, contract, options, rule, grad_reduction, groups)
+    config_text = _config_text(model, contract, options, rule, grad_reduction, groups, gather)
     _require_equal_configs(comm, config_text)
     if reproducible:
         _use_deterministic_kernels()
@@ -113,6 +137,7 @@ def initialize(
         groups=groups,
         reproducible=reproducible,
         all_reduce=grad_reduction == "all_reduce",
+        gather=gather,
     )
     _cast_frozen(model, contract)
     _UNDER_ENGINE.add(model)
@@ -194,6 +219,7 @@ def _config_text(
     rule: LossScale,
     grad_reduction: str,
     groups: str | Sequence[str],
+    gather: GatherOptions,
 ) -> str:
     """Everything that must be equal on all ranks, as canonical JSON.
 
@@ -206,6 +232,7 @@ def _config_text(
         "loss_scale": asdict(rule),
         "grad_reduction": grad_reduction,
         "groups": groups if isinstance(groups, str) else list(groups),
+        "gather": asdict(gather),
         "contract": contract.to_dict(),
         "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
         "trainable": {name: p.requires_grad for name, p in model.named_parameters()},

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine import persistence
-from dtrain.engine.base import Culprit, Engine, StepOutcome
-from dtrain.engine.divergence import explain
+from dtrain.engine.base import Engine, StepOutcome
+from dtrain.engine.culprit import Finding, search
 from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.settlement import Settlement, Suspects
 from dtrain.engine.skips import SkipCounter
 from dtrain.engine.tally import Tally, check_weight
-from dtrain.engine.vote import Flags, Verdict, VoteRecord, collect, decide, find_disagreement
-from dtrain.errors import ContractError, DivergenceError, UsageError
+from dtrain.engine.vote import Decision, Observations, VoteRecord, decide, fill, first_index, upload
+from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.precision.policy import Contract
+from dtrain.sharding.accumulate import Weight
 from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
@@ -96,18 +98,23 @@ class NativeEngine(Engine):
         self.contract = contract
         self.state = state
         self.options = options
-        self.loss_scale = loss_scale
         self.run_id = identity.run_id
         self.seed = identity.seed
         self.num_parameters = sum(spec.numel for spec in self._specs())
-        self._config_text = config_text
         self._config_hash = int.from_bytes(hashlib.sha256(config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(contract, model, comm.device)
         self._optimizer = FlatAdamW(options.optimizer, state.update_slices())
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._tally = Tally()
         self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
-        self._skips = SkipCounter(options.max_consecutive_skips)
+        self._settlement = Settlement(
+            comm,
+            loss_scale,
+            SkipCounter(options.max_consecutive_skips),
+            Suspects(self._search, state.watch.clear, state.backward_order),
+            config_text,
+            at_once=comm.device.type == "cpu",
+        )
         self._half_loaded = False
         self.check_contract()
 
@@ -115,6 +122,8 @@ class NativeEngine(Engine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the precision policy; returns what the model returns."""
+        if self.state.gathering is not None:
+            self._settlement.settle()  # before the first collective of this forward: ranks may look at other times
         keyed: Any = nullcontext()
         if not self._evaluating and self.module.training:
             keyed = keyed_rng(self.device, self._forward_key())
@@ -132,22 +141,24 @@ class NativeEngine(Engine):
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._require_whole("backward")
-        if not isinstance(weight, Tensor):
-            check_weight(float(weight), f"micro-batch {self._micro_batch}")
+        self._settlement.settle()
+        factor = self._factor(weight)
         value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
-        factor = torch.as_tensor(weight, dtype=torch.float32, device=self.device).detach().reshape(())
         self._tally.add(self._micro_batch, value, factor)
         state = self.state
-        state.weight = factor
-        state.reducer.begin_micro_batch(factor, last=self._is_last)
+        state.weight = Weight(factor, is_one=not isinstance(weight, Tensor) and weight == 1)
+        state.reducer.begin_micro_batch(state.weight, number=self._micro_batch, last=self._is_last)
         if value.requires_grad:
-            state.in_backward = True
-            try:
-                with self._autocast.backward():
-                    (value * self.loss_scale.scale).backward()
-            finally:
-                state.in_backward = False
+            with state.backward(), self._autocast.backward():
+                (value * self.loss_scale.scale).backward()
         state.reducer.end_micro_batch()
+
+    def _factor(self, weight: float | Tensor) -> Tensor:
+        """A weight on the device: 0-dim FP32. A number is filled in there, because copying it would wait."""
+        if isinstance(weight, Tensor):
+            return weight.detach().to(self.device, torch.float32, non_blocking=True).reshape(())
+        check_weight(float(weight), f"micro-batch {self._micro_batch}")
+        return torch.full((), float(weight), dtype=torch.float32, device=self.device)
 
     def _checked_loss(self, loss: Any, *, is_dummy: bool) -> Tensor:
         value = find_loss(loss)
@@ -166,6 +177,11 @@ class NativeEngine(Engine):
                 "the loss has no graph, so there is nothing to train on; was it detached, or computed in "
                 "engine.eval()? Only a dummy with weight=0 may come without one"
             )
+        if not value.requires_grad and self.state.gathering is not None:
+            raise UsageError(
+                "a dummy loss without a graph at zero_stage=3, where all ranks gather weights in the forward and "
+                "backward of every micro-batch; take the loss of any input, with weight=0"
+            )
         if self._tally.has(self._micro_batch):
             raise UsageError(
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
@@ -176,7 +192,8 @@ class NativeEngine(Engine):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def step(self, *, lr: float | None = None) -> StepOutcome:
-        """Reduces, votes, and updates on all ranks or on none."""
+        """Reduces, votes, and updates on all ranks or on none; on a GPU the host waits for nothing of it."""
+        self._settlement.settle()
         if not self._tally:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_model()
@@ -185,103 +202,94 @@ class NativeEngine(Engine):
             lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
         if not 0 <= lr < math.inf:
             raise UsageError(f"the learning rate of step {self.attempted_steps} is {lr}; expected a finite number >= 0")
-        verdict = self._vote(float(lr))
-        if verdict.reason is None:
-            self._update(verdict, lr)
-        outcome = self._outcome(verdict, lr)
-        self._advance(outcome)
-        return outcome
+        self._update(self._vote(float(lr)), float(lr))
+        self.attempted_steps += 1
+        self._tally.clear()
+        self.state.reducer.micro_batch_weights.clear()
+        self._stop_requested = False
+        self._end_batch()
+        return self._settlement.outcome()
 
     def finish_gradients(self) -> None:
         """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
         self.state.reducer.finish()
 
-    def _vote(self, lr: float) -> Verdict:
+    def _vote(self, lr: float) -> Decision:
         squares = self.state.chunk_squares()
-        canonical_squares = self.state.canonical_sum(squares) if self.options.reproducible else None
-        record = self._record(squares, lr)
-        records = collect(self.comm, record)
-        disagreement = find_disagreement(records)
-        if disagreement is not None:
-            raise DivergenceError(
-                explain(self.comm, disagreement, step=self.attempted_steps, config_text=self._config_text)
-            )
-        self.comm.begin_schedule()
-        return decide(records, sum_squares=canonical_squares, sum_weights=self._canonical_weights())
-
-    def _record(self, squares: Tensor, lr: float) -> VoteRecord:
-        seen = self._tally.summary()
-        sum_squares = float(squares.sum())  # of numbers >= 0: finite if and only if each of them is
-        bad_tensor = -1 if math.isfinite(sum_squares) else self.state.first_bad_parameter()
-        flags = Flags(0)
-        if seen.bad_micro_batch >= 0:
-            flags |= Flags.NONFINITE_LOSS
-        if bad_tensor >= 0:
-            flags |= Flags.NONFINITE_GRADIENT
-        if self._stop_requested:
-            flags |= Flags.STOP_REQUESTED
-        return VoteRecord(
+        canonical = self.options.reproducible
+        canonical_squares = self.state.canonical_sum(squares) if canonical else None
+        known = VoteRecord(
             step=self.attempted_steps,
             config_hash=self._config_hash,
+            num_micro_batches=len(self._tally),
             schedule_hash=self.comm.schedule_hash,
             data_cursor=self.data_cursor,
-            num_micro_batches=seen.num_micro_batches,
             lr=lr,
             loss_scale=self.loss_scale.scale,
-            sum_weights=seen.sum_weights,
-            sum_weighted_loss=seen.sum_weighted_loss,
-            sum_squares=sum_squares,
-            flags=int(flags),
-            bad_tensor=bad_tensor,
-            bad_micro_batch=seen.bad_micro_batch,
+            stop_requested=int(self._stop_requested),
+            sum_weights=0.0,
+            sum_weighted_loss=0.0,
+            sum_squares=0.0,
+        )
+        rows = self.comm.gather_rows(fill(known, self._observe(squares)), label="vote")
+        decision = decide(
+            rows,
+            max_grad_norm=self.options.max_grad_norm,
+            sum_squares=canonical_squares,
+            # equal weights in an equal order, whoever held which
+            sum_weights=torch.cat(self.state.reducer.micro_batch_weights).double().sum() if canonical else None,
+        )
+        self._settlement.post(decision, rows, known, tuple(self.comm.schedule_log))
+        self.comm.begin_schedule()
+        return decision
+
+    def _observe(self, squares: Tensor) -> Observations:
+        losses = self._tally.summary()
+        numbers, bad = self.state.watch.leaves()
+        bad_leaf = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
+        return Observations(
+            torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss)),
+            torch.stack((losses.num_bad_losses, losses.bad_micro_batch, losses.bad_weight, bad_leaf)),
         )
 
-    def _canonical_weights(self) -> float | None:
-        """The sum of all weights of all ranks, correctly rounded, so it does not depend on who held which."""
-        if not self.options.reproducible:
-            return None
-        return math.fsum(torch.cat(self.state.reducer.micro_batch_weights).tolist())
-
-    def _update(self, verdict: Verdict, lr: float) -> None:
-        limit = self.options.max_grad_norm
-        clip = 1.0 if limit is None else min(1.0, limit / (verdict.grad_norm + 1e-6))
+    def _update(self, decision: Decision, lr: float) -> None:
+        """Always launched: the device decides whether it writes."""
         scalars = UpdateScalars.of(
-            lr=lr, step=self.applied_steps + 1, grad_divisor=verdict.grad_divisor / clip, device=self.device
-        )
-        self.state.refresh_replicas(before_each=lambda number: self._optimizer.update(number, scalars))
-
-    def _outcome(self, verdict: Verdict, lr: float) -> StepOutcome:
-        culprit = None
-        if verdict.bad_micro_batch >= 0:
-            culprit = Culprit(
-                verdict.bad_rank, self.attempted_steps, "forward loss", micro_batch=verdict.bad_micro_batch
-            )
-        elif verdict.bad_tensor >= 0:
-            name = self.state.parameter_names[verdict.bad_tensor]
-            culprit = Culprit(verdict.bad_rank, self.attempted_steps, "reduced gradient", tensor=name)
-        return StepOutcome(
-            applied=verdict.reason is None,
-            reason=verdict.reason,
-            loss=verdict.loss,
-            grad_norm=verdict.grad_norm,
-            loss_scale=self.loss_scale.scale,
             lr=lr,
-            culprit=culprit,
-            stop_requested=verdict.stop_requested,
+            step=self._settlement.applied_steps + 1,  # not settled: that would wait for this step's verdict
+            grad_divisor=decision.grad_divisor,
+            found_inf=decision.code != 0,
+            device=self.device,
         )
+        self.state.refresh_replicas(lambda number: self._optimizer.update(number, scalars))
 
-    def _advance(self, outcome: StepOutcome) -> None:
-        self.attempted_steps += 1
-        if outcome.applied:
-            self.applied_steps += 1
-        # a non-finite forward loss is no fault of the scale: no scale cures it
-        if outcome.reason in (None, "overflow"):
-            self.loss_scale = self.loss_scale.update(found_inf=not outcome.applied)
-        self._tally.clear()
-        self.state.reducer.micro_batch_weights.clear()
-        self._stop_requested = False
-        self._end_batch()
-        self._skips.count(outcome, loss_scale=self.loss_scale.scale)
+    def _search(self) -> list[Finding]:
+        return [finding for layout, grad in self.state.own_main_grads() for finding in search(layout, self.rank, grad)]
+
+    @property
+    def settles_at_once(self) -> bool:
+        """Whether looking at an outcome costs nothing; else it waits for the device."""
+        return self._settlement.at_once
+
+    @property
+    def applied_steps(self) -> int:
+        """Updates of the masters; on a GPU this waits for the last step's verdict."""
+        self._settlement.settle()
+        return self._settlement.applied_steps
+
+    @applied_steps.setter
+    def applied_steps(self, count: int) -> None:
+        self._settlement.applied_steps = count
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss-scale machine after the last step; on a GPU this waits for its verdict."""
+        self._settlement.settle()
+        return self._settlement.scale
+
+    @loss_scale.setter
+    def loss_scale(self, state: LossScaleState) -> None:
+        self._settlement.scale = state
 
     def _has_backward(self) -> bool:
         return bool(self._tally)
@@ -332,11 +340,12 @@ class NativeEngine(Engine):
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
         self._require_between_steps("load")
+        self._settlement.settle()
         reader = persistence.open_checkpoint(self, Path(path))
         self._half_loaded = True
         extra = persistence.fill(self, reader)
         self._half_loaded = False
-        self._skips.reset()
+        self._settlement.skips.reset()
         self.state.refresh_replicas()
         self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")

@@ -141,9 +141,13 @@ def _pieces(engine: NativeEngine, intervals: Iterator[tuple[Interval, int]]) -> 
 
 def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     """(kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
-    persistent = set(model.state_dict())
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
     for name, buffer in model.named_buffers():
-        if name in persistent:
+        if name not in transient:
             yield "buffer", name, buffer.detach()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

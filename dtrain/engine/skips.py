@@ -1,17 +1,46 @@
-"""Skipped steps in a row: when to stop, and what to say."""
+"""Skipped steps in a row: when to stop, and what it tells about the cause."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 
 from dtrain.engine.base import StepOutcome
+from dtrain.engine.vote import Verdict
 from dtrain.errors import NonFiniteError
+from dtrain.precision.loss_scale import LossScaleState
 
-_ADVICE = {
-    "nonfinite_loss": "The loss itself is not finite: look at that batch, or lower the learning rate",
-    "overflow": "The loss is finite and gradients are not: keep the module at fault in FP32, or use BF16",
-    "empty": "The weights of all micro-batches were 0: look at the data",
-}
+_WINDOW = 20  # applied steps that are remembered
+_LOSS_RISE = 3.0  # times the least loss of the window: no training does this and comes back
+_NORM_RISE = 100.0  # likewise, of the gradient norm
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What a skipped step leaves for the diagnosis.
+
+    Attributes:
+        outcome: of the step.
+        bad_ranks: ranks with a loss that was not finite.
+        num_bad_losses: micro-batches with such a loss, on all ranks.
+        num_micro_batches: micro-batches on all ranks.
+    """
+
+    outcome: StepOutcome
+    bad_ranks: tuple[int, ...]
+    num_bad_losses: int
+    num_micro_batches: int
+
+    @staticmethod
+    def of(outcome: StepOutcome, verdict: Verdict) -> Skip:
+        """From the verdict on the step."""
+        records = verdict.records
+        return Skip(
+            outcome,
+            tuple(rank for rank, record in enumerate(records) if record.num_bad_losses),
+            sum(record.num_bad_losses for record in records),
+            sum(record.num_micro_batches for record in records),
+        )
 
 
 class SkipCounter:
@@ -23,31 +52,95 @@ class SkipCounter:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._skips: list[StepOutcome] = []
+        self._skips: list[Skip] = []
+        self._applied: deque[StepOutcome] = deque(maxlen=_WINDOW)
 
     def reset(self) -> None:
         """Forgets what came before a load."""
         self._skips.clear()
+        self._applied.clear()
 
-    def count(self, outcome: StepOutcome, *, loss_scale: float) -> None:
-        """Notes how a step ended.
+    def applied(self, outcome: StepOutcome) -> None:
+        """Notes an applied step."""
+        self._skips.clear()
+        self._applied.append(outcome)
+
+    def skipped(self, skip: Skip, scale: LossScaleState) -> None:
+        """Notes a skipped step.
 
         Args:
-            outcome: of the step.
-            loss_scale: in force after it.
+            skip: what is known of it.
+            scale: the loss scale after it.
 
         Raises:
             NonFiniteError: the limit is reached; carries the diagnosis.
         """
-        if outcome.applied:
-            self.reset()
-            return
-        self._skips.append(outcome)
+        self._skips.append(skip)
         if len(self._skips) < self._limit:
             return
-        reasons = Counter(skip.reason or "" for skip in self._skips)
+        reasons = Counter(entry.outcome.reason or "" for entry in self._skips)
         counts = ", ".join(f"{number} x {reason}" for reason, number in sorted(reasons.items()))
+        last = skip.outcome.culprit
         raise NonFiniteError(
-            f"{len(self._skips)} steps in a row were skipped ({counts}); loss scale {self._skips[0].loss_scale:g} -> "
-            f"{loss_scale:g}; last culprit: {outcome.culprit or 'none'}. {_ADVICE[outcome.reason or 'empty']}"
+            f"{len(self._skips)} steps in a row were skipped ({counts}); loss scale "
+            f"{self._skips[0].outcome.loss_scale:g} -> {scale.scale:g}; last culprit: {last or 'none'}. "
+            f"{diagnose(self._skips, list(self._applied), scale)}",
+            skip.outcome,
         )
+
+
+def diagnose(skips: list[Skip], applied: list[StepOutcome], scale: LossScaleState) -> str:
+    """What skips in a row point to: data, a diverged model, a wrong loss scale, or one operation's gradient.
+
+    Args:
+        skips: all since the last applied step.
+        applied: the last applied steps before them.
+        scale: the loss scale after them.
+    """
+    reason, _ = Counter(skip.outcome.reason for skip in skips).most_common(1)[0]
+    if reason == "empty":
+        return "Empty batches: the weights of all micro-batches were 0; look at the data"
+    if reason == "nonfinite_loss":
+        return _diagnose_losses([skip for skip in skips if skip.outcome.reason == reason], applied)
+    if _has_diverged(applied):
+        return _DIVERGED.format(sign="the last applied steps had a fast rising loss or gradient norm")
+    rule = scale.rule
+    if rule.mode == "static":
+        return (
+            f"Wrong loss scale: the losses are finite, their gradients times the static scale {scale.scale:g} are not; "
+            f"lower it, or use loss_scale=dynamic"
+        )
+    if rule.mode == "dynamic" and scale.scale > rule.min:
+        return (
+            f"Wrong loss scale: gradients still overflow at {scale.scale:g} on its way down; start lower "
+            f"(loss_scale.init), or allow more skips (max_consecutive_skips)"
+        )
+    return (
+        "One operation's gradient: the losses are finite and gradients are not, at any loss scale. Look at the module "
+        "of the culprit for a root, logarithm or quotient at 0, and keep it in FP32 (precision.fp32_modules)"
+    )
+
+
+_DIVERGED = "Diverged model: {sign}; go back to an earlier checkpoint and lower the learning rate"
+
+
+def _diagnose_losses(skips: list[Skip], applied: list[StepOutcome]) -> str:
+    if all(skip.num_bad_losses == skip.num_micro_batches for skip in skips):
+        return _DIVERGED.format(sign="every loss of every rank is not finite")
+    if _has_diverged(applied):
+        return _DIVERGED.format(sign="the last applied steps had a fast rising loss or gradient norm")
+    ranks = sorted({rank for skip in skips for rank in skip.bad_ranks})
+    bad, total = sum(skip.num_bad_losses for skip in skips), sum(skip.num_micro_batches for skip in skips)
+    return (
+        f"Bad batches: {bad} of {total} losses are not finite, all on rank{'s' if len(ranks) > 1 else ''} "
+        f"{', '.join(map(str, ranks))}, while others of the same steps are; look at the samples of the culprits"
+    )
+
+
+def _has_diverged(applied: list[StepOutcome]) -> bool:
+    if len(applied) < 2:
+        return False
+    last = applied[-1]
+    return last.loss > _LOSS_RISE * min(abs(outcome.loss) for outcome in applied) or (
+        last.grad_norm > _NORM_RISE * min(outcome.grad_norm for outcome in applied)
+    )

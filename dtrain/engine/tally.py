@@ -1,4 +1,4 @@
-"""What one rank has seen of the step under way."""
+"""What one rank has seen of the losses of the step under way."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtrain.engine.vote import first_index, upload
 from dtrain.errors import UsageError
 
 
 @dataclass(frozen=True)
-class TallySummary:
-    """The tally as the vote carries it; ``bad_micro_batch`` is -1 where all losses are finite."""
+class LossSummary:
+    """The tally as the vote carries it; 0-dim tensors on the device, FP64 and int64."""
 
-    num_micro_batches: int
-    sum_weights: float
-    sum_weighted_loss: float
-    bad_micro_batch: int
+    sum_weights: Tensor
+    sum_weighted_loss: Tensor
+    bad_loss: Tensor
+    num_bad_losses: Tensor
+    bad_micro_batch: Tensor
+    bad_weight: Tensor
 
 
 class Tally:
@@ -46,20 +49,20 @@ class Tally:
         for entries in (self._numbers, self._losses, self._weights):
             entries.clear()
 
-    def summary(self) -> TallySummary:
-        """One read from the device for all of it.
-
-        Raises:
-            UsageError: a weight is negative or not finite.
-        """
-        losses, weights = torch.stack([torch.stack(self._losses), torch.stack(self._weights)]).double().cpu()
-        for number, weight in zip(self._numbers, weights.tolist(), strict=True):
-            check_weight(weight, f"micro-batch {number}")
-        bad = (~losses.isfinite()).nonzero().flatten().tolist()
+    def summary(self) -> LossSummary:
+        """All of it on the device; nothing waits."""
+        losses, weights = torch.stack(self._losses).double(), torch.stack(self._weights).double()
+        numbers = upload(self._numbers, losses.device)
+        bad = ~losses.isfinite()
         # a micro-batch of weight 0 is a dummy: its loss does not count
         weighted = torch.where(weights == 0, 0.0, losses * weights)
-        return TallySummary(
-            len(self), float(weights.sum()), float(weighted.sum()), self._numbers[bad[0]] if bad else -1
+        return LossSummary(
+            sum_weights=weights.sum(),
+            sum_weighted_loss=weighted.sum(),
+            bad_loss=torch.where(bad.any(), losses.gather(0, bad.byte().argmax(dim=0, keepdim=True))[0], 0.0),
+            num_bad_losses=bad.sum(),
+            bad_micro_batch=first_index(bad, numbers),
+            bad_weight=first_index(~((weights >= 0) & weights.isfinite()), numbers),
         )
 
 

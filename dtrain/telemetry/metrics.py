@@ -1,5 +1,7 @@
 """What a run reports, and the files it keeps: ``metrics.jsonl`` and ``summary.json``.
 
+A skipped step also has a file of its own, ``failures/step-N.json``, with all that is known of it.
+
 ``metrics.jsonl`` has two kinds of lines. A training line carries the fields of :class:`StepMetrics` (``reason`` and
 ``culprit`` only where a step was skipped); a validation line is ``{"step": ..., "val_loss": ...}``. JSON has no NaN or
 infinity, so a number that is not finite is written as ``null``.
@@ -19,6 +21,7 @@ from dtrain.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+FAILURES = "failures"
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class StepMetrics:
     """One logged step.
 
     ``step`` counts attempted steps; ``tokens`` those of applied steps. ``tokens_per_s`` and ``step_ms`` are the mean
-    over the steps since the last logged one, without evaluation and saving.
+    over the steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit field by field.
     """
 
     step: int
@@ -41,10 +44,12 @@ class StepMetrics:
     step_ms: float
     reason: str | None = None
     culprit: str | None = None
+    evidence: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON values, without ``reason`` and ``culprit`` where the step was applied."""
+        """A line of the log: the fields as JSON values; ``reason`` and ``culprit`` only where the step was skipped."""
         values = finite(asdict(self))
+        del values["evidence"]
         return {key: value for key, value in values.items() if value is not None or key not in ("reason", "culprit")}
 
 
@@ -124,6 +129,33 @@ class MetricsFile:
     def _append(self, line: dict[str, Any]) -> None:
         self._file.write(_to_line(line))
         self._file.flush()
+
+
+class FailureFiles:
+    """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``).
+
+    Args:
+        run_dir: the run directory; its folder is made with the first failure.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FAILURES
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes the file of a skipped step."""
+        if metrics.applied:
+            return
+        self._folder.mkdir(exist_ok=True)
+        content = finite({**metrics.to_dict(), "evidence": metrics.evidence})
+        write_atomically(
+            self._folder / f"step-{metrics.step}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"
+        )
+
+    def validation(self, step: int, loss: float) -> None:
+        """Nothing."""
+
+    def close(self, exit_code: int) -> None:
+        """Nothing is open."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from dtrain.distributed.setup import LaunchEnv, choose_device, connect, disconne
 from dtrain.engine.base import Engine
 from dtrain.models import build_model, generate, train_flops_per_token
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
-from dtrain.telemetry.metrics import MetricsFile, Sink, Summary, write_atomically, write_summary
+from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, write_atomically, write_summary
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.run_dir import (
@@ -30,6 +30,7 @@ from dtrain.train.run_dir import (
 )
 from dtrain.train.setup import (
     check_launcher,
+    check_precision,
     check_same,
     make_engine,
     make_loader,
@@ -67,9 +68,10 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     check_resume(config)
     check_tracker(config.tracker)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    make_policy(config).on(device)  # refuses what the device cannot do
+    check_precision(config, device)
     with StopSignals() as stop, torch_settings_restored():
-        comm = connect(device, timeout_s=config.launch.timeout_s, job=job or 0)
+        launch = config.launch
+        comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
         try:
             configure_logging(comm.rank)
             exit_code = _train(config, comm, job, stop)
@@ -110,9 +112,10 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     finally:
         for sink in sinks:
             sink.close(exit_code)
+    # a signal may have come to some ranks only
+    if decide_on_rank_0(comm, lambda: result.finished and not stop.requested):
+        _write_sample(config, engine, dataset, run_dir)
     if comm.rank == 0:
-        if result.finished and not stop.requested:
-            _write_sample(config, engine, dataset, run_dir)
         _say_goodbye(summary, run_dir, stop)
     return exit_code
 
@@ -153,6 +156,7 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
     def open_all() -> None:
         write_config(run_dir, config, step)
         sinks.append(MetricsFile(run_dir.path, step))
+        sinks.append(FailureFiles(run_dir.path))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
         sinks.append(Console(config.train.steps, step))
 
@@ -218,7 +222,10 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
 
 
 def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir) -> None:
-    """Text from the trained model, on the console and in ``sample.txt``; on rank 0 alone, so nothing communicates."""
+    """Text from the trained model, on the console of rank 0 and in ``sample.txt``.
+
+    All ranks generate it, because the forward of a sharded model communicates.
+    """
     length = config.train.sample_tokens
     if not length:
         return
@@ -228,9 +235,11 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_d
         with engine.eval():
             tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)
         text = dataset.decode(tokens[0, 1:])
-        write_atomically(run_dir.path / "sample.txt", text)
+        if engine.rank == 0:
+            write_atomically(run_dir.path / "sample.txt", text)
     except Exception as error:  # of a user's model, perhaps; the run is finished and saved
-        logger.warning("no sample, which takes a model(tokens) whose output has logits: %s", describe(error))
+        if engine.rank == 0:
+            logger.warning("no sample, which takes a model(tokens) whose output has logits: %s", describe(error))
         return
     logger.info("sample:\n%s\n", printable(text))
 

@@ -34,6 +34,7 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 
 
@@ -100,6 +101,18 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
     return PrecisionPolicy.named(config.precision.name, fp32_modules=config.precision.fp32_modules)
 
 
+def check_precision(config: RunConfig, device: torch.device) -> None:
+    """Checks what ``config`` asks of numbers.
+
+    Raises:
+        ConfigError: ``device`` cannot do it, or gradients would lose on the wire what they need not.
+    """
+    policy, engine = make_policy(config).on(device), config.engine
+    if isinstance(engine, NativeEngineConfig):
+        leaves_travel = STAGES[engine.zero_stage].leaves_travel(reproducible=engine.reproducible)
+        policy.reducing(engine.reduce_dtype, leaves_travel=leaves_travel)
+
+
 def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engine:
     """The engine that ``config`` names, around ``model``."""
     optim, scale = config.optim, config.precision.loss_scale
@@ -107,7 +120,9 @@ def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engi
         raise ConfigError(f"engine={config.engine.name} is unknown; valid: native")
     return initialize(
         model,
-        optimizer=AdamW(lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay),
+        optimizer=AdamW(
+            lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, compile=optim.compile
+        ),
         schedule=make_schedule(config.schedule, config.train.steps),
         engine=config.engine.name,
         zero_stage=config.engine.zero_stage,
@@ -116,7 +131,11 @@ def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engi
         loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
         max_grad_norm=optim.max_grad_norm,
         grad_reduction=config.engine.grad_reduction,
+        reduce_dtype=config.engine.reduce_dtype,
         reproducible=config.engine.reproducible,
+        reshard_after_forward=config.engine.reshard_after_forward,
+        prefetch=config.engine.prefetch,
+        keep_gathered=config.engine.keep_gathered,
         max_consecutive_skips=config.engine.max_consecutive_skips,
         seed=config.seed,
         comm=comm,

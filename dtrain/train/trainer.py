@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.config.schema import TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.engine.base import Engine, StepOutcome
-from dtrain.errors import ModelError
+from dtrain.errors import ModelError, NonFiniteError
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
@@ -94,17 +94,27 @@ class Trainer:
         self._tokens = feed.tokens_before
         self._train_loss: float | None = None
         self._val_loss: tuple[int, float] | None = None
+        self._skipped_steps = engine.attempted_steps - engine.applied_steps
+        self._unseen: list[tuple[int, StepOutcome]] = []
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
 
     def run(self) -> Result:
         """Runs the remaining steps; evaluates, logs and saves on the way and at the end."""
-        config, engine = self._config, self._engine
         self._timer = StepTimer()  # the clock starts here, not where the trainer was built
+        try:
+            return self._run()
+        except NonFiniteError as error:  # the skip that ends the run has a line and a file too
+            last = [(self._engine.attempted_steps, error.outcome)] if isinstance(error.outcome, StepOutcome) else []
+            for step, outcome in self._unseen or last:
+                self._report(step, outcome)
+            raise
+
+    def _run(self) -> Result:
+        config, engine = self._config, self._engine
         while engine.attempted_steps < config.steps:
-            outcome = self._step()
+            stop = self._look(self._step())
             step = engine.attempted_steps
-            self._report(step, outcome)
-            if outcome.stop_requested and step < config.steps:
+            if stop and step < config.steps:
                 self._save(step)
                 return self._result(finished=False)
             if _due(step, config.eval_every):
@@ -129,10 +139,31 @@ class Trainer:
         engine.data_cursor = self._feed.loader.cursor
         return outcome
 
+    def _look(self, outcome: StepOutcome) -> bool:
+        """Reports the steps whose outcome can be read without keeping the device waiting; True: a rank wants to stop.
+
+        On a GPU that is the step before this one, unless something is due that needs to know.
+        """
+        config, step = self._config, self._engine.attempted_steps
+        self._unseen.append((step, outcome))
+        everys = (config.log_every, config.eval_every, config.save_every)
+        must = self._engine.settles_at_once or step == config.steps or any(_due(step, every) for every in everys)
+        seen = self._unseen if must else self._unseen[:-1]
+        stop = any(known.stop_requested for _, known in seen)
+        if stop:  # what is saved then counts the tokens of all steps
+            seen = self._unseen
+        self._unseen = self._unseen[len(seen) :]
+        for number, known in seen:
+            self._report(number, known)
+        return stop
+
     def _report(self, step: int, outcome: StepOutcome) -> None:
+        culprit = outcome.culprit  # first, for it may end the run; on every rank: they search together
         if outcome.applied:
             self._train_loss = outcome.loss
             self._tokens += self._feed.tokens_per_step
+        else:
+            self._skipped_steps += 1
         self._timer.step_done()  # after the first look at the outcome, which waits for the device
         last = step == self._config.steps or outcome.stop_requested
         if outcome.applied and not last and step % self._config.log_every:
@@ -145,12 +176,13 @@ class Trainer:
             grad_norm=outcome.grad_norm,
             loss_scale=outcome.loss_scale,
             applied=outcome.applied,
-            skipped_steps=step - self._engine.applied_steps,
+            skipped_steps=self._skipped_steps,
             tokens=self._tokens,
             tokens_per_s=self._feed.tokens_per_step / pace.step_s,
             step_ms=1000 * pace.step_s,
             reason=outcome.reason,
-            culprit=str(outcome.culprit) if outcome.culprit is not None else None,
+            culprit=str(culprit) if culprit is not None else None,
+            evidence=asdict(culprit) if culprit is not None else None,
         )
         for sink in self._sinks:
             sink.step(metrics)

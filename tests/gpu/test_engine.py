@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ import torch.distributed as dist
 
 import dtrain
 from dtrain.config.schema import ModelConfig
+from dtrain.engine.base import LazyOutcome
 from dtrain.engine.native import NativeEngine
 from dtrain.models import build_model
+from dtrain.sharding.placement import STAGES
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 
 VOCAB, STEPS = 300, 8
+ADAMW = dtrain.AdamW(lr=1e-3)
 CONFIG = ModelConfig(num_layers=2, hidden_dim=128, num_heads=4, max_seq_len=64)
 
 
@@ -34,10 +39,10 @@ def batch(index: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def make_engine(precision: str, stage: int, **options: object) -> NativeEngine:
+def make_engine(precision: str, stage: int, *, optimizer: dtrain.AdamW = ADAMW, **options: object) -> NativeEngine:
     engine = dtrain.initialize(
         build_model(CONFIG, VOCAB, seed=0).cuda(),
-        optimizer=dtrain.AdamW(lr=1e-3),
+        optimizer=optimizer,
         zero_stage=stage,
         precision=precision,
         max_grad_norm=0.5,
@@ -59,7 +64,7 @@ def train(engine: NativeEngine, steps: int, start: int = 0) -> list[dtrain.StepO
     return outcomes
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", sorted(STAGES))
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2), ("fp16", 1e-2)])
 def test_follows_the_oracle(precision: str, tolerance: float, stage: int) -> None:
     loss_scale = 1024.0 if precision == "fp16" else "auto"
@@ -95,9 +100,70 @@ def test_infinity_on_the_device_is_skipped_and_named() -> None:
     handle.remove()
     assert outcome.reason == "overflow"
     assert outcome.culprit is not None
-    assert outcome.culprit.tensor == name
+    numel = dict(engine.module.named_parameters())[name].numel()
+    got = outcome.culprit
+    assert (got.rank, got.step, got.phase, got.micro_batch, got.tensor) == (0, 0, "local gradient", 0, name)
+    assert (got.start, got.stop, got.num_inf + got.num_nan) == (0, numel, numel)  # Inf, and NaN where it was 0
     assert torch.equal(before, engine.state.master)
     assert train(engine, 1, start=1)[0].applied
+
+
+@pytest.fixture
+def forbid_waiting() -> Iterator[Callable[[], None]]:
+    """Call it: from then on an operation that makes the host wait for the device raises."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("stage", sorted(STAGES))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "fp16", "loss_scale": "dynamic"},
+        {"precision": "bf16", "reproducible": True},
+        {"precision": "bf16", "optimizer": dtrain.AdamW(lr=1e-3, compile=False)},
+    ],
+    ids=["bf16", "fp16", "reproducible", "eager"],
+)
+def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbid_waiting: Callable[[], None]) -> None:
+    engine = make_engine(stage=stage, **options)
+    batches = [{name: tensor.cuda() for name, tensor in batch(index).items()} for index in range(2)]
+    tokens = torch.tensor(256.0, device="cuda")
+
+    def step() -> dtrain.StepOutcome:
+        for number, micro in enumerate(engine.accumulate(batches)):
+            engine.backward(engine(**micro).loss, weight=(256, tokens)[number])
+        return engine.step()
+
+    outcomes = [step() for _ in range(2)]  # compiles, and allocates what is used again
+    torch.cuda.synchronize()
+    forbid_waiting()
+    outcomes += [step() for _ in range(3)]
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(type(outcome) is LazyOutcome for outcome in outcomes)
+    # FP16 may still be on its way down with its scale
+    assert all(outcome.reason in (None, "overflow") for outcome in outcomes)
+    assert engine.attempted_steps == 5
+    assert engine.applied_steps == sum(outcome.applied for outcome in outcomes)
+
+
+def test_a_wait_is_an_error_then(forbid_waiting: Callable[[], None]) -> None:
+    value = torch.ones((), device="cuda")
+    forbid_waiting()
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        value.item()
+
+
+def test_outcomes_read_late_are_their_own() -> None:
+    """The ring of pinned buffers has two slots."""
+    late, prompt = (make_engine("fp16", 2, loss_scale=dtrain.LossScale("dynamic", init=2.0**24)) for _ in range(2))
+    outcomes, seen = train(late, 10), []
+    for number in range(10):
+        seen += [asdict(outcome) for outcome in train(prompt, 1, start=number)]
+    assert [repr(asdict(outcome)) for outcome in outcomes] == [repr(outcome) for outcome in seen]
+    assert len({outcome.loss_scale for outcome in outcomes}) > 1
+    assert torch.equal(late.state.master, prompt.state.master)
 
 
 def test_resume_is_bit_exact(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.__main__ import main
-from dtrain.bench import suites
+from dtrain.bench import cli, contest, host, peers, suites
 from dtrain.bench.contest import Entrant, compete
+from dtrain.bench.peers import PEERS, plain
 from dtrain.bench.records import (
+    Absence,
     Contender,
     Entry,
     Footprint,
@@ -28,7 +34,7 @@ from dtrain.bench.records import (
     read_results,
     write_results,
 )
-from dtrain.bench.report import describe, final_loss, is_wrong, ratios, step_ms, update_document
+from dtrain.bench.report import best, describe, final_loss, is_wrong, ratios, step_ms, update_document
 from dtrain.config.resolve import read_suite
 from dtrain.config.schema import (
     BENCH_ENGINE,
@@ -39,11 +45,14 @@ from dtrain.config.schema import (
     PrecisionSuiteConfig,
 )
 from dtrain.errors import BenchError
+from dtrain.sharding.placement import STAGES
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=32", "bench.device=cpu"]
 SHORT = ["bench.micro_batch_size=2", "bench.warmup_steps=1", "bench.rounds=2", "bench.steps=2"]
+
+SOME_STAGES = f"must list some of {', '.join(map(str, STAGES))}, each once"
 
 MISTAKES = [
     ("engine bench.round=3", "unknown key 'bench.round'; did you mean 'bench.rounds'?"),
@@ -53,8 +62,14 @@ MISTAKES = [
     ("engine model=tinny", "unknown option 'model=tinny'; did you mean 'model=tiny'?"),
     ("engine bench.rounds=0", "bench.rounds=0 is too small; it must be at least 1"),
     ("engine bench.rounds=few", "bench.rounds=few is not a whole number"),
-    ("engine bench.stages=[0,3]", "bench.stages=[0, 3] must list some of 0, 1, 2, each once"),
-    ("engine bench.stages=[1,1]", "bench.stages=[1, 1] must list some of 0, 1, 2, each once"),
+    ("engine bench.stages=[0,9]", f"bench.stages=[0, 9] {SOME_STAGES}"),
+    ("engine bench.stages=[1,1]", f"bench.stages=[1, 1] {SOME_STAGES}"),
+    ("engine bench.peers=[ddp_zer]", "bench.peers: unknown peer 'ddp_zer'; did you mean 'ddp_zero'?"),
+    ("engine bench.peers=[ddp,ddp]", "bench.peers=['ddp', 'ddp'] lists 'ddp' more than once"),
+    (
+        "engine bench.peers=[ddp] bench.ranks=1",
+        "bench.peers=['ddp'] has no effect with bench.ranks=1: peers run on several ranks",
+    ),
     ("engine bench.precision=fp16", "bench.precision=fp16 is not one of bf16, fp32; did you mean 'bf16'?"),
     ("engine bench.out=", "bench.out is empty; name a JSON file, or leave it null"),
     (
@@ -110,13 +125,13 @@ def test_who_competes() -> None:
         return [contender.name for contender in suites.engine_contenders(bench)]
 
     assert names(EngineBenchConfig(ranks=1)) == ["plain", "native, 1 rank"]
-    assert names(EngineBenchConfig(stages=[2])) == [
-        "plain",
-        "native, 1 rank",
-        "plain, 2 at once",
-        "ddp",
-        "native, stage 2",
+    alone = ["plain", "native, 1 rank", "plain, 2 at once"]
+    assert names(EngineBenchConfig(stages=[2], peers=[])) == [*alone, "native, stage 2"]
+    assert names(EngineBenchConfig(stages=[0, 3], peers=["fsdp2", "ddp"])) == [
+        *(*alone, "fsdp2", "ddp"),
+        *("native, stage 0", "native, stage 3"),
     ]
+    assert names(EngineBenchConfig(stages=[])) == [*alone, *PEERS]
     asked = suites.precision_contenders(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
     assert asked == [Contender(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
     assert "fp16" not in suites.good_precisions(CPU)
@@ -129,30 +144,39 @@ def run_bench(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_engine_suite_end_to_end(tmp_path: Path) -> None:
-    words = ["engine", *TINY, *SHORT, "bench.stages=[0,2]", "bench.starts=1", "bench.out=deep/r.json"]
+    lists = ["bench.stages=[0,2]", "bench.peers=[ddp,ddp_zero,fsdp2]"]
+    words = ["engine", *TINY, *SHORT, *lists, "bench.starts=1", "bench.out=deep/r.json"]
     done = run_bench(words, tmp_path)
     assert done.returncode == 0, done.stderr
     results = read_results(tmp_path / "deep/r.json")
-    assert results.command == f"dtrain bench {' '.join(words)}".replace("bench.stages=[0,2]", "'bench.stages=[0,2]'")
+    assert results.command == f"dtrain bench {shlex.join(words)}"
     engines = [entry.contender.engine for entry in results.entries]
-    assert engines == ["plain", "native", "plain", "ddp", "native", "native"]
+    assert engines == ["plain", "native", "plain", "ddp", "ddp_zero", "fsdp2", "native", "native"]
+    assert results.absences == []
     for entry in results.entries:
-        assert [len(turn.step_ms) for turn in (entry.warmup, *entry.turns)] == [1, 2, 2]
+        for times in ([turn.step_ms, turn.cpu_ms] for turn in (entry.warmup, *entry.turns)):
+            assert [len(values) for values in times] == ([1, 1] if times[0] == entry.warmup.step_ms else [2, 2])
+        assert all(value > 0 for turn in entry.turns for value in turn.cpu_ms)
         assert all(value > 0 for turn in entry.turns for value in turn.step_ms)
         assert not is_wrong(entry, results.entries)
         assert entry.first_step_s > max(entry.warmup.step_ms) / 1000
         assert entry.footprint.peak_rss > 50e6
-    plain, one, floor, ddp, stage0, stage2 = results.entries
+    alone, one, floor, ddp, zero, fsdp2, stage0, stage2 = results.entries
     assert floor.contender.is_floor
-    numel = plain.footprint.num_parameters
-    for peer in (plain, ddp):
-        held = peer.footprint.state
-        assert held["master"] == 4 * numel
-        assert 8 * numel <= held["moments"] <= 8 * numel + 256  # with a step counter a parameter
-        assert 4 * numel <= held["main_grad"] <= 4.1 * numel
+    # all steps on one thread: what the processor worked is no more than what the clock showed
+    assert sum(sum(turn.cpu_ms) for turn in alone.turns) < 1.5 * sum(sum(turn.step_ms) for turn in alone.turns)
+    numel = alone.footprint.num_parameters
+    for peer, master, moments, grad in ((alone, 4, 8, 4), (ddp, 4, 8, 4), (zero, 4, 4, 4), (fsdp2, 2, 4, 2)):
+        held = {kind: size / numel for kind, size in peer.footprint.state.items()}
+        assert peer.footprint.num_parameters == numel
+        assert held["master"] == pytest.approx(master, rel=0.02)
+        assert held["moments"] == pytest.approx(moments, rel=0.2)  # whole parameters a rank, and step counters
+        assert held["main_grad"] == pytest.approx(grad, rel=0.02)
+        assert held["compute"] == 0
     # FP32 masters under BF16 replicas start from the plain loop's weights and see its data
-    assert final_loss(one) == pytest.approx(final_loss(plain), rel=2e-3)
-    assert final_loss(stage2) == pytest.approx(final_loss(ddp), rel=2e-3)
+    assert final_loss(one) == pytest.approx(final_loss(alone), rel=2e-3)
+    for entry in (zero, fsdp2, stage2):
+        assert final_loss(entry) == pytest.approx(final_loss(ddp), rel=2e-3)
     assert final_loss(one) != final_loss(stage2)
     for entry in (one, stage0, stage2):
         formula = entry.footprint.formula
@@ -161,7 +185,7 @@ def test_engine_suite_end_to_end(tmp_path: Path) -> None:
     assert sum(stage2.footprint.state.values()) < 0.7 * sum(stage0.footprint.state.values())
     (seconds,) = results.train_starts_s
     assert 0.5 < seconds < 60
-    for text in ("step / plain", "step / ddp", "native, stage 2", "1 starts", "main_grad 2.00"):
+    for text in ("step / plain", "speed-up over fsdp2", "native, stage 2", "1 starts", "main_grad 2.00"):
         assert text in done.stdout
     assert done.stdout.strip() == describe(results)
     assert os.uname().nodename not in astuple(results.host)
@@ -193,7 +217,7 @@ def test_turns_interleave_and_idle_contenders_wait(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Entrant, "turn", turn)
     config = read_suite([*TINY, *SHORT, "bench.warmup_steps=0"], BENCH_ENGINE)
     assert config is not None
-    entries = compete(suites.engine_contenders(replace(config.bench, ranks=1)), config)
+    entries, _ = compete(suites.engine_contenders(replace(config.bench, ranks=1)), config)
     a, b = "plain", "native, 1 rank"
     assert order == [a, b, a, b, a, b]
     assert entries[0].warmup.step_ms == []
@@ -223,10 +247,117 @@ def test_a_contender_that_fails_is_named_with_its_last_words() -> None:
     config = read_suite([*TINY, "model.factory=dtrain.models.transformer:absent"], BENCH_ENGINE)
     assert config is not None
     with Entrant(Contender("native, stage 2", "native", 2, "bf16", 2), config) as entrant:
-        with pytest.raises(BenchError, match=r"native, stage 2: rank [01] ended with exit code 2: .* has no absent"):
+        with pytest.raises(BenchError, match=r"native, stage 2: rank [01] failed: .* has no absent"):
             entrant.start()
         processes = list(entrant._processes)
     assert all(process.poll() is not None for process in processes)
+
+
+def test_one_that_fails_leaves_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turn(self: Entrant, steps: int) -> Turn:
+        if self.contender.name == "dies" and steps == config.bench.steps:
+            self._processes[0].kill()
+        return original(self, steps)
+
+    original = Entrant.turn
+    monkeypatch.setattr(Entrant, "turn", turn)
+    config = read_suite([*TINY, *SHORT], BENCH_ENGINE)
+    assert config is not None
+    names = {"no start": "no_such_engine", "dies": "plain", "plain": "plain"}
+    entries, absences = compete([Contender(name, engine, 1, "bf16") for name, engine in names.items()], config)
+    assert [(entry.contender.name, len(entry.turns)) for entry in entries] == [("plain", 2)]
+    unable, dead = absences
+    assert unable == Absence(
+        Contender("no start", "no_such_engine", 1, "bf16"), "no start: rank 0 failed: KeyError: 'no_such_engine'"
+    )
+    assert dead.reason.startswith("dies: rank 0 ended with exit code -9")
+
+
+def test_a_contender_that_takes_the_last_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "memory_left", lambda: 0.04)
+    config = read_suite([*TINY, *SHORT], BENCH_ENGINE)
+    assert config is not None
+    with pytest.raises(BenchError, match="no contender ran; plain: only 4% of the memory is left"):
+        compete([Contender("plain", "plain", 1, "bf16")], config)
+    assert 0.0 < host.memory_left() <= 1.0
+
+
+@pytest.mark.skipif(not all(peer.is_installed for peer in PEERS.values()), reason="needs dtrain[bench]")
+def test_deepspeed_and_accelerate_train_as_ddp_does() -> None:
+    config = read_suite([*TINY, *SHORT, "bench.rounds=1", "model.hidden_dim=96"], BENCH_ENGINE)
+    assert config is not None
+    names = ["ddp", "accelerate", "deepspeed_1", "deepspeed_3"]
+    entries, absences = compete([Contender(name, name, 2, "bf16") for name in names], config)
+    assert absences == []
+    assert [entry.contender.name for entry in entries] == names
+    for entry in entries:
+        assert final_loss(entry) == pytest.approx(final_loss(entries[0]), rel=2e-3)
+    numel = entries[0].footprint.num_parameters
+    for entry in entries[2:]:
+        held = {kind: size / numel for kind, size in entry.footprint.state.items()}
+        assert held["master"] == pytest.approx(2, rel=0.02)
+        assert held["moments"] == pytest.approx(4, rel=0.02)
+        # stage 3 keeps small parameters whole beside the shards
+        assert held["compute"] == pytest.approx(2 if entry.contender.name == "deepspeed_1" else 3, rel=0.02)
+
+
+def test_a_peer_that_is_not_installed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    raced: list[str] = []
+
+    def instead(contenders: list[Contender], _: object) -> tuple[list[Entry], list[Absence]]:
+        raced.extend(contender.name for contender in contenders)
+        return [entry("plain", 1, [[1.0]], [2.0], "plain")], []
+
+    monkeypatch.setattr(suites, "compete", instead)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
+    monkeypatch.setattr(suites, "describe_host", lambda: HOST)
+    config = read_suite([*TINY, "bench.peers=[ddp,deepspeed_2,accelerate]", "bench.stages=[]"], BENCH_ENGINE)
+    assert config is not None
+    with caplog.at_level(logging.WARNING):
+        results = suites.run_engine_suite(replace(config, bench=replace(config.bench, starts=0)), "dtrain bench engine")
+    assert raced == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "accelerate"]
+    (absence,) = results.absences
+    assert absence.reason == "deepspeed_2: package deepspeed is not installed; pip install 'dtrain[bench]'"
+    assert caplog.messages == [f"left out: {absence.reason}"]
+    assert f"Did not run: {absence.reason}." in describe(results)
+
+
+def test_peers_are_scripts_of_their_own() -> None:
+    """They import nothing of dtrain but what all of them share, so what they measure is not ours."""
+    folder = Path(peers.__path__[0])
+    assert {peer.module for peer in PEERS.values()} | {"plain"} == {path.stem for path in folder.glob("[!_]*.py")}
+    for path in folder.glob("[!_]*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dtrain"):
+                assert (node.module, [name.name for name in node.names]) == ("dtrain.bench.peers", ["plain"])
+            elif isinstance(node, ast.Import):
+                assert not any(name.name.startswith("dtrain") for name in node.names)
+
+
+def test_only_matrices_are_decayed_and_each_gradient_is_clipped() -> None:
+    settings = plain.Settings(0.1, (0.9, 0.99), 1e-8, 0.5, 1e-3, False, 1, CPU)
+    model = torch.nn.Linear(3, 2)
+    matrix, bias = plain.decay_groups(model, settings.weight_decay)
+    assert (matrix["params"], matrix["weight_decay"]) == ([model.weight], 0.5)
+    assert (bias["params"], bias["weight_decay"]) == ([model.bias], 0.0)
+    assert len(plain.decay_groups(torch.nn.Linear(3, 2, bias=False), 0.5)) == 1
+
+    class Loss(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = model
+
+        def forward(self, x: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=self.linear(x).sum())
+
+    training = plain.prepare(Loss(), settings)
+    expected = model(torch.ones(4, 3)).sum().item()
+    assert training.step({"x": torch.ones(4, 3)}) == pytest.approx(expected)
+    held = training.tensors()
+    assert torch.cat([grad.flatten() for grad in held["main_grad"]]).norm() == pytest.approx(1e-3, rel=1e-2)
+    assert len(held["moments"]) == 6
 
 
 HOST = Host("a cpu", 2, 8.0, [], "Linux x86_64", "3.11", "2.13", "0.1.0")
@@ -267,8 +398,55 @@ def test_a_contender_whose_loss_is_elsewhere_is_marked(loss: float | None, wrong
     assert describe(results_of(entries)).count(" WRONG ") == int(wrong)
 
 
+def test_the_best_peer_is_fast_and_right() -> None:
+    entries = [
+        entry("plain", 1, [[1.0], [1.0]], [2.0], "plain"),
+        entry("plain, 2 at once", 2, [[1.0], [1.0]], [3.0], "plain"),
+        entry("ddp", 2, [[300.0], [100.0]], [2.0], "ddp"),
+        entry("fsdp2", 2, [[400.0], [400.0]], [2.0], "fsdp2"),
+        entry("fsdp2_no_reshard", 2, [[5.0], [5.0]], [9.0], "fsdp2_no_reshard"),
+        entry("deepspeed_1", 2, [[500.0], [600.0]], [2.0], "deepspeed_1"),
+        entry("deepspeed_2", 2, [[500.0], [500.0]], [2.0], "deepspeed_2"),
+        entry("native, 1 rank", 1, [[1.0], [1.0]], [2.0]),
+        entry("native, stage 2", 2, [[100.0], [200.0]], [2.0]),
+    ]
+    found = [best(entries, prefix) for prefix in ("", "fsdp2", "deepspeed", "horovod")]
+    assert [item and item.contender.name for item in found] == ["ddp", "fsdp2", "deepspeed_2", None]
+    text = describe(results_of(entries))
+    assert "Best peer by median step time: ddp, 200.0 ms." in text
+    lines = [line for line in text.splitlines() if line.startswith("| native")]
+    assert [cell.strip() for cell in lines[-1].strip("|").split("|")] == [
+        "native, stage 2",
+        "1.750 (0.500 to 3.000)",
+        "3.000 (2.000 to 4.000)",
+        "3.750 (2.500 to 5.000)",
+    ]
+    assert len(lines) == 3  # both in the first table, and in the second the one that has rivals
+    assert "Best peer" not in describe(results_of([entries[0], entries[7]]))
+
+
+def test_the_exit_code_says_when_our_own_engine_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = results_of([entry("plain", 1, [[1.0]], [2.0], "plain")])
+    for engine, code in (("deepspeed_1", 0), ("native", 1)):
+        absence = Absence(Contender("late", engine, 2, "bf16"), "late: rank 0 failed: RuntimeError: no compiler")
+        assert cli._finish(replace(results, absences=[absence]), str(tmp_path / "r.json")) == code
+        assert read_results(tmp_path / "r.json").absences == [absence]
+        assert "Did not run: late: rank 0 failed: RuntimeError: no compiler." in capsys.readouterr().out
+
+
+def test_results_of_before_processor_times_are_read(tmp_path: Path) -> None:
+    write_results(tmp_path / "r.json", results_of([entry("plain", 1, [[1.0]], [2.0], "plain")]))
+    old = json.loads((tmp_path / "r.json").read_text())
+    del old["absences"], old["host"]["peers"]
+    for turn in (old["entries"][0]["warmup"], *old["entries"][0]["turns"]):
+        del turn["cpu_ms"], turn["parts_ms"]
+    del old["entries"][0]["contender"]["loss_scale"], old["entries"][0]["contender"]["times_vote"]
+    (tmp_path / "r.json").write_text(json.dumps(old))
+    assert "| not measured " in describe(read_results(tmp_path / "r.json"))
+
+
 numbers = st.floats(min_value=0.001, max_value=1e6)
-turns = st.builds(Turn, st.lists(numbers), st.lists(st.none() | numbers), numbers)
+turns = st.builds(Turn, st.lists(numbers), st.lists(st.none() | numbers), numbers, st.lists(numbers))
 
 
 @settings(deadline=None, max_examples=50)
@@ -276,9 +454,9 @@ turns = st.builds(Turn, st.lists(numbers), st.lists(st.none() | numbers), number
 def test_results_survive_json(drawn: list[Turn], stage: int | None, device: int | None) -> None:
     footprint = Footprint(7, {"master": 1}, None if stage is None else {"master": 2}, 3, device, "cpu")
     item = Entry(Contender("a", "native", 2, "bf16", stage), 0.5, drawn[0], drawn, footprint)
-    results = results_of([item])
-    plain = json.loads(json.dumps(results, default=lambda record: record.__dict__))
-    assert from_plain(Results, plain) == results
+    results = replace(results_of([item]), absences=[Absence(item.contender, "late")])
+    values = json.loads(json.dumps(results, default=lambda record: record.__dict__))
+    assert from_plain(Results, values) == results
 
 
 def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:

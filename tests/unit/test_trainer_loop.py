@@ -18,8 +18,8 @@ from dtrain.config.schema import TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.collectives import Communicator
-from dtrain.engine.base import Culprit, Engine, StepOutcome
-from dtrain.errors import ModelError
+from dtrain.engine.base import Culprit, Engine, LazyOutcome, StepOutcome
+from dtrain.errors import ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import Feed, Result, Saving, Trainer, validation_loss
@@ -50,7 +50,16 @@ class _Stop(StopSignals):
 class _CountingEngine:
     """The surface of an engine that the loop uses; writes down what it is asked to do."""
 
-    def __init__(self, attempted_steps: int = 0, skip: Iterable[int] = (), comm: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        attempted_steps: int = 0,
+        skip: Iterable[int] = (),
+        comm: Communicator | None = None,
+        *,
+        settles_at_once: bool = True,
+    ) -> None:
+        self.settles_at_once = settles_at_once
+        self.looks: list[tuple[int, int]] = []  # (step that is looked at, steps taken by then), if not at once
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
         self.data_cursor = attempted_steps * _BATCH
         self.skip = frozenset(skip)
@@ -74,10 +83,21 @@ class _CountingEngine:
         self._stop = True
 
     def step(self) -> StepOutcome:
+        outcome, step = self._step(), self.attempted_steps
+        if self.settles_at_once:
+            return outcome
+
+        def look() -> StepOutcome:
+            self.looks.append((step, self.attempted_steps))
+            return outcome
+
+        return LazyOutcome(look, look)
+
+    def _step(self) -> StepOutcome:
         self.cursors.append(self.data_cursor)
         self.attempted_steps += 1
         if self.attempted_steps in self.skip:
-            culprit = Culprit(1, self.attempted_steps - 1, "reduced gradient", tensor="head")
+            culprit = Culprit(1, self.attempted_steps - 1, "reduced gradient", None, "head", 2, 5, num_nan=3)
             return StepOutcome(False, "overflow", float("nan"), float("inf"), 8.0, 0.1, culprit, self._stop)
         self.applied_steps += 1
         return StepOutcome(True, None, 1.0 / self.attempted_steps, 1.0, 8.0, 0.1, None, self._stop)
@@ -110,9 +130,9 @@ class _Ear:
 
 
 def _train(
-    engine: _CountingEngine, *, stop_at: int | None = None, at_end: bool = True, **config: int
+    engine: _CountingEngine, *, stop_at: int | None = None, at_end: bool = True, ear: _Ear | None = None, **config: int
 ) -> tuple[Result, _Ear]:
-    stop, ear = _Stop(), _Ear(engine.events)
+    stop, ear = _Stop(), ear or _Ear(engine.events)
     loader = BatchLoader(_Source(), 0, 2, _BATCH // 2, cursor=engine.data_cursor)
     if stop_at == 0:
         stop.wanted = True
@@ -168,9 +188,71 @@ def test_every_skip_is_logged_with_its_culprit() -> None:
         (6, True, 2, 1040),
     ]
     assert ear.steps[0].reason == "overflow"
-    assert "'head' on rank 1" in str(ear.steps[0].culprit)
+    assert ear.steps[0].culprit == "reduced gradient of 'head'[2:5] not finite (3 NaN) on rank 1"
+    assert ear.steps[0].evidence is not None
+    assert (ear.steps[0].evidence["start"], ear.steps[0].evidence["num_nan"]) == (2, 3)
+    assert ear.steps[2].culprit is None
     assert result.train_loss == 1 / 6
     assert result.tokens == 1040
+
+
+_CADENCE = {"steps": 11, "log_every": 4, "eval_every": 6, "save_every": 9}
+
+
+def test_a_device_is_not_kept_waiting_for_a_report() -> None:
+    prompt, late = _CountingEngine(skip=(2, 7)), _CountingEngine(skip=(2, 7), settles_at_once=False)
+    (want, told), (got, heard) = _train(prompt, **_CADENCE), _train(late, **_CADENCE)
+    due = {4, 6, 8, 9, 11}  # these need to know
+    assert {step for step, _ in late.looks} == set(range(1, 12))
+    assert set(late.looks) == {(step, step if step in due else step + 1) for step in range(1, 12)}
+
+    def lines(ear: _Ear) -> list[tuple[Any, ...]]:
+        return [(m.step, m.loss, m.applied, m.skipped_steps, m.tokens, m.reason, m.culprit) for m in ear.steps]
+
+    assert repr(lines(heard)) == repr(lines(told))
+    assert [line[0] for line in lines(heard)] == [2, 4, 7, 8, 11]
+    assert late.events == prompt.events
+    assert (got.train_loss, got.tokens, got.finished) == (want.train_loss, want.tokens, want.finished)
+
+
+@pytest.mark.parametrize(("stop_at", "last"), [(1, 2), (3, 4), (4, 4), (7, 8)])
+def test_a_stop_is_noticed_by_the_next_step(stop_at: int, last: int) -> None:
+    engine = _CountingEngine(settles_at_once=False)
+    result, _ = _train(engine, stop_at=stop_at, steps=9, log_every=4, eval_every=0, save_every=0)
+    assert not result.finished
+    assert result.tokens == 1000 + 10 * last
+    assert engine.attempted_steps == last
+    assert engine.events == [f"save {last}"]
+
+
+@pytest.mark.parametrize("where", ["step", "look", "next backward"])
+def test_the_skip_that_ends_the_run_is_reported_once(where: str) -> None:
+    """The error comes where the outcome is settled: in the step, when someone looks, or in a later call."""
+    engine, ear = _CountingEngine(skip=(2, 3), settles_at_once=where == "step"), _Ear([])
+    step, backward = engine.step, engine.backward
+    last: list[StepOutcome] = []
+
+    def end() -> StepOutcome:
+        raise NonFiniteError("2 steps in a row were skipped", last[0])
+
+    def ending_step() -> StepOutcome:
+        outcome = step()
+        if engine.attempted_steps < 3:
+            return outcome
+        last.append(outcome)
+        if where == "look":  # of the fields, the culprit settles
+            return LazyOutcome(lambda: outcome, end)
+        return end() if where == "step" else outcome
+
+    def ending_backward(output: dict[str, Tensor]) -> None:
+        backward(output)
+        if engine.attempted_steps == 3:
+            end()
+
+    engine.step, engine.backward = ending_step, ending_backward  # type: ignore[method-assign]
+    with pytest.raises(NonFiniteError, match="2 steps in a row"):
+        _train(engine, ear=ear, steps=9, log_every=3 if where == "look" else 100, eval_every=0, save_every=0)
+    assert [(m.step, m.reason, m.skipped_steps) for m in ear.steps] == [(2, "overflow", 1), (3, "overflow", 2)]
 
 
 def test_the_train_loss_is_that_of_the_last_applied_step() -> None:

@@ -1,0 +1,113 @@
+"""Who made a step fail: found after the fact, by all ranks together, when a step was skipped for it.
+
+The vote says that something was not finite, and which rank's gradient leaf was the first; only then are the main grads
+searched for the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from dtrain.distributed.collectives import Communicator
+from dtrain.engine.base import Culprit
+from dtrain.engine.vote import Verdict
+from dtrain.sharding.layout import FlatLayout
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found in its shard of one parameter's main grad.
+
+    Attributes:
+        name: of the parameter.
+        rank: that owns the shard.
+        start: first element that is not finite, in the parameter's row-major order.
+        stop: one past the last of them.
+        num_inf: how many are infinite.
+        num_nan: how many are NaN.
+    """
+
+    name: str
+    rank: int
+    start: int
+    stop: int
+    num_inf: int
+    num_nan: int
+
+
+def search(layout: FlatLayout, rank: int, shard: Tensor) -> list[Finding]:
+    """What is not finite in ``shard`` FP32 [shard_numel], the shard of ``rank`` in a flat buffer of main grads."""
+    found = []
+    for part in layout.intervals(*layout.shard(rank)):
+        values = shard[part.offset : part.offset + part.stop - part.start]
+        bad = (~values.isfinite()).nonzero().flatten()
+        if len(bad):
+            infinite = int(values.isinf().sum())
+            first, last = part.start + int(bad[0]), part.start + int(bad[-1])
+            found.append(Finding(part.spec.name, rank, first, last + 1, infinite, len(bad) - infinite))
+    return found
+
+
+def exchange(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:
+    """The findings of all ranks, in rank order."""
+    texts = comm.exchange_text(json.dumps([asdict(finding) for finding in own]))
+    return [Finding(**values) for text in texts for values in json.loads(text)]
+
+
+def blame_loss(verdict: Verdict) -> Culprit:
+    """The first micro-batch, in the order of the global index, whose loss was not finite."""
+    bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(verdict.records) if r.num_bad_losses]
+    micro_batch, rank = min(bad)
+    return Culprit(
+        rank=rank,
+        step=verdict.records[0].step,
+        phase="forward loss",
+        micro_batch=micro_batch,
+        num_inf=sum(math.isinf(r.bad_loss) for r in verdict.records),
+        num_nan=sum(math.isnan(r.bad_loss) for r in verdict.records),
+        num_bad_losses=sum(r.num_bad_losses for r in verdict.records),
+    )
+
+
+def blame_gradient(
+    verdict: Verdict, findings: Sequence[Finding], backward_order: Sequence[FlatLayout], *, lone_leaf: bool
+) -> Culprit:
+    """The first leaf that was not finite and, of its tensors, the first in the order of backward.
+
+    What comes first in backward is nearest to the cause: all that comes after may have been infected by it.
+
+    Args:
+        verdict: of the step.
+        findings: of all ranks.
+        backward_order: the flat buffers in the order in which backward completes them, which numbers the leaves.
+        lone_leaf: there was one micro-batch on one rank, so no leaf was watched.
+    """
+    leaves = [(record.bad_leaf, rank) for rank, record in enumerate(verdict.records) if record.bad_leaf >= 0]
+    layouts = list(backward_order)
+    rank = micro_batch = None
+    if leaves:
+        leaf, rank = min(leaves)
+        micro_batch, flat = divmod(leaf, len(layouts))
+        layouts = [layouts[flat], *layouts]  # where only its sum overflowed, it has none
+    elif lone_leaf:
+        rank, micro_batch = 0, 0
+    found = {finding.name for finding in findings}
+    name = next((s.spec.name for layout in layouts for s in reversed(layout.slots) if s.spec.name in found), None)
+    parts = [finding for finding in findings if finding.name == name]
+    phase = "reduced gradient" if micro_batch is None else "local gradient"
+    return Culprit(
+        rank=rank if rank is not None else parts[0].rank if parts else -1,
+        step=verdict.records[0].step,
+        phase=phase,
+        micro_batch=micro_batch,
+        tensor=name,
+        start=min((part.start for part in parts), default=None),
+        stop=max((part.stop for part in parts), default=None),
+        num_inf=sum(part.num_inf for part in parts),
+        num_nan=sum(part.num_nan for part in parts),
+    )

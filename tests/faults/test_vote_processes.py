@@ -1,0 +1,158 @@
+"""Inf, NaN and huge numbers on one rank of several real ones: skipped by all or applied by all, the culprit named.
+
+On every rank and in every phase, in the first and last tensor of every flat buffer, beside a rank without gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtrain
+from dtrain.engine.base import Culprit
+from dtrain.engine.native import NativeEngine
+from dtrain.sharding.layout import FlatLayout, Slot
+from dtrain.sharding.placement import STAGES
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, start
+from tests.helpers.zoo import make
+
+NUM_MICRO_BATCHES = 2
+SCALE = 2.0**40  # the faults halve it one by one, and it must not reach its floor
+SMALL, LARGE = 1.0, 3e38  # LARGE twice is above FP32
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A number in one place of one micro-batch, as the forward or backward of some ranks gives it.
+
+    Attributes:
+        ranks: which get it.
+        micro_batch: which of theirs.
+        value: the number.
+        place: the tensor whose gradient holds it in its first or last element; None: the loss is multiplied by it.
+        idle: a rank that gives dummies of weight 0, without a graph where that is allowed, or None.
+    """
+
+    ranks: tuple[int, ...]
+    micro_batch: int
+    value: float
+    place: tuple[FlatLayout, Slot, int] | None = None
+    idle: int | None = None
+
+    def expected(self, step: int) -> tuple[str | None, Culprit | None]:
+        """(reason, culprit)."""
+        counts = {"num_inf": int(math.isinf(self.value)), "num_nan": int(math.isnan(self.value))}
+        rank, micro_batch = self.ranks[0], self.micro_batch
+        if self.place is None:
+            return "nonfinite_loss", Culprit(rank, step, "forward loss", micro_batch, num_bad_losses=1, **counts)
+        layout, slot, element = self.place
+        where = {"tensor": slot.spec.name, "start": element, "stop": element + 1}
+        if not math.isfinite(self.value):
+            return "overflow", Culprit(rank, step, "local gradient", micro_batch, **where, **counts)
+        if len(self.ranks) > 1:
+            owner = (slot.start + element) // layout.shard_numel
+            return "overflow", Culprit(owner, step, "reduced gradient", **where, num_inf=1)
+        return (None, None) if self.value == SMALL else ("overflow", Culprit(-1, step, "reduced gradient"))
+
+
+def faults_of(engine: NativeEngine) -> list[Fault]:
+    """All kinds at all places, the ranks and micro-batches in turn."""
+    world, found = engine.world_size, []
+    for rank in range(world):
+        found += [Fault((rank,), rank % NUM_MICRO_BATCHES, value) for value in (math.inf, math.nan)]
+    for layout in engine.state.layouts:
+        for slot, element in ((layout.slots[0], 0), (layout.slots[-1], layout.slots[-1].spec.numel - 1)):
+            place = (layout, slot, element)
+            for value in (math.inf, math.nan):
+                number = len(found)
+                rank = number // 2 % world
+                idle = (rank + 1) % world if number % 3 == 0 else None
+                found.append(Fault((rank,), number % NUM_MICRO_BATCHES, value, place, idle))
+        number = len(found)
+        found.append(Fault((number % world,), 0, LARGE, place))  # only the norm overflows
+        found.append(Fault((number % world, (number + 1) % world), 1, LARGE, place))  # only the sum does
+        found.append(Fault((number % world,), 1, SMALL, place))
+    return found
+
+
+def snapshot(engine: NativeEngine) -> list[Tensor]:
+    storages = engine.state.storages()
+    return [tensor.clone() for kind in ("master", "moments", "compute") for tensor in storages[kind]]
+
+
+def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:
+    """One step with the fault in it, or without one."""
+    entry = make("transformer")
+    handle: Any = None
+    hit = fault is not None and engine.rank in fault.ranks
+    for number in engine.accumulate(range(NUM_MICRO_BATCHES)):
+        idle = fault is not None and engine.rank == fault.idle
+        if idle and engine.options.zero_stage < 3:
+            engine.backward(torch.zeros(()), weight=0.0)
+            continue
+        loss = entry.loss(engine, entry.batch(number * engine.world_size + engine.rank))
+        now = hit and fault is not None and number == fault.micro_batch
+        if now and fault is not None:
+            if fault.place is None:
+                loss = loss * fault.value
+            else:
+                handle = poison(engine, fault.place[1], fault.place[2], fault.value)
+        engine.backward(loss, weight=0.0 if idle else 1.0)
+        if now and handle is not None:
+            handle.remove()
+    return engine.step()
+
+
+def poison(engine: NativeEngine, slot: Slot, element: int, value: float) -> Any:
+    """Sets one element of a parameter's gradient as autograd delivers it; returns the handle."""
+
+    def hook(grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[element] = value
+        return grad
+
+    return dict(engine.module.named_parameters())[slot.spec.name].register_hook(hook)
+
+
+def run(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every fault, each followed by a clean step; returns (fault, what all ranks must see alike)."""
+    scale = dtrain.LossScale(mode="dynamic", init=SCALE, max=SCALE)
+    engine = start(Run("transformer", options={"precision": "bf16", "loss_scale": scale, **options}))
+    seen = []
+    expected_scale, applied = SCALE, 0
+    for number, fault in enumerate(faults_of(engine)):
+        before = snapshot(engine)
+        reason, culprit = fault.expected(2 * number)
+        outcome = attempt(engine, fault)
+        assert (outcome.reason, outcome.applied, outcome.loss_scale) == (reason, reason is None, expected_scale), fault
+        assert outcome.culprit == culprit, fault
+        if reason == "overflow":
+            expected_scale /= 2
+        assert engine.loss_scale.scale == expected_scale, f"{fault}: a bad gradient halves it, a bad loss leaves it"
+        untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
+        # at stage 3 a rank whose shards are all padding holds nothing that could change
+        holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.state.owned_intervals())
+        assert untouched is not (outcome.applied and holds_some), f"{fault}: masters, moments and replicas"
+        clean = attempt(engine, None)
+        assert clean.applied, f"{fault}: the next clean step must apply"
+        applied += 1 + outcome.applied
+        assert (engine.attempted_steps, engine.applied_steps) == (2 * number + 2, applied)
+        seen.append((str(fault), repr((outcome, clean))))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "reproducible"),
+    [*((world, stage, False) for world in (2, 3) for stage in sorted(STAGES)), (3, 0, True), (3, 2, True)],
+)
+def test_all_skip_or_all_apply_and_the_culprit_is_right(world: int, stage: int, reproducible: bool) -> None:
+    ranks = run_ranks(world, run, {"zero_stage": stage, "reproducible": reproducible})
+    assert len(ranks[0]) >= 32, "so that there are more than 160 in all"
+    for rank in ranks[1:]:
+        assert rank == ranks[0], "the ranks disagree"

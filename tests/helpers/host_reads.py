@@ -1,0 +1,92 @@
+"""What makes the host wait for the device: forbidden, on a CPU too, where it would cost nothing and go unnoticed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.engine.native import NativeEngine
+
+_READS = {
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose",  # a value
+    "nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "histc",  # a size that depends on values
+    "_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "_linalg_check_errors",
+}  # fmt: skip
+_METHODS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__", "__index__", "__repr__")
+_FROM_LISTS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+_FUNCTIONS = {getattr(torch.Tensor, name) for name in (*_METHODS, "__format__", "__contains__", "__complex__")}
+
+
+# functions that ask first whether the tensor lies on the host, and leave it alone where it does not
+_OF_THE_HOST = {("collectives.py", "read"), ("accumulate.py", "of_ranks")}
+
+
+class HostRead(AssertionError):
+    """The host asked for a value of a tensor."""
+
+
+class _Operators(TorchDispatchMode):
+    """Operators below autograd, whoever calls them in this thread; on CPU, backward runs in it too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.partition("::")[2]
+        if name in _READS:
+            raise HostRead(str(func))
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            raise HostRead(f"{func} without output_size")
+        indices = args[1] if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+        if any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices):
+            raise HostRead(f"{func} with a mask")
+        result = func(*args, **kwargs)
+        source = next((arg for arg in reversed(args) if isinstance(arg, Tensor)), None)
+        if name in ("_to_copy", "copy_") and source is not None and source.device != result.device:
+            raise HostRead(f"{func} from {source.device} to {result.device}")
+        return result
+
+
+class _Methods(TorchFunctionMode):
+    """Methods that read a CPU tensor's memory without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1).f_code
+        if func in _FUNCTIONS and (Path(caller.co_filename).name, caller.co_name) not in _OF_THE_HOST:
+            raise HostRead(str(func))
+        if func in _FROM_LISTS and (kwargs or {}).get("device") is not None and not isinstance(args[0], Tensor):
+            raise HostRead(f"{func} with a device: a copy from memory that is not pinned waits")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def forbidden() -> Iterator[None]:
+    """Any read of a tensor's value by this thread raises :class:`HostRead`."""
+    with _Methods(), _Operators():
+        yield
+
+
+def like_a_gpu(engine: NativeEngine) -> list[int]:
+    """Lets the host learn a verdict only when someone looks; returns the list that grows by the step of each look."""
+    looks: list[int] = []
+    settlement = engine._settlement
+    settlement.at_once = False
+
+    def post(values: Tensor) -> Callable[[], list[int]]:
+        kept, step = values.clone(), engine.attempted_steps
+
+        def read() -> list[int]:
+            looks.append(step)
+            with torch._C.DisableTorchFunction():
+                return kept.tolist()
+
+        return read
+
+    settlement._readback.post = post  # type: ignore[method-assign]
+    return looks
