@@ -8,19 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dtrain.bench.records import Results, read_results, write_results
+from dtrain.bench.peers import check_peers
+from dtrain.bench.records import Results, Timings, read_results, write_results
 from dtrain.bench.report import describe, update_document
 from dtrain.config.resolve import read_suite
-from dtrain.config.schema import BENCH_ENGINE, BENCH_PRECISION
+from dtrain.config.schema import BENCH_COLLECTIVES, BENCH_ENGINE, BENCH_OPTIMIZER, BENCH_PRECISION, BENCH_VOTE
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError, nearest
 
 _USAGE = """usage: dtrain bench SUITE [key=value ...]
        dtrain bench report FILE.json ... [bench.docs=docs/benchmarks.md]
 
-  engine     step time, memory and start of dtrain's engine against plain PyTorch and DDP
-  precision  speed and memory of mixed precision against FP32
-  report     writes the tables of results files into a document, between their markers
+  engine       step time, memory and start of dtrain's engine against plain PyTorch, DDP, FSDP2, DeepSpeed, ...
+  precision    speed and memory of mixed precision against FP32
+  optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
+  collectives  each collective of a step, through sockets and through shared memory
+  vote         what the vote and loss scaling take of a step
+  report       writes the tables of results files into a document, between their markers
 
 More on a suite: dtrain bench engine --help."""
 _DOCS_KEY = "bench.docs="
@@ -45,6 +49,7 @@ def _engine(argv: Sequence[str]) -> int:
     config = read_suite(argv, BENCH_ENGINE)
     if config is None:
         return 0
+    check_peers(config.bench.peers or [], config.bench.ranks)
     _require_one_process()
     from dtrain.bench.suites import run_engine_suite  # brings torch; a misspelt key is reported without that wait
 
@@ -61,6 +66,36 @@ def _precision(argv: Sequence[str]) -> int:
     return _finish(run_precision_suite(config, _command("precision", argv)), config.bench.out)
 
 
+def _optimizer(argv: Sequence[str]) -> int:
+    config = read_suite(argv, BENCH_OPTIMIZER)
+    if config is None:
+        return 0
+    _require_one_process()
+    from dtrain.bench.optimizer import run_optimizer_suite
+
+    return _finish(run_optimizer_suite(config, _command("optimizer", argv)), config.bench.out)
+
+
+def _collectives(argv: Sequence[str]) -> int:
+    config = read_suite(argv, BENCH_COLLECTIVES)
+    if config is None:
+        return 0
+    _require_one_process()
+    from dtrain.bench.collectives import run_collectives_suite
+
+    return _finish(run_collectives_suite(config, _command("collectives", argv)), config.bench.out)
+
+
+def _vote(argv: Sequence[str]) -> int:
+    config = read_suite(argv, BENCH_VOTE)
+    if config is None:
+        return 0
+    _require_one_process()
+    from dtrain.bench.suites import run_vote_suite
+
+    return _finish(run_vote_suite(config, _command("vote", argv)), config.bench.out)
+
+
 def _report(argv: Sequence[str]) -> int:
     documents = [word.removeprefix(_DOCS_KEY) for word in argv if word.startswith(_DOCS_KEY)]
     files = [Path(word) for word in argv if not word.startswith(_DOCS_KEY)]
@@ -75,7 +110,14 @@ def _report(argv: Sequence[str]) -> int:
     return 0
 
 
-_SUITES: dict[str, Callable[[Sequence[str]], int]] = {"engine": _engine, "precision": _precision, "report": _report}
+_SUITES: dict[str, Callable[[Sequence[str]], int]] = {
+    "engine": _engine,
+    "precision": _precision,
+    "optimizer": _optimizer,
+    "collectives": _collectives,
+    "vote": _vote,
+    "report": _report,
+}
 
 
 def _require_one_process() -> None:
@@ -88,9 +130,11 @@ def _command(suite: str, argv: Sequence[str]) -> str:
     return shlex.join(["dtrain", "bench", suite, *argv])
 
 
-def _finish(results: Results, out: str | None) -> int:
+def _finish(results: Results | Timings, out: str | None) -> int:
+    """Writes and prints; 1 where dtrain's own engine failed, since others may stay out."""
     path = Path(out or time.strftime(f"runs/bench-{results.suite}-%Y-%m-%d_%H-%M-%S.json"))
     write_results(path, results)
     print(describe(results), flush=True)
     logger.info("results in %s", path)
-    return 0
+    absences = results.absences if isinstance(results, Results) else []
+    return 1 if any(absence.contender.engine == "native" for absence in absences) else 0

@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from dtrain.bench.records import Assignment, Contender, Entry, Footprint, Turn, from_plain
+from dtrain.bench.host import memory_left
+from dtrain.bench.records import Absence, Assignment, Contender, Entry, Footprint, Turn, from_plain
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import SuiteConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import BenchError
 
+Answer = TypeVar("Answer")
+
+_START_S = 300.0  # a peer may compile its extensions in its first start
 _SILENCE_S = 900.0  # a rank that says nothing for so long hangs
 _GOODBYE_S = 10.0
+_LEAST_MEMORY_LEFT = 0.1  # beyond it the system may kill any process, and not only ours
 
 
 class Entrant:
@@ -47,19 +53,25 @@ class Entrant:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            try:
-                _not_none(process.stdin).close()
-            except BrokenPipeError:  # it is gone already
-                continue
+        self.end()
+
+    def end(self) -> None:
+        """Ends the processes and waits for that; more than once does no harm."""
+        self.dismiss()
         for process in self._processes:
             try:
                 process.wait(_GOODBYE_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                _kill_group(process)
                 process.wait()
             _not_none(process.stdout).close()
         self._stack.close()
+
+    def dismiss(self) -> None:
+        """Tells the processes to end."""
+        for process in self._processes:
+            with suppress(BrokenPipeError):  # it is gone already
+                _not_none(process.stdin).close()
 
     def start(self) -> float:
         """Starts the processes; returns the seconds from there to the end of the first step.
@@ -79,12 +91,13 @@ class Entrant:
                 stderr=log,
                 env=environment(self._threads),
                 text=True,
+                start_new_session=True,  # a process group of its own, so that its compilers end with it
             )
             self._processes.append(process)
         store = str(Path(self._folder, "store"))
         for rank in range(self.contender.ranks):
             self._send(rank, asdict(Assignment(self.contender, rank, store, self._config)))
-        self._ask({"steps": 1})
+        self._ask({"steps": 1}, _START_S)
         return time.perf_counter() - begin
 
     def turn(self, steps: int) -> Turn:
@@ -95,7 +108,9 @@ class Entrant:
         answers = self._ask({"steps": steps})
         step_ms = [max(times) for times in zip(*(answer["step_ms"] for answer in answers), strict=True)]
         losses = [sum(row) / len(row) for row in zip(*(answer["losses"] for answer in answers), strict=True)]
-        return Turn(step_ms, losses, load)
+        cpu_ms = [sum(times) for times in zip(*(answer["cpu_ms"] for answer in answers), strict=True)]
+        parts_ms = {name: [answer["parts_ms"][name] for answer in answers] for name in answers[0]["parts_ms"]}
+        return Turn(step_ms, losses, load, cpu_ms, parts_ms)
 
     def footprint(self) -> Footprint:
         """Of the rank that holds the most."""
@@ -111,21 +126,23 @@ class Entrant:
             device=most.device,
         )
 
-    def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+    def _ask(self, order: dict[str, Any], limit_s: float = _SILENCE_S) -> list[dict[str, Any]]:
         for rank in range(len(self._processes)):
             self._send(rank, order)
         waiting = {_not_none(process.stdout): rank for rank, process in enumerate(self._processes)}
         answers: dict[int, dict[str, Any]] = {}
         while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], _SILENCE_S)
+            ready, _, _ = select.select(list(waiting), [], [], limit_s)
             if not ready:
-                raise BenchError(f"{self.contender.name}: no answer for {_SILENCE_S:.0f} s; a rank hangs")
+                raise BenchError(f"{self.contender.name}: no answer for {limit_s:.0f} s; a rank hangs")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 line = pipe.readline()  # a rank answers an order with one line, so nothing stays in the buffer
                 if not line:
                     raise self._failure(rank)
                 answers[rank] = json.loads(line)
+                if "failure" in answers[rank]:
+                    raise BenchError(f"{self.contender.name}: rank {rank} failed: {answers[rank]['failure']}")
         return [answers[rank] for rank in range(len(self._processes))]
 
     def _send(self, rank: int, order: dict[str, Any]) -> None:
@@ -137,41 +154,79 @@ class Entrant:
             raise self._failure(rank) from None
 
     def _failure(self, rank: int) -> BenchError:
-        self._processes[rank].wait(_GOODBYE_S)
+        """The error for a rank that has ended without saying why, such as one that was killed."""
+        with suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(_GOODBYE_S)
         self._logs[rank].seek(0)
         words = self._logs[rank].read().strip().splitlines()
-        code = self._processes[rank].returncode
+        code = self._processes[rank].poll()
         said = words[-1] if words else "without a word"
         return BenchError(f"{self.contender.name}: rank {rank} ended with exit code {code}: {said}")
 
 
-def compete(contenders: Sequence[Contender], config: SuiteConfig) -> list[Entry]:
+def compete(contenders: Sequence[Contender], config: SuiteConfig) -> tuple[list[Entry], list[Absence]]:
     """Starts all contenders one after the other, then lets them take turns for ``config.bench.rounds`` rounds.
 
+    Returns:
+        The entries of those that ran to the end, and the absences of those that failed; the others went
+        on without them.
+
     Raises:
-        BenchError: a contender's process failed.
+        BenchError: none ran to the end.
     """
     bench = config.bench
+    absences: list[Absence] = []
     with ExitStack() as stack:
-        entrants = [stack.enter_context(Entrant(contender, config)) for contender in contenders]
-        starts, warmups = [], []
-        for entrant in entrants:
-            starts.append(entrant.start())
-            warmups.append(entrant.turn(bench.warmup_steps))
-            logger.info("%s: first step after %.1f s", entrant.contender.name, starts[-1])
-        turns: list[list[Turn]] = [[] for _ in entrants]
+        running = [stack.enter_context(Entrant(contender, config)) for contender in contenders]
+
+        def each(act: Callable[[Entrant], Answer]) -> dict[Entrant, Answer]:
+            answers = {}
+            for entrant in list(running):
+                try:
+                    answers[entrant] = act(entrant)
+                except BenchError as error:
+                    logger.warning("did not run: %s", error)
+                    entrant.end()
+                    running.remove(entrant)
+                    absences.append(Absence(entrant.contender, str(error)))
+            return answers
+
+        starts = each(lambda entrant: _start(entrant, bench.warmup_steps))
+        rounds: list[dict[Entrant, Turn]] = []
         for number in range(bench.rounds):
-            for entrant, own in zip(entrants, turns, strict=True):
-                own.append(entrant.turn(bench.steps))
+            rounds.append(each(lambda entrant: entrant.turn(bench.steps)))
             times = "  ".join(
-                f"{entrant.contender.name} {min(own[-1].step_ms):.0f}"
-                for entrant, own in zip(entrants, turns, strict=True)
+                f"{entrant.contender.name} {min(turn.step_ms):.0f}" for entrant, turn in rounds[-1].items()
             )
             logger.info("round %d/%d, best ms: %s", number + 1, bench.rounds, times)
-        return [
-            Entry(entrant.contender, start, warmup, own, entrant.footprint())
-            for entrant, start, warmup, own in zip(entrants, starts, warmups, turns, strict=True)
-        ]
+        footprints = each(Entrant.footprint)
+        for entrant in running:
+            entrant.dismiss()  # all at once, so that leaving takes as long as the slowest
+    if not running:
+        raise BenchError(f"no contender ran; {absences[0].reason}")
+    entries = [
+        Entry(entrant.contender, *starts[entrant], [turns[entrant] for turns in rounds], footprints[entrant])
+        for entrant in running
+    ]
+    return entries, absences
+
+
+def _start(entrant: Entrant, warmup_steps: int) -> tuple[float, Turn]:
+    first_step_s = entrant.start()
+    warmup = entrant.turn(warmup_steps)
+    if (left := memory_left()) < _LEAST_MEMORY_LEFT:
+        raise BenchError(
+            f"{entrant.contender.name}: only {left:.0%} of the memory is left; all contenders hold theirs at once, so "
+            "race fewer (bench.peers, bench.stages) or take a smaller model"
+        )
+    logger.info("%s: first step after %.1f s", entrant.contender.name, first_step_s)
+    return first_step_s, warmup
+
+
+def _kill_group(process: subprocess.Popen[str]) -> None:
+    """Ends ``process`` and what it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _not_none(pipe: IO[str] | None) -> IO[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import re
+from importlib.metadata import version as package_version
 from pathlib import Path
 
 import torch
 
+from dtrain.bench.peers import PEERS
 from dtrain.bench.records import Host
 from dtrain.telemetry.throughput import num_cores
 from dtrain.version import version
@@ -25,7 +27,21 @@ def describe_host() -> Host:
         python=platform.python_version(),
         torch=str(torch.__version__),
         dtrain=version(),
+        peers={
+            peer.package: package_version(peer.package)
+            for peer in PEERS.values()
+            if peer.package is not None and peer.is_installed
+        },
     )
+
+
+def memory_left() -> float:
+    """The share of this machine's memory that new processes can have; 1 where the system does not say."""
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1.0
+    facts = dict(re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", meminfo.read_text(encoding="ascii"), re.M))
+    return int(facts["MemAvailable"]) / int(facts["MemTotal"]) if len(facts) == 2 else 1.0
 
 
 def _cpu_model() -> str:

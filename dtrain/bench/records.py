@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,10 +21,12 @@ class Contender:
 
     Attributes:
         name: unique in one run.
-        engine: ``native``, or a peer: ``plain``, ``ddp``.
+        engine: ``native``, ``plain``, or a key of ``bench.peers.PEERS``.
         ranks: processes it trains with.
-        precision: the name of dtrain's policy; a peer runs under autocast in ``bf16``, plainly in ``fp32``.
+        precision: the name of dtrain's policy; a peer is told ``bf16`` or ``fp32`` and does it in its own way.
         zero_stage: of the native engine, else None.
+        loss_scale: of the native engine: a mode of dtrain's loss scale.
+        times_vote: whether the native engine's vote is timed inside each step.
     """
 
     name: str
@@ -32,6 +34,8 @@ class Contender:
     ranks: int
     precision: str
     zero_stage: int | None = None
+    loss_scale: str = "auto"
+    times_vote: bool = False
 
     @property
     def is_floor(self) -> bool:
@@ -64,11 +68,15 @@ class Turn:
         step_ms: wall time of each step on its slowest rank.
         losses: mean over the ranks, of each step.
         load: the machine's 1-minute load average when the turn began.
+        cpu_ms: processor time of each step, user and system, summed over the ranks and their threads.
+        parts_ms: wall time of timed parts of each step, by the part's name; a list for each rank.
     """
 
     step_ms: list[float]
     losses: list[float | None]
     load: float
+    cpu_ms: list[float] = field(default_factory=list)
+    parts_ms: dict[str, list[list[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,20 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Absence:
+    """A contender that was to run and did not, or not to the end."""
+
+    contender: Contender
+    reason: str
+
+
+@dataclass(frozen=True)
 class Host:
-    """The machine and the software, without its name."""
+    """The machine and the software, without its name.
+
+    Attributes:
+        peers: versions of the installed packages that dtrain is measured against.
+    """
 
     cpu: str
     cores: int
@@ -121,6 +141,7 @@ class Host:
     python: str
     torch: str
     dtrain: str
+    peers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,12 +149,14 @@ class Results:
     """One run of a suite.
 
     Attributes:
-        suite: ``engine`` or ``precision``.
+        suite: its name on the command line.
         command: what was typed.
         date: local, ISO 8601.
         config: the resolved configuration.
         tokens_per_rank: of one step on one rank.
+        entries: of the contenders that ran to the end.
         train_starts_s: from the command ``dtrain train`` to its first step, each start; empty where not measured.
+        absences: of the others.
     """
 
     suite: str
@@ -144,22 +167,73 @@ class Results:
     tokens_per_rank: int
     entries: list[Entry]
     train_starts_s: list[float]
+    absences: list[Absence] = field(default_factory=list)
 
 
-def write_results(path: Path, results: Results) -> None:
+@dataclass(frozen=True)
+class Timing:
+    """The times of one contender that is an operation, not a training.
+
+    Attributes:
+        contender: its name, unique in its case.
+        nbytes: what it must move.
+        ms: wall time, one a round.
+        case: what it was timed on; contenders of one case are compared.
+    """
+
+    contender: str
+    nbytes: int
+    ms: list[float]
+    case: str = ""
+
+    def gb_per_s(self) -> list[float]:
+        """``nbytes`` over the time, one a round."""
+        return [self.nbytes / value / 1e6 for value in self.ms]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """One run of a suite of operations.
+
+    Attributes:
+        suite: its name on the command line.
+        command: what was typed.
+        date: local, ISO 8601.
+        config: the resolved configuration.
+        load: the machine's 1-minute load average before the first round.
+        about: what was measured, and what its bytes count.
+        bandwidth: the contender whose GB/s the others' are shares of; None where there is none.
+        rivals: the contenders whose time the others' are compared with.
+        timings: of all contenders.
+    """
+
+    suite: str
+    command: str
+    date: str
+    host: Host
+    config: dict[str, Any]
+    load: float
+    about: str
+    bandwidth: str | None
+    rivals: list[str]
+    timings: list[Timing]
+
+
+def write_results(path: Path, results: Results | Timings) -> None:
     """Writes ``results`` as JSON: whole or not at all; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(finite(asdict(results)), indent=1, allow_nan=False) + "\n")
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> Results | Timings:
     """The results that :func:`write_results` wrote.
 
     Raises:
         BenchError: the file cannot be read or is none of these.
     """
     try:
-        return from_plain(Results, json.loads(path.read_text(encoding="utf-8")))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return from_plain(Timings, values) if "timings" in values else from_plain(Results, values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BenchError(f"{path} is no results file of this version of `dtrain bench` ({reason})") from error

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from dtrain.bench.records import Entry, Host, Results
+from dtrain.bench.records import Entry, Results, Timings
+from dtrain.bench.tables import Column, describe_machine, spread, table
+from dtrain.bench.timing import describe_timings
+from dtrain.bench.vote import describe_votes
 from dtrain.errors import BenchError
 from dtrain.telemetry.console import compact
 from dtrain.telemetry.metrics import write_atomically
@@ -20,7 +23,7 @@ Rounding differs between them (BF16 replicas or autocast, order of sums), so tra
 is far outside.
 """
 
-Column = tuple[str, Callable[[Entry], str]]
+_FAMILIES = ("fsdp2", "deepspeed")  # whose fastest variant is compared with, beside the best peer
 
 
 def step_ms(entry: Entry) -> float:
@@ -51,25 +54,44 @@ def is_wrong(entry: Entry, entries: Sequence[Entry]) -> bool:
     return not abs(own - expected) <= LOSS_TOLERANCE * abs(expected)
 
 
-def describe(results: Results) -> str:
+def best(entries: Sequence[Entry], prefix: str = "") -> Entry | None:
+    """The one with the least median step time among the peers on several ranks whose name begins with ``prefix``.
+
+    One whose losses are wrong is fast for nothing and does not count. None where there is no such peer.
+    """
+    peers = [
+        entry
+        for entry in entries
+        if entry.contender.engine not in ("native", "plain")
+        and entry.contender.name.startswith(prefix)
+        and not is_wrong(entry, entries)
+    ]
+    return min(peers, key=step_ms, default=None)
+
+
+def describe(results: Results | Timings) -> str:
     """Everything about one run in Markdown: what was run, the table, and what its columns leave open."""
+    if isinstance(results, Timings):
+        return describe_timings(results)
     bench, entries = results.config["bench"], results.entries
     one = entries[0].footprint
-    columns = _engine_columns(results) if results.suite == "engine" else _precision_columns(results)
+    columns = _COLUMNS[results.suite](results)
     facts = [
         f"`{results.command}`",
-        f"{results.date}, {_describe_host(results.host)}.",
+        f"{results.date}, {describe_machine(results.host)}.",
         f"{compact(one.num_parameters)} parameters ({one.num_parameters:,}), {results.tokens_per_rank:,} tokens a rank "
         f"and step, {bench['threads_per_rank']} thread{'s' if bench['threads_per_rank'] > 1 else ''} a rank, on "
         f"{one.device}. {bench['rounds']} rounds of {bench['steps']} steps, contenders in turn.",
     ]
-    return "\n\n".join([*facts, _table(columns, entries), *_notes(results)])
+    absences = [f"Did not run: {absence.reason}." for absence in results.absences]
+    votes = describe_votes(entries) if results.suite == "vote" else []
+    return "\n\n".join([*facts, table(columns, entries), *absences, *_speed_ups(entries), *votes, *_notes(results)])
 
 
-def _engine_columns(results: Results) -> list[Column]:
-    peers = [entry for entry in results.entries if entry.contender.engine != "native"]
-    versus: list[Column] = [
-        (f"step / {peer.contender.name}", lambda entry, peer=peer: _spread(ratios(entry, peer), 3))  # type: ignore[misc]
+def _engine_columns(results: Results) -> list[Column[Entry]]:
+    peers = [entry for entry in results.entries if entry.contender.engine == "plain"]
+    versus: list[Column[Entry]] = [
+        (f"step / {peer.contender.name}", lambda entry, peer=peer: spread(ratios(entry, peer), 3))  # type: ignore[misc]
         for peer in peers
     ]
     return [
@@ -81,16 +103,58 @@ def _engine_columns(results: Results) -> list[Column]:
     ]
 
 
-def _precision_columns(results: Results) -> list[Column]:
-    fp32 = results.entries[0]
+def _precision_columns(results: Results) -> list[Column[Entry]]:
+    versus: list[Column[Entry]] = [
+        ("speed-up over fp32", lambda entry, fp32=fp32: spread([1 / ratio for ratio in ratios(entry, fp32)], 2))  # type: ignore[misc]
+        for fp32 in results.entries
+        if fp32.contender.name == "fp32"
+    ]
+    return [("precision", lambda entry: entry.contender.name), *_common(results), *versus]
+
+
+def _vote_columns(results: Results) -> list[Column[Entry]]:
+    unscaled = {entry.contender.precision: entry for entry in results.entries if entry.contender.loss_scale == "none"}
+
+    def over_none(entry: Entry) -> str:
+        other = unscaled.get(entry.contender.precision)
+        return "not measured" if other is None else spread(ratios(entry, other), 4)
+
     return [
-        ("precision", lambda entry: entry.contender.name),
+        ("precision, loss scale", lambda entry: entry.contender.name),
         *_common(results),
-        ("speed-up over fp32", lambda entry: _spread([1 / ratio for ratio in ratios(entry, fp32)], 2)),
+        ("step / loss scale none", over_none),
     ]
 
 
-def _common(results: Results) -> list[Column]:
+_COLUMNS = {"engine": _engine_columns, "precision": _precision_columns, "vote": _vote_columns}
+
+
+def _speed_ups(entries: Sequence[Entry]) -> list[str]:
+    """How many times as fast as the best peer, as FSDP2 and as DeepSpeed our engine is on the same number of ranks."""
+    overall = best(entries)
+    if overall is None:
+        return []
+    rivals = {rival.contender.name: rival for prefix in ("", *_FAMILIES) if (rival := best(entries, prefix))}
+    own = [
+        entry
+        for entry in entries
+        if entry.contender.engine == "native" and entry.contender.ranks == overall.contender.ranks
+    ]
+    columns: list[Column[Entry]] = [
+        ("contender", lambda entry: entry.contender.name),
+        *(
+            (f"speed-up over {name}", lambda entry, rival=rival: spread(ratios(rival, entry), 3))
+            for name, rival in rivals.items()
+        ),
+    ]
+    said = (
+        f"Best peer by median step time: {overall.contender.name}, {step_ms(overall):.1f} ms. Our engine's "
+        "speed-up by round, also over the fastest variant of FSDP2 and of DeepSpeed:"
+    )
+    return [said, table(columns, own)] if own else [said.partition(". Our")[0] + "."]
+
+
+def _common(results: Results) -> list[Column[Entry]]:
     def tokens_per_s(entry: Entry) -> str:
         return compact(results.tokens_per_rank * entry.contender.ranks / step_ms(entry) * 1000)
 
@@ -98,13 +162,19 @@ def _common(results: Results) -> list[Column]:
         return f"{final_loss(entry):.4f}{' WRONG' if is_wrong(entry, results.entries) else ''}"
 
     return [
-        ("step ms", lambda entry: _spread([value for turn in entry.turns for value in turn.step_ms], 1)),
+        ("step ms", lambda entry: spread([value for turn in entry.turns for value in turn.step_ms], 1)),
+        ("CPU ms, all ranks", _cpu_ms),
         ("tokens/s", tokens_per_s),
         ("state MiB a rank", _state),
         ("peak MiB a rank", _peak),
         ("loss", loss),
         ("load", lambda entry: f"{median(turn.load for turn in entry.turns):.1f}"),
     ]
+
+
+def _cpu_ms(entry: Entry) -> str:
+    spent = [value for turn in entry.turns for value in turn.cpu_ms]
+    return f"{median(spent):.1f}" if spent else "not measured"
 
 
 def _state(entry: Entry) -> str:
@@ -126,8 +196,9 @@ def _notes(results: Results) -> list[str]:
         "Step time: median (least to most) over all timed steps, each as long as on its slowest rank; ratios: median "
         "(least to most) over the rounds. Loss: mean over the steps of the last round; contenders with the same number "
         f"of ranks saw the same data and must agree within {LOSS_TOLERANCE:.0%}. Load: the machine's 1-minute average, "
-        "the benchmark's own processes included. State: bytes of the distinct storages, and against the ZeRO formula "
-        "in force."
+        "the benchmark's own processes included. CPU: median processor time of a step, summed over ranks and threads. "
+        "State: bytes of the distinct storages after a step, and against the ZeRO formula in force; gradients that a "
+        "peer has freed by then are not in it."
     ]
     formulas = {
         f"{entry.contender.name}: {_formula(entry)}": None for entry in results.entries if entry.footprint.formula
@@ -136,7 +207,7 @@ def _notes(results: Results) -> list[str]:
         "ZeRO formula in force, bytes a parameter on one rank:\n\n" + "\n".join(f"- {line}" for line in formulas)
     )
     if results.train_starts_s:
-        seconds = _spread(results.train_starts_s, 1)
+        seconds = spread(results.train_starts_s, 1)
         notes.append(
             f"`dtrain train`, command to the end of the first step: {seconds} s ({len(results.train_starts_s)} starts)."
         )
@@ -149,33 +220,11 @@ def _formula(entry: Entry) -> str:
     return f"{parts} = {sum(formula.values()) / numel:.2f}"
 
 
-def _describe_host(host: Host) -> str:
-    gpus = "".join(f", {name}" for name in host.gpus)
-    return (
-        f"{host.cpu}, {host.cores} cores, {host.memory_gib:g} GiB{gpus}, {host.system}; Python {host.python}, torch "
-        f"{host.torch}, dtrain {host.dtrain}"
-    )
-
-
-def _table(columns: Sequence[Column], entries: Sequence[Entry]) -> str:
-    rows = [[title for title, _ in columns], *([cell(entry) for _, cell in columns] for entry in entries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(columns))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    rule = "| " + " | ".join("-" * width for width in widths) + " |"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f}"
 
 
-def update_document(document: Path, results: dict[str, Results]) -> None:
+def update_document(document: Path, results: Mapping[str, Results | Timings]) -> None:
     """Puts the description of each results file between its markers in ``document``; adds markers that are missing.
 
     The markers are comments, ``<!-- results NAME -->`` and ``<!-- end NAME -->``; all else stays as it is.

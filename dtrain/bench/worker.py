@@ -1,8 +1,8 @@
 """One rank of a contender: reads orders from standard input, answers on standard output, both as lines of JSON.
 
 The first line is an ``Assignment``. Then ``{"steps": n}`` is answered by the times and losses of n steps, and
-``{"footprint": true}`` by a ``Footprint``; the end of the input ends the process. Between orders the rank is blocked on
-the pipe and takes no time from the others.
+``{"footprint": true}`` by a ``Footprint``; the end of the input ends the process. A rank that cannot go on answers
+``{"failure": reason}``. Between orders the rank is blocked on the pipe and takes no time from the others.
 """
 
 from __future__ import annotations
@@ -12,21 +12,27 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.bench.peers import PEERS, PLAIN
+from dtrain.bench.peers.plain import Settings
 from dtrain.bench.records import Assignment, Contender, Footprint, from_plain
+from dtrain.bench.vote import Stopwatch, time_vote
 from dtrain.config.schema import (
     GROUP_OPTIONS,
     ConstantConfig,
     EngineConfig,
+    LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
     OptimConfig,
@@ -42,6 +48,7 @@ from dtrain.telemetry.throughput import device_name
 from dtrain.train.trainer import to_device
 
 _TIMEOUT = timedelta(minutes=10)
+_REASON_LENGTH = 500
 
 
 @dataclass(frozen=True)
@@ -53,31 +60,35 @@ class Training:
         num_parameters: of the model.
         state: bytes of the model states by kind.
         formula: the same by the ZeRO formula, where there is one.
+        parts: the clocks around parts of a step, by name.
     """
 
     losses: Iterator[float]
     num_parameters: int
     state: Callable[[], dict[str, int]]
     formula: Callable[[], dict[str, int] | None]
+    parts: Mapping[str, Stopwatch] = field(default_factory=dict)
 
 
 def main() -> int:
-    """Serves one contender's driver until it closes the pipe; a failure is the last line of standard error."""
+    """Serves one contender's driver until it closes the pipe."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not get among the replies
     assignment = from_plain(Assignment, json.loads(sys.stdin.readline()))
     try:
         _serve(assignment, replies)
-    except DtrainError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    except Exception as error:  # whatever a peer raises: the driver has to know, and other contenders go on
+        traceback.print_exc()
+        reason = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
+        _reply(replies, {"failure": " ".join(reason.split())[:_REASON_LENGTH]})
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
 
 
-def _serve(assignment: Assignment, replies: Any) -> None:
+def _serve(assignment: Assignment, replies: IO[str]) -> None:
     bench = assignment.config["bench"]
     torch.set_num_threads(bench["threads_per_rank"])
     device = choose_device(bench["device"], assignment.rank)
@@ -86,8 +97,12 @@ def _serve(assignment: Assignment, replies: Any) -> None:
     for line in sys.stdin:
         order = json.loads(line)
         answer = _steps(training, device, order["steps"]) if "steps" in order else asdict(_footprint(training, device))
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
+        _reply(replies, answer)
+
+
+def _reply(replies: IO[str], answer: dict[str, Any]) -> None:
+    replies.write(json.dumps(answer) + "\n")
+    replies.flush()
 
 
 def _join(assignment: Assignment, device: torch.device) -> None:
@@ -115,8 +130,8 @@ def _prepare(assignment: Assignment, device: torch.device) -> Training:
     )
     batches = (to_device(micro_batches[0], device) for micro_batches in loader)
     if contender.engine == "native":
-        return _prepare_native(config, model, batches, device)
-    return _prepare_peer(contender, config.optim, model.to(device), batches)
+        return _prepare_native(contender, config, model, batches, device)
+    return _prepare_peer(assignment, config, model.to(device), batches)
 
 
 def _run_config(assignment: Assignment) -> RunConfig:
@@ -127,7 +142,7 @@ def _run_config(assignment: Assignment) -> RunConfig:
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * contender.ranks),
         engine=EngineConfig() if contender.zero_stage is None else NativeEngineConfig(zero_stage=contender.zero_stage),
-        precision=PrecisionConfig(name=contender.precision),
+        precision=PrecisionConfig(name=contender.precision, loss_scale=LossScaleConfig(mode=contender.loss_scale)),
         model=from_plain(ModelConfig, values["model"]),
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
         optim=from_plain(OptimConfig, values["optim"]),
@@ -136,13 +151,19 @@ def _run_config(assignment: Assignment) -> RunConfig:
 
 
 def _prepare_native(
-    config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]], device: torch.device
+    contender: Contender,
+    config: RunConfig,
+    model: nn.Module,
+    batches: Iterator[dict[str, Tensor]],
+    device: torch.device,
 ) -> Training:
     # imported here, so that the peers' processes hold nothing of dtrain's engine
     from dtrain.distributed.setup import connect
+    from dtrain.engine.native import NativeEngine
     from dtrain.train.setup import make_engine
 
     engine = make_engine(config, model, connect(device))
+    assert isinstance(engine, NativeEngine)
 
     def train() -> Iterator[float]:
         for batch in batches:
@@ -152,29 +173,35 @@ def _prepare_native(
     def state() -> dict[str, int]:
         return {kind: size for kind, size in engine.memory().items() if kind != "leaf_buffers"}
 
-    return Training(train(), engine.num_parameters, state, engine.memory_formula)
+    parts = time_vote(engine) if contender.times_vote else {}
+    return Training(train(), engine.num_parameters, state, engine.memory_formula, parts)
 
 
 def _prepare_peer(
-    contender: Contender, optim: OptimConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]]
+    assignment: Assignment, config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]]
 ) -> Training:
-    from dtrain.bench.peers import ddp, plain
-
-    optimizer = plain.make_optimizer(model, optim.lr, optim.betas, optim.eps, optim.weight_decay)
-    train = ddp.train if contender.engine == "ddp" else plain.train
-    losses = train(model, optimizer, batches, contender.precision == "bf16", optim.max_grad_norm)
+    contender, optim = assignment.contender, config.optim
+    if contender.ranks > 1:  # a launcher's environment, which some libraries read though the process group exists
+        rank, world_size = str(assignment.rank), str(contender.ranks)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    peer = PLAIN if contender.engine == "plain" else PEERS[contender.engine]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # before a peer cuts them into shards
+    settings = Settings(
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        bf16=contender.precision == "bf16",
+        micro_batch_size=config.train.micro_batch_size,
+        device=next(model.parameters()).device,
+    )
+    prepared = import_module(f"dtrain.bench.peers.{peer.module}").prepare(model, settings, **peer.options)
 
     def state() -> dict[str, int]:
-        parameters = list(model.parameters())
-        moments = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
-        return {
-            "master": _nbytes(parameters),
-            "moments": _nbytes(moments),
-            "main_grad": _nbytes([p.grad for p in parameters if p.grad is not None]),
-            "buffers": _nbytes(list(model.buffers())),
-        }
+        return {kind: _nbytes(tensors) for kind, tensors in prepared.tensors().items()}
 
-    return Training(losses, sum(p.numel() for p in model.parameters()), state, lambda: None)
+    return Training((prepared.step(batch) for batch in batches), num_parameters, state, lambda: None)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
@@ -183,15 +210,19 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _steps(training: Training, device: torch.device, count: int) -> dict[str, list[float]]:
-    times, losses = [], []
+def _steps(training: Training, device: torch.device, count: int) -> dict[str, Any]:
+    times, cpu_times, losses = [], [], []
+    parts: dict[str, list[float]] = {name: [] for name in training.parts}
     for _ in range(count):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         losses.append(next(training.losses))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(1000 * (time.perf_counter() - start))
-    return {"step_ms": times, "losses": losses}
+        cpu_times.append(1000 * (time.process_time() - cpu_start))
+        for name, stopwatch in training.parts.items():
+            parts[name].append(stopwatch.take())
+    return {"step_ms": times, "cpu_ms": cpu_times, "losses": losses, "parts_ms": parts}
 
 
 def _footprint(training: Training, device: torch.device) -> Footprint:

@@ -9,12 +9,14 @@ from dtrain.config.schema import (
     DEFAULT_FACTORY,
     FACTORY_FORM,
     GROUP_OPTIONS,
+    CollectivesBenchConfig,
+    CollectivesSuiteConfig,
     DataConfig,
-    EngineBenchConfig,
     LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
     OptimConfig,
+    OptimizerSuiteConfig,
     PrecisionBenchConfig,
     PrecisionConfig,
     RunConfig,
@@ -46,23 +48,27 @@ def check_config(config: RunConfig, world_size: int) -> None:
         _check_engine(config.engine)
 
 
-def check_suite(config: SuiteConfig) -> None:
+def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig) -> None:
     """Checks the configuration of a suite of ``dtrain bench`` likewise.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
     check_fields(config)
+    bench = config.bench
+    if bench.out == "":
+        raise ConfigError("bench.out is empty; name a JSON file, or leave it null")
+    if isinstance(bench, CollectivesBenchConfig):
+        unit = 1024 * bench.ranks
+        if not bench.sizes or any(size < unit for size in bench.sizes):
+            raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers, each at least {unit}")
+    if not isinstance(config, SuiteConfig):
+        return
     _check_names(config)
     _check_data(config.data)
     _check_optim(config.optim)
     _check_model(config.model)
-    bench = config.bench
-    if bench.out == "":
-        raise ConfigError("bench.out is empty; name a JSON file, or leave it null")
-    if isinstance(bench, EngineBenchConfig):
-        _check_list("bench.stages", bench.stages, (0, 1, 2))
-    elif isinstance(bench, PrecisionBenchConfig):
+    if isinstance(bench, PrecisionBenchConfig):
         _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
 
 
@@ -187,3 +193,9 @@ def _check_engine(engine: NativeEngineConfig) -> None:
             f"engine.grad_reduction={engine.grad_reduction} has no effect with engine.reproducible=true, "
             "which sums at the owner; remove one of them"
         )
+    for key in ("reshard_after_forward", "prefetch", "keep_gathered"):
+        if engine.zero_stage != 3 and getattr(engine, key) != getattr(NativeEngineConfig(), key):
+            raise ConfigError(
+                f"engine.{key}={getattr(engine, key)} is used with engine.zero_stage=3 only, and "
+                f"engine.zero_stage={engine.zero_stage}; remove it, or set engine.zero_stage=3"
+            )

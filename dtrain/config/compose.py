@@ -48,7 +48,8 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     for primary in PRIMARIES:
         root = _writable(OmegaConf.structured(primary.schema))
-        root.model.args._set_flag("struct", False)  # free keys: no '+' needed
+        if "model" in root:
+            root.model.args._set_flag("struct", False)  # free keys: no '+' needed
         # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
         for group in GROUP_OPTIONS.keys() & root.keys():
             root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))

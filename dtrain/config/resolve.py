@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.config.checks import check_config, check_suite
 from dtrain.config.compose import config_folder, load, open_loader
 from dtrain.config.explain import FREE_GROUPS, explain
-from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, SuiteConfig
+from dtrain.config.schema import TRAIN, Primary, Root, RunConfig
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
@@ -117,7 +117,7 @@ def _explained(primary: Primary[Any]) -> Iterator[None]:
 def _load(request: _Request[Root]) -> Root:
     with _explained(request.primary):
         config = load(request.loader, request.primary, request.config_name, request.overrides)
-    if isinstance(config, SuiteConfig):
+    if not isinstance(config, RunConfig):
         check_suite(config)
         return config
     # imported here because it brings torch: a misspelt key is reported without that wait

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from dtrain.errors import ConfigError, nearest
 
 
-def _one_of(default: str, *choices: str) -> Any:
+def _one_of(default: str, *choices: str | bool) -> Any:
     return field(default=default, metadata={"choices": (default, *choices)})
 
 
@@ -58,9 +58,13 @@ class NativeEngineConfig(EngineConfig):
     """dtrain's own engine: sharded masters, leaves in the replica dtype, one vote a step."""
 
     name: str = "native"
-    zero_stage: int = _between(2, 0, 2)
+    zero_stage: int = _between(2, 0, 3)
     reproducible: bool = False
     grad_reduction: str = _one_of("auto", "all_reduce", "reduce_scatter")  # stage 1 only; auto: reduce_scatter
+    reduce_dtype: str = _one_of("auto", "fp32", "bf16", "fp16")  # of gradients on the wire; auto: as they are
+    reshard_after_forward: bool = True  # stage 3 only: free a parameter group after its forward, else after backward
+    prefetch: int = _at_least(1, 0)  # stage 3 only: parameter groups gathered ahead of their use
+    keep_gathered: list[str] = field(default_factory=list)  # stage 3 only: name patterns gathered all through a step
     max_consecutive_skips: int = _at_least(50, 1)
 
 
@@ -144,6 +148,7 @@ class OptimConfig:
     eps: float = _at_least(1e-8, 0.0)
     weight_decay: float = _at_least(0.1, 0.0)
     max_grad_norm: float | None = _above(1.0, 0.0)  # null: no clipping
+    compile: bool | str = _one_of("auto", True, False)  # the update; auto: on a GPU that has a compiler
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,7 @@ class LaunchConfig:
     device: str = _one_of("auto", "cpu", "cuda")
     threads_per_rank: int | None = _at_least(None, 1)  # null: cores / ranks on this host; 1 when reproducible
     timeout_s: float = _at_least(600.0, 1.0)  # a collective that takes longer ends the run
+    shared_memory: bool = True  # CPU ranks of one host read each other's buffers instead of sending them
 
 
 @dataclass(frozen=True)
@@ -264,10 +270,15 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class EngineBenchConfig(BenchConfig):
-    """dtrain's engine against a plain PyTorch loop on one rank, and against DDP on several."""
+    """dtrain's engine against a plain PyTorch loop on one rank, and against other libraries on several.
+
+    Compute-bound by default: 10.9M parameters, 1,024 tokens a rank and step. Communication-bound, 43.0M parameters and
+    128 tokens: ``model.hidden_dim=768 model.num_heads=12 model.max_seq_len=128 bench.micro_batch_size=1``.
+    """
 
     ranks: int = _at_least(2, 1)
-    stages: list[int] = field(default_factory=lambda: [0, 1, 2])  # ZeRO stages measured at that number of ranks
+    stages: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # ZeRO stages measured at that number of ranks
+    peers: list[str] | None = None  # some of bench.peers.PEERS; null: all, [] none; one not installed is left out
     precision: str = _one_of("bf16", "fp32")
     starts: int = _at_least(5, 0)  # how often `dtrain train` is started to time its first step
 
@@ -277,7 +288,7 @@ class PrecisionBenchConfig(BenchConfig):
     """Mixed precision against FP32, all else equal."""
 
     precisions: list[str] = field(default_factory=list)  # beside fp32; empty: those that the device is good at
-    zero_stage: int = _between(2, 0, 2)
+    zero_stage: int = _between(2, 0, 3)
 
 
 @dataclass(frozen=True)
@@ -305,7 +316,70 @@ class PrecisionSuiteConfig(SuiteConfig):
     bench: PrecisionBenchConfig = field(default_factory=PrecisionBenchConfig)
 
 
-Root = TypeVar("Root", RunConfig, EngineSuiteConfig, PrecisionSuiteConfig)
+@dataclass(frozen=True)
+class VoteBenchConfig(BenchConfig):
+    """The vote inside real steps, and a dynamic loss scale against none, all else equal."""
+
+    ranks: int = _at_least(2, 1)
+    rounds: int = _at_least(20, 1)
+    steps: int = _at_least(5, 1)
+    zero_stage: int = _between(2, 0, 3)
+
+
+@dataclass(frozen=True)
+class VoteSuiteConfig(SuiteConfig):
+    """``dtrain bench vote``."""
+
+    bench: VoteBenchConfig = field(default_factory=VoteBenchConfig)
+
+
+@dataclass(frozen=True)
+class OptimizerBenchConfig:
+    """The optimizer phase: ours, torch's sequence of passes, and the memory's own speed, in turn."""
+
+    numel: int = _at_least(50_000_000, 1024)  # elements; whole chunks of 1,024 are taken
+    threads: int = _at_least(1, 1)
+    device: str = _one_of("auto", "cpu", "cuda")
+    compiled: bool = True  # also the compiled update, which needs a compiler
+    rounds: int = _at_least(10, 1)
+    out: str | None = None  # the JSON; null: runs/bench-<suite>-<date>_<time>.json
+
+
+@dataclass(frozen=True)
+class OptimizerSuiteConfig:
+    """``dtrain bench optimizer``."""
+
+    bench: OptimizerBenchConfig = field(default_factory=OptimizerBenchConfig)
+
+
+@dataclass(frozen=True)
+class CollectivesBenchConfig:
+    """Each collective of a step, by size and way: sockets and shared memory on CPU, NCCL on GPU."""
+
+    ranks: int = _at_least(2, 2)
+    threads_per_rank: int = _at_least(1, 1)
+    device: str = _one_of("auto", "cpu", "cuda")
+    sizes: list[int] = field(default_factory=lambda: [1 << 16, 1 << 20, 1 << 23])  # elements of a flat buffer
+    rounds: int = _at_least(10, 1)
+    out: str | None = None  # the JSON; null: runs/bench-<suite>-<date>_<time>.json
+
+
+@dataclass(frozen=True)
+class CollectivesSuiteConfig:
+    """``dtrain bench collectives``."""
+
+    bench: CollectivesBenchConfig = field(default_factory=CollectivesBenchConfig)
+
+
+Root = TypeVar(
+    "Root",
+    RunConfig,
+    EngineSuiteConfig,
+    PrecisionSuiteConfig,
+    VoteSuiteConfig,
+    OptimizerSuiteConfig,
+    CollectivesSuiteConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -320,7 +394,17 @@ class Primary(Generic[Root]):
 TRAIN = Primary("train", "train", RunConfig)
 BENCH_ENGINE = Primary("bench-engine", "bench engine", EngineSuiteConfig)
 BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteConfig)
-PRIMARIES: tuple[Primary[Any], ...] = (TRAIN, BENCH_ENGINE, BENCH_PRECISION)
+BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteConfig)
+BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
+BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
+PRIMARIES: tuple[Primary[Any], ...] = (
+    TRAIN,
+    BENCH_ENGINE,
+    BENCH_PRECISION,
+    BENCH_OPTIMIZER,
+    BENCH_COLLECTIVES,
+    BENCH_VOTE,
+)
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
     "engine": {"native": NativeEngineConfig},
@@ -340,7 +424,8 @@ def check_fields(config: Any, prefix: str = "") -> None:
     for path, value, metadata in _leaves(config, prefix):
         choices = metadata.get("choices")
         if choices is not None and value not in choices:
-            raise ConfigError(f"{path}={value} is not one of {', '.join(choices)}{_hint(value, choices)}")
+            words = tuple(str(choice).lower() if isinstance(choice, bool) else choice for choice in choices)
+            raise ConfigError(f"{path}={value} is not one of {', '.join(words)}{_hint(value, words)}")
         if value is None or isinstance(value, (str, bool)):
             continue
         if isinstance(value, float) and not math.isfinite(value):

@@ -84,8 +84,9 @@ IMPOSSIBLE = [
     ),
     ("optim.lr=nan", "optim.lr=nan is not a finite number"),
     ("launch.timeout_s=inf", "launch.timeout_s=inf is not a finite number"),
-    ("engine.zero_stage=3", "engine.zero_stage=3 is too large; it must be at most 2"),
+    ("engine.zero_stage=4", "engine.zero_stage=4 is too large; it must be at most 3"),
     ("precision.name=fp8", "precision.name=fp8 is not one of auto, fp32, tf32, bf16, fp16"),
+    ("optim.compile=never", "optim.compile=never is not one of auto, true, false"),
     (
         "engine.zero_stage=1 engine.grad_reduction=allreduce",
         "engine.grad_reduction=allreduce is not one of auto, all_reduce, reduce_scatter; did you mean 'all_reduce'?",
@@ -101,6 +102,16 @@ IMPOSSIBLE = [
 ]
 
 CONTRADICTIONS = [
+    (
+        "engine.prefetch=2",
+        "engine.prefetch=2 is used with engine.zero_stage=3 only, and engine.zero_stage=2; remove it, or set "
+        "engine.zero_stage=3",
+    ),
+    (
+        "engine.zero_stage=1 engine.keep_gathered=[blocks.0]",
+        "engine.keep_gathered=['blocks.0'] is used with engine.zero_stage=3 only, and engine.zero_stage=1; remove it, "
+        "or set engine.zero_stage=3",
+    ),
     (
         "engine.grad_reduction=all_reduce",
         "engine.grad_reduction=all_reduce is used with engine.zero_stage=1 only, and engine.zero_stage=2; remove it, "

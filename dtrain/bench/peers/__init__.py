@@ -1,0 +1,57 @@
+"""Who dtrain's engine is measured against: each peer a short script, as a user of that library writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from dtrain.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to train on several ranks.
+
+    Attributes:
+        module: of this package; its ``prepare(model, settings, **options)`` returns a ``plain.Training``.
+        options: what sets it apart from others of the same module.
+        package: what it needs beside torch.
+    """
+
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    package: str | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be imported."""
+        return self.package is None or find_spec(self.package) is not None
+
+
+PLAIN = Peer("plain")
+PEERS: dict[str, Peer] = {
+    "ddp": Peer("ddp"),
+    "ddp_zero": Peer("ddp_zero"),
+    "accelerate": Peer("accelerate_ddp", package="accelerate"),
+    "fsdp2": Peer("fsdp2", {"reshard_after_forward": True}),
+    "fsdp2_no_reshard": Peer("fsdp2", {"reshard_after_forward": False}),
+    **{f"deepspeed_{stage}": Peer("deepspeed_zero", {"stage": stage}, package="deepspeed") for stage in (1, 2, 3)},
+}
+"""By the name that ``bench.peers`` lists and that the tables show."""
+
+
+def check_peers(names: Sequence[str], ranks: int) -> None:
+    """Checks what ``bench.peers`` lists against the peers there are, and against ``bench.ranks``.
+
+    Raises:
+        ConfigError: a name that is no peer's, or twice the same; or one rank, where no peer runs.
+    """
+    if names and ranks == 1:
+        raise ConfigError(f"bench.peers={list(names)} has no effect with bench.ranks=1: peers run on several ranks")
+    for name in names:
+        if name not in PEERS:
+            raise ConfigError(f"bench.peers: unknown peer '{name}'{nearest(name, PEERS)}")
+        if list(names).count(name) > 1:
+            raise ConfigError(f"bench.peers={list(names)} lists '{name}' more than once")

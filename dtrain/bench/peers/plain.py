@@ -1,43 +1,101 @@
 """Single-process training as a user of plain PyTorch writes it: autocast, fused AdamW, clipping.
 
-The yardstick of ``dtrain bench``; it uses nothing of dtrain.
+The yardstick of ``dtrain bench``, and what its peers have in common; it uses nothing of dtrain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+Batch = dict[str, Tensor]
 
-def make_optimizer(
-    model: nn.Module, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """AdamW on the FP32 weights; norms and biases are not decayed."""
+
+@dataclass(frozen=True)
+class Settings:
+    """What all contenders share.
+
+    Attributes:
+        bf16: BF16 arithmetic over FP32 weights, in the peer's own way; else FP32.
+        max_grad_norm: where gradients are clipped to; None: they are not.
+        micro_batch_size: sequences in a batch of one rank.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_grad_norm: float | None
+    bf16: bool
+    micro_batch_size: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Training:
+    """A peer that is ready to train.
+
+    Attributes:
+        step: trains on one batch of this rank and returns this rank's loss.
+        tensors: the model states that this rank holds at the moment, by kind.
+    """
+
+    step: Callable[[Batch], float]
+    tensors: Callable[[], dict[str, list[Tensor]]]
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer; norms and biases are not decayed."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    return [group for group in groups if group["params"]]
 
 
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterable[dict[str, Tensor]],
-    bf16: bool,
-    max_grad_norm: float | None,
-) -> Iterator[float]:
-    """Trains on ``batches``, one a step, and yields the loss of each step."""
-    device_type = next(model.parameters()).device.type
-    for batch in batches:
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """Torch's fused AdamW on the weights as they are."""
+    groups = decay_groups(model, settings.weight_decay)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[Tensor] = ()) -> dict[str, list[Tensor]]:
+    """What ``model`` and ``optimizer`` hold, and ``grads`` that lie elsewhere.
+
+    Weights are the parameters and what the optimizer keeps moments for: in FP32 masters, in a lower dtype replicas.
+    """
+    weights: list[Tensor] = list(dict.fromkeys([*model.parameters(), *optimizer.state]))
+    return {
+        "compute": [weight for weight in weights if weight.dtype != torch.float32],
+        "master": [weight for weight in weights if weight.dtype == torch.float32],
+        "moments": [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)],
+        "main_grad": [weight.grad for weight in weights if weight.grad is not None] + list(grads),
+        "buffers": list(model.buffers()),
+    }
+
+
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Batch], float]:
+    """One step of the loop that every tutorial shows."""
+
+    def step(batch: Batch) -> float:
         optimizer.zero_grad()
-        with torch.autocast(device_type, dtype=torch.bfloat16, enabled=bf16):
+        with torch.autocast(settings.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
             loss = model(**batch).loss
         loss.backward()
-        if max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        if settings.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
-        yield loss.item()
+        return float(loss.item())
+
+    return step
+
+
+def prepare(model: nn.Module, settings: Settings) -> Training:
+    """Takes ``model`` on its device."""
+    optimizer = make_optimizer(model, settings)
+    return Training(make_step(model, optimizer, settings), lambda: states(model, optimizer))

@@ -1,0 +1,60 @@
+"""DeepSpeed's ZeRO with its defaults: ``deepspeed.initialize`` and a configuration of a few lines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.bench.peers import plain
+
+
+def prepare(model: nn.Module, settings: plain.Settings, stage: int) -> plain.Training:
+    """Takes ``model`` on its device; the process group and a launcher's environment exist.
+
+    Args:
+        model: becomes BF16 in ``settings.bf16``; DeepSpeed makes its FP32 masters from the rounded weights.
+        settings: as for all peers.
+        stage: of ZeRO, 1 to 3.
+    """
+    if settings.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=plain.make_optimizer(model, settings),
+        config={
+            "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": settings.max_grad_norm or 0.0,
+            "bf16": {"enabled": settings.bf16},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+
+    def step(batch: plain.Batch) -> float:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    def tensors() -> dict[str, list[Tensor]]:
+        zero = engine.optimizer
+        held = plain.states(engine.module, zero.optimizer, _tensors(getattr(zero, "averaged_gradients", None)))
+        # at stage 3 a parameter is an empty tensor between steps, and this rank's shard lies beside it
+        held["compute"] += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
+        return held
+
+    return plain.Training(step, tensors)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested lists and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
