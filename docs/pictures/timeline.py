@@ -173,7 +173,12 @@ COLORS = {  # Okabe and Ito's, told apart with any colour vision
     "weights": "#D55E00",
     "gather": "#F0E442",
 }
-NAMES = {"finish": "last exchanges, sums", "vote": "norm and vote", "exchange": "leaves", "weights": "weights of micro-batches"}
+NAMES = {
+    "finish": "last exchanges, sums",
+    "vote": "norm and vote",
+    "exchange": "leaves",
+    "weights": "weights of micro-batches",
+}
 
 
 def draw(results: dict[str, Any]) -> None:
@@ -186,7 +191,7 @@ def draw(results: dict[str, Any]) -> None:
         axes.set_yticks([place for place, _ in labels], [name for _, name in labels], fontsize=8)
         for rank in range(2):
             place = 1 - (0.24 + 0.53 * rank)
-            axes.text(-0.16, place, f"rank {rank}", transform=axes.transAxes, rotation=90, va="center")
+            axes.text(-0.125, place, f"rank {rank}", transform=axes.transAxes, rotation=90, va="center")
         median, least, most = record["step_ms"]
         spread = f"{results['steps_measured']} steps: {least:.0f} to {most:.0f}"
         axes.set_title(f"stage {stage}: {median:.0f} ms ({spread})", fontsize=10)

@@ -29,17 +29,24 @@ class Stopwatch:
 
     On a GPU the time passes between two events on the stream in use: what the device does, the gaps included in which
     it waits for the host or for other ranks.
+
+    Args:
+        within: only calls made inside the method that this one times are counted; None: all.
     """
 
-    def __init__(self, owner: object, name: str, device: torch.device) -> None:
+    def __init__(self, owner: object, name: str, device: torch.device, within: Stopwatch | None = None) -> None:
+        self.is_running = False
         self._on_gpu = device.type == "cuda"
         self._calls: list[tuple[Any, Any]] = []
         method = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = self._now()
+            if within is not None and not within.is_running:
+                return method(*args, **kwargs)
+            self.is_running, start = True, self._now()
             result = method(*args, **kwargs)
             self._calls.append((start, self._now()))
+            self.is_running = False
             return result
 
         setattr(owner, name, timed)
@@ -61,10 +68,12 @@ class Stopwatch:
 
 def time_vote(engine: NativeEngine) -> dict[str, Stopwatch]:
     """Stopwatches around the parts of ``engine``'s vote, by name."""
+    vote = Stopwatch(engine, "_vote", engine.device)
     return {
-        "vote": Stopwatch(engine, "_vote", engine.device),
-        "norm": Stopwatch(engine.state, "chunk_squares", engine.device),
-        "all-gather": Stopwatch(engine.comm, "gather_rows", engine.device),
+        "vote": vote,
+        "norm": Stopwatch(engine.state, "chunk_squares", engine.device, vote),
+        # after a skip the ranks also gather what they know of the culprit
+        "all-gather": Stopwatch(engine.comm, "gather_rows", engine.device, vote),
     }
 
 

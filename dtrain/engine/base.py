@@ -33,7 +33,7 @@ class Culprit:
         tensor: name of the parameter, but for a loss. Of several, the first in the order of backward.
         start: first element of it that is not finite, in row-major order.
         stop: one past the last of them.
-        num_inf: infinite elements of its gradient, summed over ranks; of losses, ranks whose first bad one is infinite.
+        num_inf: infinite elements of its gradient, summed over ranks; of losses, ranks with infinite ones and no NaN.
         num_nan: the same for NaN.
         num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
     """
@@ -53,7 +53,7 @@ class Culprit:
         where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
         if self.phase == "forward loss":
             kind = "NaN" if self.num_nan else "Inf"
-            return f"forward loss is {kind} {where} ({self.num_bad_losses} micro-batches of this step not finite)"
+            return f"forward loss is {kind} {where} (losses of this step that are not finite: {self.num_bad_losses})"
         if self.tensor is None:
             return f"{self.phase}: every element is finite, but their norm overflows FP32"
         counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)

@@ -51,18 +51,19 @@ class Tally:
 
     def summary(self) -> LossSummary:
         """All of it on the device; nothing waits."""
-        losses, weights = torch.stack(self._losses).double(), torch.stack(self._weights).double()
-        numbers = upload(self._numbers, losses.device)
-        bad = ~losses.isfinite()
-        # a micro-batch of weight 0 is a dummy: its loss does not count
-        weighted = torch.where(weights == 0, 0.0, losses * weights)
+        values = torch.stack((*self._losses, *self._weights)).double().view(2, len(self))
+        losses, weights = values.unbind()
+        bad = ~values.isfinite()
+        bad[1] |= weights < 0
+        first = first_index(bad, upload(self._numbers, values.device))
         return LossSummary(
             sum_weights=weights.sum(),
-            sum_weighted_loss=weighted.sum(),
-            bad_loss=torch.where(bad.any(), losses.gather(0, bad.byte().argmax(dim=0, keepdim=True))[0], 0.0),
-            num_bad_losses=bad.sum(),
-            bad_micro_batch=first_index(bad, numbers),
-            bad_weight=first_index(~((weights >= 0) & weights.isfinite()), numbers),
+            # a micro-batch of weight 0 is a dummy: its loss does not count
+            sum_weighted_loss=(losses * weights).masked_fill(weights == 0, 0.0).sum(),
+            bad_loss=torch.where(bad[0], losses, 0.0).sum(),
+            num_bad_losses=bad[0].sum(),
+            bad_micro_batch=first[0],
+            bad_weight=first[1],
         )
 
 

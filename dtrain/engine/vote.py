@@ -47,7 +47,7 @@ class VoteRecord:
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
-        bad_loss: the first loss that is not finite, else 0.
+        bad_loss: the sum of the losses that are not finite: NaN if one of them is, else an infinity; 0 if all are finite.
         num_bad_losses: micro-batches whose loss is not finite.
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.
@@ -126,8 +126,8 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def first_index(where: Tensor, index: Tensor) -> Tensor:
-    """The least of ``index`` int64 [n] where ``where`` bool [n] holds, or -1; 0-dim."""
-    least = torch.where(where, index, NEVER).amin()
+    """The least of ``index`` int64 [n] where ``where`` bool [..., n] holds, or -1."""
+    least = torch.where(where, index, NEVER).amin(dim=-1)
     return torch.where(least == NEVER, -1, least)
 
 

@@ -74,7 +74,7 @@ INSTANTS = [
     ("backward", 63),
     ("vote", 1),
     ("update", 11),
-    ("replica", 9),
+    ("gather", 9),
     ("metrics", 5),
     ("validation", 1),
     ("create", 3),

@@ -32,7 +32,7 @@ PLACES = {
     "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.adamw:FlatAdamW.update",
-    "replica": "dtrain.sharding.buffer:ReplicaBuffer.write",
+    "gather": "dtrain.distributed.collectives:Communicator.all_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
     "create": "dtrain.checkpoint.storage:create",

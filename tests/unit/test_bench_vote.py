@@ -69,6 +69,25 @@ def test_a_stopwatch_adds_the_calls_of_one_method_up() -> None:
         Stopwatch(timed, "slep", CPU)
 
 
+def test_a_stopwatch_within_another_counts_only_there() -> None:
+    class Nested:
+        def inner(self) -> None:
+            time.sleep(0.002)
+
+        def outer(self) -> None:
+            self.inner()
+
+    nested = Nested()
+    outer = Stopwatch(nested, "outer", CPU)
+    inner = Stopwatch(nested, "inner", CPU, outer)
+    nested.inner()
+    with pytest.raises(AssertionError, match="was not called"):
+        inner.take()
+    nested.outer()
+    nested.inner()
+    assert 2.0 <= inner.take() < outer.take()
+
+
 def test_who_competes_and_with_which_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_suite(["bench.zero_stage=3", "bench.ranks=3"], BENCH_VOTE)
     assert config is not None
@@ -132,7 +151,7 @@ def test_the_table_takes_the_waiting_apart() -> None:
     ("word", "message"),
     [
         ("bench.round=3", "unknown key 'bench.round'; did you mean 'bench.rounds'?"),
-        ("bench.peers=[ddp]", "unknown key 'bench.peers'; valid:"),
+        ("bench.stages=[0]", "unknown key 'bench.stages'; did you mean 'bench.steps'?"),
         ("bench.zero_stage=4", "bench.zero_stage=4 is too large; it must be at most 3"),
         ("bench.ranks=0", "bench.ranks=0 is too small; it must be at least 1"),
         ("bench.out=", "bench.out is empty"),

@@ -166,11 +166,11 @@ def test_a_leaf_that_is_alone_is_to_blame_without_a_watch() -> None:
     [
         (
             Culprit(1, 3, "forward loss", 2, num_nan=1, num_bad_losses=4),
-            "forward loss is NaN on rank 1, micro-batch 2 (4 micro-batches of this step not finite)",
+            "forward loss is NaN on rank 1, micro-batch 2 (losses of this step that are not finite: 4)",
         ),
         (
             Culprit(0, 3, "forward loss", 0, num_inf=1, num_bad_losses=1),
-            "forward loss is Inf on rank 0, micro-batch 0 (1 micro-batches of this step not finite)",
+            "forward loss is Inf on rank 0, micro-batch 0 (losses of this step that are not finite: 1)",
         ),
         (
             Culprit(2, 3, "local gradient", 0, "head.weight", 7, 9, 1, 1),
