@@ -8,9 +8,10 @@ Sums are formed in FP32 always. ``reduce_scatter_sum`` on gloo is an all-to-all 
 rank order: half the time of gloo's own reduce-scatter (which blocks its caller and sums in the wire dtype).
 
 CPU ranks of one host read each other's buffers where these come from :meth:`Communicator.allocate`; only the word that
-a buffer is ready goes through gloo, in an all-gather of a few integers. So order, failures and time-outs are what they
-are with sockets, and so are the bits. The stores of a rank are seen by one that has its word: sending and receiving
-on a socket are system calls that take locks, which order memory on x86 and on ARM.
+a buffer is ready goes through gloo, in an all-gather of a few integers, which speaks for several buffers where nobody
+waits for the first of them yet. So order, failures and time-outs are what they are with sockets, and so are the bits.
+The stores of a rank are seen by one that has its word: sending and receiving on a socket are system calls that take
+locks, which order memory on x86 and on ARM.
 
 **A buffer may be written again** once every rank has read it. Nobody waits for that by itself; it follows from order:
 
@@ -43,6 +44,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _LOG_LENGTH = 4096  # collectives of one step that are remembered by name
+_WORD_BYTES = 16 * 2**20  # of buffers that are ready, after which all ranks are told
+_WORD_PLACES = 16  # buffers in one word
 _BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
@@ -88,6 +91,27 @@ class Pending:
             self.proceed()
 
 
+class _Word:
+    """One all-gather that tells all ranks where buffers lie that are ready; sent when somebody waits for it.
+
+    Args:
+        send: starts the all-gather of all that was told until then.
+    """
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        self._send = send
+        self.places: list[tuple[int, int, int, int]] = []  # (number, region, offset, bytes) of each buffer
+        self.nbytes = 0
+        self.rows: Tensor | None = None  # [world_size, _WORD_PLACES, 4] once it is sent
+        self.work: Any = None
+
+    def wait(self) -> None:
+        """Sends it, if that is not done, and returns when all ranks have sent theirs."""
+        if self.work is None:
+            self._send()
+        self.work.wait()
+
+
 class Communicator:
     """Collectives over one process group, or over a single rank without one.
 
@@ -112,6 +136,7 @@ class Communicator:
         self._num_issued = 0
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
+        self._word = _Word(self._send_word)
 
     def release(self) -> None:
         """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
@@ -156,6 +181,7 @@ class Communicator:
         return entry
 
     def _start(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._send_word()  # before anything else: backends match collectives by their order
         with _named_failure(f"rank {self.rank}: {what}"):
             return collective(*args, group=self._group, **kwargs)
 
@@ -172,13 +198,17 @@ class Communicator:
         place = None if memory is None else memory.find(tensor)
         if memory is None or place is None:
             return None
-        number = self._num_issued
-        own = torch.tensor([number, *place, tensor.nbytes], dtype=torch.int64)
-        rows = torch.empty(self.world_size * own.numel(), dtype=torch.int64)
+        number, word = self._num_issued, self._word
+        index = len(word.places)
+        word.places.append((number, *place, tensor.nbytes))
+        word.nbytes += tensor.nbytes
+        if word.nbytes >= _WORD_BYTES or len(word.places) == _WORD_PLACES:
+            self._send_word()
 
         def read() -> None:
+            assert word.rows is not None
             tensors = []
-            for rank, (other, region, offset, nbytes) in enumerate(rows.view(self.world_size, -1).tolist()):
+            for rank, (other, region, offset, nbytes) in enumerate(word.rows[:, index].tolist()):
                 if (other, nbytes) != (number, tensor.nbytes):
                     raise CommunicationError(
                         f"rank {self.rank}: {what} is collective number {number} here, of {tensor.nbytes} bytes, and "
@@ -187,7 +217,19 @@ class Communicator:
                 tensors.append(tensor if rank == self.rank else memory.read(rank, region, offset, tensor))
             use(tensors)
 
-        return self._pending(what, _all_gather_single, rows, own).then(read)
+        return Pending(word, what=f"rank {self.rank}: {what}").then(read)
+
+    def _send_word(self) -> None:
+        word = self._word
+        if not word.places:
+            return
+        self._word = _Word(self._send_word)
+        own = torch.zeros(_WORD_PLACES, 4, dtype=torch.int64)  # of one size, so that unequal words are noticed
+        own[: len(word.places)] = torch.tensor(word.places, dtype=torch.int64)
+        word.rows = torch.empty(self.world_size, *own.shape, dtype=torch.int64)
+        what = f"rank {self.rank}: the word that buffers are ready"
+        with _named_failure(what):
+            word.work = _all_gather_single(word.rows.view(-1), own.view(-1), group=self._group, async_op=True)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Pending:
         """Starts gathering ``shard`` [n] of every rank into ``output`` [world_size * n], in rank order.

@@ -10,9 +10,7 @@ from dtrain.distributed.collectives import Communicator
 from dtrain.engine.vote import Disagreement
 
 
-def explain(
-    comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]
-) -> str:
+def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]) -> str:
     """The message; all ranks come here together, so they can exchange what they hold.
 
     Args:

@@ -47,7 +47,7 @@ class VoteRecord:
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
-        bad_loss: the sum of the losses that are not finite: NaN if one of them is, else an infinity; 0 if all are finite.
+        bad_loss: NaN if a loss is, else infinity if one is infinite, else 0.
         num_bad_losses: micro-batches whose loss is not finite.
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.

@@ -247,9 +247,9 @@ def expect(trial: Trial) -> Expected:
     losses = {(m, r): trial.losses[r][m] for m, r in places}
     bad = [place for place in places if not math.isfinite(losses[place])]
     if bad:
-        firsts = [next(losses[place] for place in bad if place[1] == rank) for rank in {rank for _, rank in bad}]
-        infinite = sum(map(math.isinf, firsts))
-        counts = {"num_inf": infinite, "num_nan": len(firsts) - infinite, "num_bad_losses": len(bad)}
+        ranks = {rank for _, rank in bad}
+        infinite = sum(all(math.isinf(losses[place]) for place in bad if place[1] == rank) for rank in ranks)
+        counts = {"num_inf": infinite, "num_nan": len(ranks) - infinite, "num_bad_losses": len(bad)}
         culprit = Culprit(bad[0][1], known.step, "forward loss", bad[0][0], **counts)
         return Expected("nonfinite_loss", culprit=culprit)
     sums = reduced(trial)
@@ -403,9 +403,7 @@ class Rank:
         except Said as said:
             return str(said)
         except (DivergenceError, UsageError) as error:
-            return type(error), str(error).removeprefix(
-                f"step {self.known.step}: "
-            )  # each in the step that it believes in
+            return type(error), str(error)
         return self.settlement.outcome()
 
 
