@@ -57,6 +57,11 @@ class Pending:
         self._what = what
         self._steps: deque[Callable[[], Pending | None]] = deque()
 
+    @property
+    def is_sent(self) -> bool:
+        """Whether ``wait`` would only wait; else it sends something first."""
+        return not (isinstance(self._work, _Word) and self._work.work is None)
+
     def then(self, step: Callable[[], Pending | None]) -> Pending:
         """This collective, with ``step`` called once it has been waited for; one that ``step`` returns is part of it.
 
@@ -109,6 +114,8 @@ class _Word:
         """Sends it, if that is not done, and returns when all ranks have sent theirs."""
         if self.work is None:
             self._send()
+        if self.work is None:
+            raise RuntimeError("an earlier attempt to send it failed")
         self.work.wait()
 
 

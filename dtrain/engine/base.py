@@ -33,7 +33,7 @@ class Culprit:
         tensor: name of the parameter, but for a loss. Of several, the first in the order of backward.
         start: first element of it that is not finite, in row-major order.
         stop: one past the last of them.
-        num_inf: infinite elements of its gradient, summed over ranks; of losses, ranks with infinite ones and no NaN.
+        num_inf: infinite elements of its gradient, summed over ranks; 1 for a loss that is infinite.
         num_nan: the same for NaN.
         num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
     """
@@ -105,6 +105,13 @@ class LazyOutcome(StepOutcome):
         read = self.__dict__["_settle" if name == "culprit" else "_peek"]
         return getattr(read(), name)
 
+    def __eq__(self, other: object) -> bool:
+        names = StepOutcome.__dataclass_fields__
+        return isinstance(other, StepOutcome) and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
+
     def __reduce__(self) -> tuple[Any, ...]:
         settled = self.__dict__["_settle"]()
         return StepOutcome, tuple(getattr(settled, name) for name in StepOutcome.__dataclass_fields__)
@@ -146,7 +153,8 @@ class Engine(ABC):
     @property
     @abstractmethod
     def applied_steps(self) -> int:
-        """Updates of the masters; on a GPU this waits for the last step's verdict."""
+        """Updates of the masters; on a GPU this waits for the last step's verdict, and
+        ranks whose step was skipped search for the culprit together."""
 
     @property
     def rank(self) -> int:

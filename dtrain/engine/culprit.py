@@ -63,47 +63,47 @@ def blame_loss(verdict: Verdict) -> Culprit:
     """The first micro-batch, in the order of the global index, whose loss was not finite."""
     bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(verdict.records) if r.num_bad_losses]
     micro_batch, rank = min(bad)
+    is_nan = math.isnan(verdict.records[rank].bad_loss)
     return Culprit(
         rank=rank,
         step=verdict.records[0].step,
         phase="forward loss",
         micro_batch=micro_batch,
-        num_inf=sum(math.isinf(r.bad_loss) for r in verdict.records),
-        num_nan=sum(math.isnan(r.bad_loss) for r in verdict.records),
+        num_inf=int(not is_nan),
+        num_nan=int(is_nan),
         num_bad_losses=sum(r.num_bad_losses for r in verdict.records),
     )
 
 
 def blame_gradient(
-    verdict: Verdict, findings: Sequence[Finding], backward_order: Sequence[FlatLayout], *, lone_leaf: bool
+    verdict: Verdict, findings: Sequence[Finding], backward_order: Sequence[str], *, alone: bool
 ) -> Culprit:
-    """The first leaf that was not finite and, of its tensors, the first in the order of backward.
+    """The first gradient that was not finite: by micro-batch, then in the order of backward, then by rank.
 
     What comes first in backward is nearest to the cause: all that comes after may have been infected by it.
 
     Args:
         verdict: of the step.
         findings: of all ranks.
-        backward_order: the flat buffers in the order in which backward completes them, which numbers the leaves.
-        lone_leaf: there was one micro-batch on one rank, so no leaf was watched.
+        backward_order: the names of all parameters in that order, which numbers the gradients.
+        alone: there was one micro-batch on one rank, so no gradient was watched.
     """
-    leaves = [(record.bad_leaf, rank) for rank, record in enumerate(verdict.records) if record.bad_leaf >= 0]
-    layouts = list(backward_order)
-    rank = micro_batch = None
-    if leaves:
-        leaf, rank = min(leaves)
-        micro_batch, flat = divmod(leaf, len(layouts))
-        layouts = [layouts[flat], *layouts]  # where only its sum overflowed, it has none
-    elif lone_leaf:
+    name = rank = micro_batch = None
+    bad = [(record.bad_gradient, rank) for rank, record in enumerate(verdict.records) if record.bad_gradient >= 0]
+    if bad:
+        number, rank = min(bad)
+        micro_batch, index = divmod(number, len(backward_order))
+        name = backward_order[index]
+    elif alone:
         rank, micro_batch = 0, 0
     found = {finding.name for finding in findings}
-    name = next((s.spec.name for layout in layouts for s in reversed(layout.slots) if s.spec.name in found), None)
+    if name not in found:  # nothing was watched, or every element was finite and only their sum overflowed
+        name = next((other for other in backward_order if other in found), None)
     parts = [finding for finding in findings if finding.name == name]
-    phase = "reduced gradient" if micro_batch is None else "local gradient"
     return Culprit(
         rank=rank if rank is not None else parts[0].rank if parts else -1,
         step=verdict.records[0].step,
-        phase=phase,
+        phase="reduced gradient" if micro_batch is None else "local gradient",
         micro_batch=micro_batch,
         tensor=name,
         start=min((part.start for part in parts), default=None),

@@ -204,9 +204,15 @@ def _use_deterministic_kernels() -> None:
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
     own = torch.initial_seed() % (1 << 63) if seed is None else seed
-    words = [json.loads(text) for text in comm.exchange_text(json.dumps([uuid.uuid4().hex, own, seed is not None]))]
-    run_id, agreed, _ = words[0]
-    for rank, (_, other, given) in enumerate(words):
+    word = [uuid.uuid4().hex, own, seed is not None, comm.may_share]
+    words = [json.loads(text) for text in comm.exchange_text(json.dumps(word))]
+    run_id, agreed, _, shares = words[0]
+    for rank, (_, other, given, may_share) in enumerate(words):
+        if may_share != shares:
+            raise DivergenceError(
+                f"shared memory between ranks is allowed: {shares} on rank 0, {may_share} on rank {rank}; give all "
+                f"ranks the same"
+            )
         if given and other != agreed:
             raise DivergenceError(f"seed is {agreed} on rank 0 and {other} on rank {rank}; give all ranks the same")
     return RunIdentity(run_id, agreed)

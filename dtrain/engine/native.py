@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.engine import persistence
 from dtrain.engine.base import Engine, StepOutcome
@@ -23,7 +24,7 @@ from dtrain.engine.settlement import Settlement, Suspects
 from dtrain.engine.skips import SkipCounter
 from dtrain.engine.tally import Tally, check_weight
 from dtrain.engine.vote import Decision, Observations, VoteRecord, decide, fill, first_index, upload
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import ConfigError, ContractError, UsageError
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.forward import Autocast, find_loss
@@ -103,7 +104,7 @@ class NativeEngine(Engine):
         self.num_parameters = sum(spec.numel for spec in self._specs())
         self._config_hash = int.from_bytes(hashlib.sha256(config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(contract, model, comm.device)
-        self._optimizer = FlatAdamW(options.optimizer, state.update_slices())
+        self._build_optimizer()
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._tally = Tally()
         self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
@@ -111,14 +112,29 @@ class NativeEngine(Engine):
             comm,
             loss_scale,
             SkipCounter(options.max_consecutive_skips),
-            Suspects(self._search, state.watch.clear, state.backward_order),
+            Suspects(self._search, state.watch.clear, state.backward_names),
             config_text,
             at_once=comm.device.type == "cpu",
         )
         self._half_loaded = False
+        self._is_torn = False  # a backward has begun and not come to its end
         self.check_contract()
 
+    def _build_optimizer(self) -> None:
+        def build() -> None:
+            self._optimizer = FlatAdamW(self.options.optimizer, self.state.update_slices())
+
+        # a compiler may fail on one rank alone
+        on_every_rank(self.comm, "", build, ConfigError, expected=(ConfigError,))
+
     # -- forward and backward --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def eval(self) -> Iterator[None]:
+        """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
+        self._settlement.settle()  # what is computed inside may be exchanged
+        with super().eval():
+            yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the precision policy; returns what the model returns."""
@@ -147,11 +163,13 @@ class NativeEngine(Engine):
         self._tally.add(self._micro_batch, value, factor)
         state = self.state
         state.weight = Weight(factor, is_one=not isinstance(weight, Tensor) and weight == 1)
+        self._is_torn = True
         state.reducer.begin_micro_batch(state.weight, number=self._micro_batch, last=self._is_last)
         if value.requires_grad:
             with state.backward(), self._autocast.backward():
                 (value * self.loss_scale.scale).backward()
         state.reducer.end_micro_batch()
+        self._is_torn = False
 
     def _factor(self, weight: float | Tensor) -> Tensor:
         """A weight on the device: 0-dim FP32. A number is filled in there, because copying it would wait."""
@@ -194,6 +212,7 @@ class NativeEngine(Engine):
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host waits for nothing of it."""
         self._settlement.settle()
+        self._require_whole("step")
         if not self._tally:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_model()
@@ -245,11 +264,11 @@ class NativeEngine(Engine):
 
     def _observe(self, squares: Tensor) -> Observations:
         losses = self._tally.summary()
-        numbers, bad = self.state.watch.leaves()
-        bad_leaf = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
+        numbers, bad = self.state.watch.seen()
+        bad_gradient = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
         return Observations(
             torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss)),
-            torch.stack((losses.num_bad_losses, losses.bad_micro_batch, losses.bad_weight, bad_leaf)),
+            torch.stack((losses.num_bad_losses, losses.bad_micro_batch, losses.bad_weight, bad_gradient)),
         )
 
     def _update(self, decision: Decision, lr: float) -> None:
@@ -333,12 +352,14 @@ class NativeEngine(Engine):
         keep_last: int = 2,
     ) -> Path:
         """Writes a checkpoint under ``directory``; all ranks call. Returns its path."""
-        self._require_between_steps("save")
         self._require_whole("save")
+        self._require_between_steps("save")
+        self._settlement.settle()
         return persistence.save(self, Path(directory), extra=extra, config=config, keep_last=keep_last)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
+        self._require_untorn("load")
         self._require_between_steps("load")
         self._settlement.settle()
         reader = persistence.open_checkpoint(self, Path(path))
@@ -356,10 +377,18 @@ class NativeEngine(Engine):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def _require_whole(self, verb: str) -> None:
+        self._require_untorn(verb)
         if self._half_loaded:
             raise UsageError(
                 f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
                 f"a checkpoint that can be read, or build a new engine"
+            )
+
+    def _require_untorn(self, verb: str) -> None:
+        if self._is_torn:
+            raise UsageError(
+                f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
+                f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
             )
 
     def memory(self) -> dict[str, int]:
@@ -382,6 +411,7 @@ class NativeEngine(Engine):
 
     def master_state(self) -> dict[str, Tensor]:
         """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered buffer by buffer; all ranks call."""
+        self._settlement.settle()
         full = self.state.gather_full(self.state.master)
         pairs = ((spec.name, tensor.clone().cpu() if self.rank == 0 else None) for spec, tensor in full)
         return {name: tensor for name, tensor in pairs if tensor is not None}

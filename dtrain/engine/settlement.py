@@ -17,7 +17,6 @@ from dtrain.engine.skips import Skip, SkipCounter
 from dtrain.engine.vote import Decision, Verdict, VoteRecord, find_disagreement
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.layout import FlatLayout
 
 
 @dataclass
@@ -28,6 +27,7 @@ class _Step:
     known: VoteRecord  # this rank's: what the host knew of it
     collectives: tuple[str, ...]  # that this rank issued in it
     outcome: StepOutcome | None = None
+    divergence: DivergenceError | None = None
 
     def peek(self) -> Verdict:
         return Verdict.unpack(self.read())
@@ -39,13 +39,13 @@ class Suspects:
 
     Attributes:
         search: what is not finite in this rank's main grads now.
-        clear: forgets which leaves of the step were bad.
-        backward_order: the flat buffers in the order in which backward completes them.
+        clear: forgets which gradients of the step were bad.
+        backward_order: the names of all parameters in the order in which backward reaches them.
     """
 
     search: Callable[[], Sequence[Finding]]
     clear: Callable[[], None]
-    backward_order: Sequence[FlatLayout]
+    backward_order: Sequence[str]
 
 
 @dataclass
@@ -114,11 +114,16 @@ class Settlement:
         step = self._last
         if step is None or step.outcome is not None:
             return
+        if step.divergence is not None:
+            raise step.divergence  # for ever: nothing durable comes of an engine whose ranks have parted
         verdict = step.peek()
         if verdict.reason == "bad_weight":
+            step.outcome = _outcome(verdict, step.known, None)
+            self.suspects.clear()
             _raise_bad_weight(verdict)
         if verdict.reason == "diverged":
-            raise DivergenceError(self._explain(verdict, step))
+            step.divergence = DivergenceError(self._explain(verdict, step))
+            raise step.divergence
         outcome = step.outcome = _outcome(verdict, step.known, self._blame(verdict))
         self.suspects.clear()
         # a non-finite forward loss is no fault of the scale: no scale cures it
@@ -137,7 +142,7 @@ class Settlement:
             return None
         alone = self.comm.world_size == 1 and verdict.records[0].num_micro_batches == 1
         findings = exchange(self.comm, self.suspects.search())
-        return blame_gradient(verdict, findings, self.suspects.backward_order, lone_leaf=alone)
+        return blame_gradient(verdict, findings, self.suspects.backward_order, alone=alone)
 
     def _explain(self, verdict: Verdict, step: _Step) -> str:
         found = find_disagreement(verdict.records)

@@ -60,7 +60,7 @@ class Tally:
             sum_weights=weights.sum(),
             # a micro-batch of weight 0 is a dummy: its loss does not count
             sum_weighted_loss=(losses * weights).masked_fill(weights == 0, 0.0).sum(),
-            bad_loss=torch.where(bad[0], losses.abs(), 0.0).sum(),
+            bad_loss=torch.where(bad[0], losses, 0.0).gather(0, bad[0].byte().argmax(dim=0, keepdim=True))[0],
             num_bad_losses=bad[0].sum(),
             bad_micro_batch=first[0],
             bad_weight=first[1],

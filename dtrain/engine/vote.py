@@ -47,12 +47,12 @@ class VoteRecord:
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
-        bad_loss: NaN if a loss is, else infinity if one is infinite, else 0.
+        bad_loss: the first loss that is not finite, else 0.
         num_bad_losses: micro-batches whose loss is not finite.
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.
-        bad_leaf: the first gradient leaf of this rank that is not finite (see
-            :class:`dtrain.sharding.reduction.LeafWatch`), or -1.
+        bad_gradient: the number of this rank's first gradient that is not finite (see
+            :class:`dtrain.sharding.gradient_watch.GradientWatch`), or -1.
     """
 
     step: int
@@ -70,7 +70,7 @@ class VoteRecord:
     num_bad_losses: int = 0
     bad_micro_batch: int = -1
     bad_weight: int = -1
-    bad_leaf: int = -1
+    bad_gradient: int = -1
 
     def to_row(self) -> list[int]:
         """The fields in their order; floats as their bit patterns, so nothing is rounded on the way."""
@@ -105,7 +105,7 @@ class Observations:
 
     Attributes:
         floats: FP64 [4]: sum_weights, sum_weighted_loss, sum_squares, bad_loss.
-        integers: int64 [4]: num_bad_losses, bad_micro_batch, bad_weight, bad_leaf.
+        integers: int64 [4]: num_bad_losses, bad_micro_batch, bad_weight, bad_gradient.
     """
 
     floats: Tensor

@@ -70,7 +70,7 @@ def _update(tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor
     replica.copy_(kept)
 
 
-def _free(part: UpdateSlice) -> tuple[Tensor, ...]:
+def _rebased(part: UpdateSlice) -> tuple[Tensor, ...]:
     """The tensors of ``part``, each as one that begins where its memory does: a graph knows its inputs' offsets."""
     return tuple(from_dlpack(tensor.detach()) for tensor in part.tensors)
 
@@ -96,7 +96,7 @@ class CompiledAdamW:
     """
 
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._segments = [[(_free(part), part.decayed) for part in segment] for segment in segments]
+        self._segments = [[(_rebased(part), part.decayed) for part in segment] for segment in segments]
         self._scalars: UpdateScalars | None = None
         self._coefficients = torch.empty(0)
         slices = [tensors for segment in self._segments for tensors, _ in segment]

@@ -155,6 +155,8 @@ class Gathering:
             self._use(self._by_name[""])
 
     def _leave_model(self) -> None:
+        if not self._depth:  # another hook failed before this forward began
+            return
         self._depth -= 1
         if self._depth:
             return
@@ -210,8 +212,8 @@ class Gathering:
             yield
         finally:
             self._in_backward = False
-        self._backward.end()
-        self.free()
+            self._backward.end()
+            self.free()
 
     def received(self, number: int) -> None:
         """A gradient of group ``number`` has come; after the last one backward needs the group no more."""
@@ -231,7 +233,8 @@ class Gathering:
             group, replica = self._storages.get(tensor.untyped_storage().data_ptr(), (None, None))
             if group is not None and replica is not None and tensor.dtype == replica.layout.dtype:
                 return _Place(group, replica, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return tensor, tensor._version
+        # detached: autograd would keep an output alive that holds its own graph; the version is shared
+        return tensor.detach(), tensor._version
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, _Place):

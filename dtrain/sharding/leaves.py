@@ -191,9 +191,14 @@ class _LeafRing:
         return self._num_started + (index - self._num_started) % cycle
 
     def open(self, number: int, dtype: torch.dtype) -> Tensor | None:
-        """The place of leaf ``number``, to be written; None if it is so early that no wait would free it."""
+        """The place of leaf ``number``, to be written; None if it is so early that no wait would free it.
+
+        Gradients arrive at other times on ranks whose graphs differ, so nothing may be sent from here.
+        """
         stretch = self._schedule.place(number)
         if stretch.free_after >= self._num_started:
+            return None
+        if any(started <= stretch.free_after and not pending.is_sent for started, pending in self._under_way):
             return None
         self._complete(stretch.free_after)
         return self._view(stretch, dtype)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import count
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -24,8 +24,8 @@ from torch import Tensor
 from dtrain.distributed.collectives import Communicator, Pending
 from dtrain.sharding.accumulate import LeafSum, RunningSum, Weight, add_scaled, assign_scaled
 from dtrain.sharding.buffer import slot_views
+from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import FlatLayout
-from dtrain.sharding.leaf_watch import LeafWatch
 from dtrain.sharding.leaves import MAX_BYTES_IN_FLIGHT, LeafBuffer
 
 Weights = Callable[[], Sequence[Weight]]
@@ -41,8 +41,8 @@ class FlatGradient(Protocol):
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Takes the gradient of parameter number ``slot`` of this micro-batch."""
 
-    def complete(self) -> Tensor:
-        """No more gradients come in this micro-batch; what is missing is zero. Returns what this rank has of it."""
+    def complete(self) -> Sequence[Tensor]:
+        """No more gradients come in this micro-batch; what is missing is zero. Returns this rank's, by slot."""
 
     def launch(self, weights: Weights) -> Pending:
         """Starts the reduction of what is complete."""
@@ -89,12 +89,12 @@ class UnshardedGradient:
         else:
             add_scaled(view, grad, weight)
 
-    def complete(self) -> Tensor:
-        """Zeroes what got no gradient; the sum over this rank's micro-batches so far."""
+    def complete(self) -> Sequence[Tensor]:
+        """Zeroes what got no gradient; the sums over this rank's micro-batches so far."""
         for slot in self._fresh:
             self._views[slot].zero_()
         self._fresh.clear()
-        return self._full
+        return self._views
 
     def launch(self, weights: Weights) -> Pending:
         """Starts the one reduction of this step."""
@@ -163,13 +163,13 @@ class ShardedGradient:
         self._views[slot].copy_(grad)
         self._missing.discard(slot)
 
-    def complete(self) -> Tensor:
+    def complete(self) -> Sequence[Tensor]:
         """Zeroes what got no gradient; the leaf of this micro-batch."""
-        leaf = self._open()
+        self._open()
         for slot in self._missing:
             self._views[slot].zero_()
         self._missing.clear()
-        return leaf
+        return self._views
 
     def launch(self, weights: Weights) -> Pending:
         """Sends the leaves; when waited for, sums what came from all ranks, in rank order."""
@@ -196,16 +196,16 @@ class GradientReducer:
         groups: the flat gradients of each group, in the order in which backward is expected to complete them.
         num_parameters: how many gradients complete each group.
         comm: who takes part.
-        watch: sees every leaf that is complete.
+        watch: sees every gradient.
     """
 
     def __init__(
-        self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator, watch: LeafWatch
+        self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator, watch: GradientWatch
     ) -> None:
         self._groups = groups
         self._watch = watch
-        numbers = count()
-        self._numbers = [[next(numbers) for _ in group] for group in groups]  # of the flat buffers, for the watch
+        # of each group's first parameter, in the order of backward
+        self._first_numbers = list(accumulate(num_parameters, initial=0))
         self._watched_micro_batch: int | None = None
         self._incomplete: set[int] = set()
         self._num_parameters = num_parameters
@@ -255,10 +255,12 @@ class GradientReducer:
 
     def _complete(self, group: int) -> None:
         self._incomplete.discard(group)
-        for number, flat in zip(self._numbers[group], self._groups[group], strict=True):
-            leaf = flat.complete()
+        number = self._first_numbers[group]
+        for flat in self._groups[group]:
+            grads = flat.complete()
             if self._watched_micro_batch is not None:
-                self._watch.look(self._watched_micro_batch, number, leaf)
+                self._watch.look(self._watched_micro_batch, number, grads[::-1])  # backward reaches the last one first
+            number += len(grads)
 
     def _launch_next(self) -> None:
         for flat in self._groups[self._next]:

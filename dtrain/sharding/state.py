@@ -15,8 +15,8 @@ from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
 from dtrain.sharding.buffer import ReplicaBuffer, ShardedReplica, UpdateSlice
 from dtrain.sharding.course import GatheredGroup
 from dtrain.sharding.gather import Gathering, GatherOptions
+from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
-from dtrain.sharding.leaf_watch import LeafWatch
 from dtrain.sharding.leaves import LeafBuffer, LeafSpec, LeafStore
 from dtrain.sharding.param_group import ParamGroup, find_groups, matching_parameters, move_to_root
 from dtrain.sharding.placement import Placement, Placements
@@ -77,7 +77,7 @@ class ShardedState:
         self.replicas = [replica_type(segment, parameters, comm) for segment in self.arena.segments]
         self.gathering = Gathering(model, self._gathered_groups(), gather) if shards_compute else None
         self._grad_storages: list[Tensor] = []
-        self.watch = LeafWatch(len(self.layouts))
+        self.watch = GradientWatch(sum(len(layout.slots) for layout in self.layouts))
         self._position = self._order_groups()
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
@@ -311,9 +311,9 @@ class ShardedState:
         return sorted(self.layouts, key=lambda layout: positions[layout.group])
 
     @property
-    def parameter_names(self) -> list[str]:
-        """All trainable parameters in the order of the layouts."""
-        return [slot.spec.name for layout in self.layouts for slot in layout.slots]
+    def backward_names(self) -> list[str]:
+        """All trainable parameters in the order in which backward reaches them, as far as that is known beforehand."""
+        return [slot.spec.name for layout in self.backward_order for slot in reversed(layout.slots)]
 
     # -- logical access --------------------------------------------------------------------------------------------
 

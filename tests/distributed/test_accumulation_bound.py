@@ -1,8 +1,8 @@
 """Main grads keep the error bound of FP32 sums over micro-batches and ranks, which sums in low precision break.
 
-Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., sections 3.1 and 4.2: a sum of n products rounded one by
-one differs from the exact one by at most gamma(d) times the sum of the absolute values, with d = n roundings on the longest
-way for a running sum and 1 + ceil(log2 n) for a balanced tree; gamma(d) = d u / (1 - d u), u = 2**-24.
+Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., sections 3.1 and 4.2: a sum of n products rounded one
+by one differs from the exact one by at most gamma(d) times the sum of the absolute values, with d = n roundings on the
+longest way for a running sum and 1 + ceil(log2 n) for a balanced tree; gamma(d) = d u / (1 - d u), u = 2**-24.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -276,3 +278,14 @@ def run_loss(masters: dict[str, Tensor]) -> float:
     model.load_state_dict(masters)
     with torch.no_grad():
         return float(model.eval()(batch(0, 0)))
+
+
+def forwards_without_backward(rank: int, world: int) -> list[bool]:
+    engine = start(build("plain"))
+    outputs = [weakref.ref(engine(batch(0, rank))) for _ in range(3)]
+    gc.collect()
+    return [output() is None for output in outputs]
+
+
+def test_a_forward_without_backward_leaves_nothing_behind() -> None:
+    assert run_ranks(2, forwards_without_backward) == [[True] * 3] * 2

@@ -29,8 +29,9 @@ from dtrain.engine.tally import Tally
 from dtrain.engine.vote import MUST_AGREE, REASONS, VoteRecord, decide, fill
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScale
+from dtrain.sharding.buffer import slot_views
+from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import ArenaLayout, FlatLayout, ParamSpec, flat_layouts
-from dtrain.sharding.leaf_watch import LeafWatch
 from dtrain.sharding.state import ShardedState
 
 TRIALS = 10_000
@@ -64,6 +65,16 @@ class Model:
     @property
     def backward_order(self) -> list[FlatLayout]:
         return sorted(self.layouts, key=lambda layout: (layout.group == "", -self.layouts.index(layout)))
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(flat, slot) of all parameters in the order of backward."""
+        flats = [self.layouts.index(layout) for layout in self.backward_order]
+        return [(flat, slot) for flat in flats for slot in reversed(range(len(self.layouts[flat].slots)))]
+
+    @property
+    def backward_names(self) -> list[str]:
+        return [self.layouts[flat].slots[slot].spec.name for flat, slot in self.places]
 
 
 @functools.cache
@@ -247,9 +258,8 @@ def expect(trial: Trial) -> Expected:
     losses = {(m, r): trial.losses[r][m] for m, r in places}
     bad = [place for place in places if not math.isfinite(losses[place])]
     if bad:
-        ranks = {rank for _, rank in bad}
-        infinite = sum(all(math.isinf(losses[place]) for place in bad if place[1] == rank) for rank in ranks)
-        counts = {"num_inf": infinite, "num_nan": len(ranks) - infinite, "num_bad_losses": len(bad)}
+        infinite = int(math.isinf(losses[bad[0]]))
+        counts = {"num_inf": infinite, "num_nan": 1 - infinite, "num_bad_losses": len(bad)}
         culprit = Culprit(bad[0][1], known.step, "forward loss", bad[0][0], **counts)
         return Expected("nonfinite_loss", culprit=culprit)
     sums = reduced(trial)
@@ -269,20 +279,17 @@ def reduced(trial: Trial) -> dict[tuple[int, int, int], float]:
 
 
 def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Culprit:
-    order = [trial.model.layouts.index(layout) for layout in trial.model.backward_order]
+    order = trial.model.places
     totals: dict[tuple[int, int, int], float] = {}
     for poke in trial.last_pokes:
-        leaf = (poke.micro_batch, order.index(poke.flat), poke.rank)
-        totals[leaf] = totals.get(leaf, 0.0) + poke.value
-    first = min((leaf for leaf, total in totals.items() if not abs(total) <= FP32_MAX), default=None)
+        gradient = (poke.micro_batch, order.index((poke.flat, poke.slot)), poke.rank)
+        totals[gradient] = totals.get(gradient, 0.0) + poke.value
+    first = min((gradient for gradient, total in totals.items() if not abs(total) <= FP32_MAX), default=None)
     if trial.world == trial.num_micro_batches == 1:
         first = (0, -1, 0)
-    flats = [order[first[1]], *order] if first and first[1] >= 0 else order
     bad = [key for key, total in sums.items() if not math.isfinite(total)]
-    flat, slot = next(
-        (max(key[:2] for key in bad if key[0] == flat) for flat in flats if any(key[0] == flat for key in bad)),
-        (None, None),
-    )
+    wanted = [order[first[1]], *order] if first and first[1] >= 0 else order
+    flat, slot = next((place for place in wanted if any(key[:2] == place for key in bad)), (None, None))
     phase = "local gradient" if first else "reduced gradient"
     where = {"step": known_record(trial, 0).step, "phase": phase, "micro_batch": first[0] if first else None}
     if flat is None or slot is None:
@@ -350,7 +357,7 @@ class Rank:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts = trial.model.layouts
         self.link = self._comm = Link(rank, trial.world)
-        self._tally, self.watch, self.state = Tally(), LeafWatch(len(self.layouts)), self
+        self._tally, self.watch, self.state = Tally(), GradientWatch(len(trial.model.places)), self
         arena = ArenaLayout.of(self.layouts, rank, sharded=trial.sharded)
         self.main_grads = [
             full[segment.flat_start : segment.flat_start + segment.numel]
@@ -362,7 +369,7 @@ class Rank:
             self.link,
             LossScale("dynamic", init=SCALE).start(),
             SkipCounter(limit=2),
-            Suspects(self.search, self.watch.clear, trial.model.backward_order),
+            Suspects(self.search, self.watch.clear, trial.model.backward_names),
             CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
             at_once=False,
         )
@@ -374,8 +381,11 @@ class Rank:
             loss, weight = (table[self.rank][micro_batch] for table in (trial.losses, trial.weights))
             self._tally.add(micro_batch, torch.tensor(loss), torch.tensor(weight))
             if trial.world > 1 or trial.num_micro_batches > 1:
-                for number, layout in enumerate(trial.model.backward_order):
-                    self.watch.look(micro_batch, number, leaves[layout.name][micro_batch, self.rank])
+                first = 0
+                for layout in trial.model.backward_order:
+                    grads = slot_views(leaves[layout.name][micro_batch, self.rank], layout)[::-1]
+                    self.watch.look(micro_batch, first, grads)
+                    first += len(grads)
 
     def own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
         for segment, main_grad in zip(self.segments, self.main_grads, strict=True):

@@ -94,7 +94,7 @@ def test_dynamic_fp16_backs_off_and_recovers() -> None:
 def test_infinity_on_the_device_is_skipped_and_named() -> None:
     engine = make_engine("bf16", 2)
     before = engine.state.master.clone()
-    name = engine.state.parameter_names[0]
+    name = engine.state.backward_names[-1]
     handle = dict(engine.module.named_parameters())[name].register_hook(lambda g: g * float("inf"))
     outcome = train(engine, 1)[0]
     handle.remove()

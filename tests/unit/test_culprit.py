@@ -13,8 +13,8 @@ from dtrain.distributed.collectives import Communicator
 from dtrain.engine.base import Culprit
 from dtrain.engine.culprit import Finding, blame_gradient, blame_loss, exchange, search
 from dtrain.engine.vote import Verdict, VoteRecord
+from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import CHUNK, FlatLayout, ParamSpec, flat_layouts
-from dtrain.sharding.leaf_watch import LeafWatch
 
 RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 2.0, 4.0, 100.0)
 
@@ -80,31 +80,29 @@ def test_findings_travel_as_they_are() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_the_watch_sees_one_bad_element(dtype: torch.dtype, value: float) -> None:
-    watch = LeafWatch(3)
+    watch = GradientWatch(3)
     leaf = torch.full((5000,), 100.0, dtype=dtype)  # as FP16, its sum would overflow
-    watch.look(0, 2, leaf)
-    watch.look(1, 0, leaf)
-    leaf[-1] = value
-    watch.look(1, 1, leaf)
-    leaf[-1] = 1.0
-    watch.look(1, 2, leaf)
-    numbers, bad = watch.leaves()
+    watch.look(0, 2, [leaf])
+    spoilt = leaf.clone()
+    spoilt[-1] = value
+    watch.look(1, 0, [leaf, spoilt])
+    watch.look(1, 2, [leaf])
+    numbers, bad = watch.seen()
     assert list(numbers) == [2, 3, 4, 5]
     assert bad is not None
     assert bad.tolist() == [False, False, True, False]
-    assert watch.place(4) == (1, 1)
     watch.clear()
-    assert watch.leaves() == ([], None)
+    assert watch.seen() == ([], None)
 
 
 def test_the_watch_keeps_numbers_and_sums_together_over_dtypes() -> None:
-    watch = LeafWatch(2)
+    watch = GradientWatch(2)
     good, bad = torch.ones(4), torch.tensor([1.0, math.nan])
-    watch.look(0, 0, good.bfloat16())
-    watch.look(0, 1, bad)
-    watch.look(1, 0, bad.bfloat16())
-    watch.look(1, 1, good)
-    numbers, marks = watch.leaves()
+    watch.look(0, 0, [good.bfloat16()])
+    watch.look(0, 1, [bad])
+    watch.look(1, 0, [bad.bfloat16()])
+    watch.look(1, 1, [good])
+    numbers, marks = watch.seen()
     assert marks is not None
     assert dict(zip(numbers, marks.tolist(), strict=True)) == {0: False, 1: True, 2: True, 3: False}
 
@@ -115,30 +113,37 @@ def test_the_watch_keeps_numbers_and_sums_together_over_dtypes() -> None:
 def test_of_losses_the_earliest_micro_batch_then_the_lowest_rank() -> None:
     bad = {"num_bad_losses": 2, "bad_micro_batch": 1, "bad_loss": math.nan}
     got = blame_loss(verdict({}, bad, {**bad, "num_bad_losses": 1, "bad_loss": -math.inf}, {}))
-    assert got == Culprit(1, 3, "forward loss", 1, num_inf=1, num_nan=1, num_bad_losses=3)
-    assert blame_loss(verdict(bad, {**bad, "bad_micro_batch": 0})).rank == 1
+    assert got == Culprit(1, 3, "forward loss", 1, num_nan=1, num_bad_losses=3)
+    infinite = {**bad, "bad_micro_batch": 0, "bad_loss": -math.inf}
+    assert blame_loss(verdict(bad, infinite)) == Culprit(1, 3, "forward loss", 0, num_inf=1, num_bad_losses=4)
 
 
-A, B = layout("a"), layout("b")
-ORDER = [B, A]  # b is the later module
+ORDER = ["b.b", "b.a", "a.b", "a.a"]  # b is the later module
 
 
-def blame(*ranks: dict[str, Any], found: list[Finding], lone_leaf: bool = False) -> Culprit:
-    return blame_gradient(verdict(*ranks), found, ORDER, lone_leaf=lone_leaf)
+def blame(*ranks: dict[str, Any], found: list[Finding], alone: bool = False) -> Culprit:
+    return blame_gradient(verdict(*ranks), found, ORDER, alone=alone)
 
 
-def test_of_gradients_the_last_tensor_of_the_first_leaf() -> None:
-    found = [Finding(name, rank, 0, 9, 1, 2) for rank in (0, 1) for name in ("a.a", "a.b", "b.a", "b.b")]
-    first_leaf = 2 * 1 + 1  # micro-batch 1, buffer a
-    got = blame({"bad_leaf": 4}, {"bad_leaf": first_leaf}, {}, found=found)
-    assert got == Culprit(1, 3, "local gradient", 1, "a.b", 0, 9, 2, 4)
-    assert blame({"bad_leaf": 4}, {"bad_leaf": 4}, found=found).tensor == "b.b"
-    assert blame({"bad_leaf": 4}, {"bad_leaf": 4}, found=found).rank == 0
+def test_of_gradients_the_first_by_micro_batch_then_backward_then_rank() -> None:
+    found = [Finding(name, rank, 0, 9, 1, 2) for rank in (0, 1) for name in ORDER]
+    second = 4 * 1 + 3  # micro-batch 1, a.a
+    got = blame({"bad_gradient": second + 1}, {"bad_gradient": second}, {}, found=found)
+    assert got == Culprit(1, 3, "local gradient", 1, "a.a", 0, 9, 2, 4)
+    assert blame({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).tensor == "b.b"
+    assert blame({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).rank == 0
+
+
+def test_rank_and_tensor_belong_together() -> None:
+    """Rank 0 spoils b.a, rank 1 the later b.b in the same micro-batch: b.b comes first in backward."""
+    found = [Finding("b.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 4, 5, 1, 0)]
+    got = blame({"bad_gradient": 1}, {"bad_gradient": 0}, found=found)
+    assert (got.rank, got.tensor, got.start) == (1, "b.b", 4)
 
 
 def test_parts_on_several_ranks_are_one_slice() -> None:
     found = [Finding("b.b", 0, 40, 960, 3, 0), Finding("a.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 960, 1000, 0, 4)]
-    got = blame({}, {"bad_leaf": 0}, found=found)
+    got = blame({}, {"bad_gradient": 0}, found=found)
     assert (got.tensor, got.start, got.stop, got.num_inf, got.num_nan) == ("b.b", 40, 1000, 3, 4)
 
 
@@ -152,12 +157,12 @@ def test_a_norm_that_overflows_is_nobodys() -> None:
 
 
 def test_a_leaf_whose_sum_overflows_leaves_the_tensor_to_the_order_of_backward() -> None:
-    got = blame({}, {"bad_leaf": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
+    got = blame({}, {"bad_gradient": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
     assert (got.rank, got.micro_batch, got.tensor) == (1, 0, "a.a")
 
 
 def test_a_leaf_that_is_alone_is_to_blame_without_a_watch() -> None:
-    got = blame({}, found=[Finding("a.a", 0, 1, 2, 1, 0)], lone_leaf=True)
+    got = blame({}, found=[Finding("a.a", 0, 1, 2, 1, 0)], alone=True)
     assert (got.phase, got.rank, got.micro_batch, got.tensor) == ("local gradient", 0, 0, "a.a")
 
 

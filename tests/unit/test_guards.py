@@ -283,3 +283,41 @@ def test_a_group_that_cannot_serve_the_device_is_refused(tmp_path: Path) -> None
         assert connect(torch.device("cpu")).world_size == 1
     finally:
         dist.destroy_process_group()
+
+
+class Breaks(nn.Module):
+    """A backward that fails in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.broken = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        if self.broken:
+            hidden.register_hook(self._fail)
+        return self.layers[1](hidden).square().mean()
+
+    def _fail(self, grad: Tensor) -> None:
+        raise RuntimeError("the graph broke")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("verb", ["step", "backward", "save", "load"])
+def test_a_backward_that_failed_half_way_is_no_step(tmp_path: Path, verb: str, stage: int) -> None:
+    model = Breaks()
+    engine = dtrain.initialize(model, precision="fp32", zero_stage=stage)
+    before = engine.master_state()
+    with pytest.raises(RuntimeError, match="the graph broke"):
+        engine.backward(engine(torch.ones(2, 8)))
+    model.broken = False
+    calls = {
+        "step": engine.step,
+        "backward": lambda: engine.backward(engine(torch.ones(2, 8))),
+        "save": lambda: engine.save(tmp_path),
+        "load": lambda: engine.load(tmp_path),
+    }
+    with pytest.raises(UsageError, match=f"engine.{verb} after an engine.backward that failed half-way"):
+        calls[verb]()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.master_state().items())

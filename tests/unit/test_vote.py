@@ -190,7 +190,7 @@ def test_what_may_differ_is_no_disagreement() -> None:
     free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
     assert free == {
         "stop_requested", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss", "num_bad_losses",
-        "bad_micro_batch", "bad_weight", "bad_leaf",
+        "bad_micro_batch", "bad_weight", "bad_gradient",
     }  # fmt: skip
     other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
     assert find_disagreement([record(), other]) is None
@@ -252,7 +252,7 @@ def test_any_rank_can_ask_to_stop(rank: int) -> None:
 
 
 LOSS = {"num_bad_losses": 1, "bad_micro_batch": 1, "bad_loss": math.nan, "sum_weighted_loss": math.nan}
-GRADIENT = {"bad_leaf": 5, "sum_squares": math.inf}
+GRADIENT = {"bad_gradient": 5, "sum_squares": math.inf}
 EMPTY = {"sum_weights": 0.0, "sum_weighted_loss": 0.0}
 WEIGHT = {"bad_weight": 1, "sum_weights": math.nan, "sum_squares": math.nan}
 OTHER = {"step": 5}
@@ -303,7 +303,7 @@ voters = st.builds(
     stop_requested=st.integers(0, 1),
     num_bad_losses=st.sampled_from([0, 0, 0, 2]),
     bad_weight=st.sampled_from([-1, -1, -1, 0]),
-    bad_leaf=st.integers(-1, 3),
+    bad_gradient=st.integers(-1, 3),
     loss_scale=st.sampled_from([8.0, 8.0, 8.0, 16.0]),
 )
 
