@@ -66,6 +66,8 @@ class Recorder:
         def call(*args: Any, label: str, **kwargs: Any) -> Pending:
             start = time.monotonic()
             pending = collective(*args, label=label, **kwargs)
+            if pending._work is not None:
+                pending._work = _TimedWork(pending._work, self)
             return pending.then(lambda: self.events.append([kind, label, start, time.monotonic()]))
 
         return call
@@ -73,14 +75,6 @@ class Recorder:
     def watch(self, engine: Any) -> None:
         """Wraps the parts of a native engine."""
         comm = engine.comm
-        start_pending = comm._pending
-
-        def pending(*args: Any) -> Pending:
-            found: Pending = start_pending(*args)
-            found._work = _TimedWork(found._work, self)
-            return found
-
-        comm._pending = pending
         comm.exchange_slices = self.flight("exchange", comm.exchange_slices)
         gather, weights = self.flight("gather", comm.all_gather), self.flight("weights", comm.all_gather)
         comm.all_gather = lambda *args, label: (weights if label == "weights" else gather)(*args, label=label)

@@ -143,7 +143,7 @@ class Communicator:
         self._num_issued = 0
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
-        self._word = _Word(self._send_word)
+        self._word = _Word(self.announce)
 
     def release(self) -> None:
         """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
@@ -188,7 +188,7 @@ class Communicator:
         return entry
 
     def _start(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._send_word()  # before anything else: backends match collectives by their order
+        self.announce()  # before anything else: backends match collectives by their order
         with _named_failure(f"rank {self.rank}: {what}"):
             return collective(*args, group=self._group, **kwargs)
 
@@ -210,7 +210,7 @@ class Communicator:
         word.places.append((number, *place, tensor.nbytes))
         word.nbytes += tensor.nbytes
         if word.nbytes >= _WORD_BYTES or len(word.places) == _WORD_PLACES:
-            self._send_word()
+            self.announce()
 
         def read() -> None:
             assert word.rows is not None
@@ -226,11 +226,16 @@ class Communicator:
 
         return Pending(word, what=f"rank {self.rank}: {what}").then(read)
 
-    def _send_word(self) -> None:
+    def announce(self) -> None:
+        """Tells the other ranks of the buffers that are ready so far, where they may be read; waits for nobody.
+
+        Whoever waits for such a buffer does it himself; earlier is better where compute comes before. All ranks call it
+        at the same place in the order of collectives.
+        """
         word = self._word
         if not word.places:
             return
-        self._word = _Word(self._send_word)
+        self._word = _Word(self.announce)
         own = torch.zeros(_WORD_PLACES, 4, dtype=torch.int64)  # of one size, so that unequal words are noticed
         own[: len(word.places)] = torch.tensor(word.places, dtype=torch.int64)
         word.rows = torch.empty(self.world_size, *own.shape, dtype=torch.int64)

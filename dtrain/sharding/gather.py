@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from dtrain.distributed.collectives import Communicator
 from dtrain.errors import ConfigError, ModelError, UsageError
 from dtrain.sharding.buffer import ShardedReplica
 from dtrain.sharding.course import Course, GatheredGroup
@@ -61,12 +62,16 @@ class Gathering:
         model: hooks are installed on its modules.
         groups: all parameter groups, freed.
         options: when to gather and free.
+        comm: the ranks that share.
 
     Attributes:
         peak: the most groups, beside the root, that were gathered at a time.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[GatheredGroup], options: GatherOptions) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Sequence[GatheredGroup], options: GatherOptions, comm: Communicator
+    ) -> None:
+        self._comm = comm
         self._options = options
         self._groups = list(groups)
         self._by_name = {group.name: group for group in groups}
@@ -281,6 +286,7 @@ class Gathering:
             self._held[group] = None
         for group in wanted:
             group.start()
+        self._comm.announce()
         self.peak = max(self.peak, len(self._held))
 
     def _free(self, group: GatheredGroup) -> None:

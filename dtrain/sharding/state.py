@@ -75,7 +75,7 @@ class ShardedState:
         shards_compute = placements.compute is Placement.SHARD and comm.world_size > 1
         replica_type = ShardedReplica if shards_compute else ReplicaBuffer
         self.replicas = [replica_type(segment, parameters, comm) for segment in self.arena.segments]
-        self.gathering = Gathering(model, self._gathered_groups(), gather) if shards_compute else None
+        self.gathering = Gathering(model, self._gathered_groups(), gather, comm) if shards_compute else None
         self._grad_storages: list[Tensor] = []
         self.watch = GradientWatch(sum(len(layout.slots) for layout in self.layouts))
         self._position = self._order_groups()
