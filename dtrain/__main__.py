@@ -39,7 +39,7 @@ def checkpoint(argv: list[str]) -> int:
 
 
 def bench(argv: list[str]) -> int:
-    """measure speed and memory: dtrain bench engine|precision|report"""
+    """measure speed and memory: dtrain bench engine|precision|optimizer|collectives|vote|report"""
     from dtrain.bench.cli import main as bench_main
 
     return bench_main(argv)

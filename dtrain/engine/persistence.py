@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dtrain import checkpoint
 from dtrain.checkpoint import CheckpointReader, Piece, Snapshot
 from dtrain.distributed.consensus import on_every_rank
+from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
 from dtrain.sharding.layout import Interval
 from dtrain.sharding.param_group import aliases
@@ -81,12 +82,22 @@ def fill(engine: NativeEngine, reader: CheckpointReader) -> dict[str, Any]:
     saved = reader.state["engine_state"]
     engine.attempted_steps = int(saved["attempted_steps"])
     engine.applied_steps = int(saved["applied_steps"])
+    _warn_of_other_bits(engine, reader)
     engine.loss_scale = engine.loss_scale.restored(saved["loss_scale"])
     engine.data_cursor = int(reader.state["data_cursor"])
     engine.seed = int(reader.state["rng"]["seed"])
     engine.run_id = str(reader.state["run_id"])
     extra: dict[str, Any] = reader.state["extra"]
     return extra
+
+
+def _warn_of_other_bits(engine: NativeEngine, reader: CheckpointReader) -> None:
+    saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
+    if saved is not None and saved != own:
+        logger.warning(
+            f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
+            f"two updates round differently, so the run goes on, and not bit for bit as it would have"
+        )
 
 
 def _read_into_place(engine: NativeEngine, reader: CheckpointReader) -> None:

@@ -30,11 +30,11 @@ from dtrain.train.run_dir import (
 )
 from dtrain.train.setup import (
     check_launcher,
+    check_patterns,
     check_precision,
     check_same,
     make_engine,
     make_loader,
-    make_policy,
     set_threads,
     torch_settings_restored,
 )
@@ -91,7 +91,7 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
     model = build_model(config.model, dataset.vocab_size, config.seed)
-    make_policy(config).resolve(model)  # refuses patterns that match nothing
+    check_patterns(config, model)
     run_dir = open_run_dir(config, comm, job)  # not before: what is refused up to here leaves no folder behind
     if run_dir.finished:
         logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)

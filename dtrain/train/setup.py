@@ -34,6 +34,7 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.sharding.param_group import matching_parameters
 from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 
@@ -99,6 +100,17 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 def make_policy(config: RunConfig) -> PrecisionPolicy:
     """The precision that ``config`` names."""
     return PrecisionPolicy.named(config.precision.name, fp32_modules=config.precision.fp32_modules)
+
+
+def check_patterns(config: RunConfig, model: nn.Module) -> None:
+    """Refuses patterns of module names that match nothing in ``model``.
+
+    Raises:
+        ConfigError: naming the pattern.
+    """
+    make_policy(config).resolve(model)
+    if isinstance(config.engine, NativeEngineConfig):
+        matching_parameters(model, config.engine.keep_gathered)
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,14 @@ def test_a_checkpoint_names_the_config_it_was_given(tmp_path: Path) -> None:
     state = open_newest(tmp_path, ALONE).state
     assert state["config"] == {"b": 1, "api_key": "***"}
     assert state["config_hash"] == hashlib.sha256(b'{"api_key":"hidden","b":1}').hexdigest()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_another_way_to_update_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool) -> None:
+    engine = start()
+    train_step(engine)
+    rule = replace(engine.options.optimizer, compile=saved)
+    engine.options = replace(engine.options, optimizer=rule)  # what is recorded; the update stays what it is
+    path = engine.save(tmp_path)
+    start().load(path)
+    assert ("was saved with optim.compile=true, this run has false" in caplog.text) is saved

@@ -144,11 +144,15 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Pat
     ("override", "message"),
     [
         ("precision=tf32", "precision=tf32 needs an NVIDIA GPU"),
+        (
+            "engine.zero_stage=3 engine.keep_gathered=[hed]",
+            "keep_gathered pattern 'hed' matches no parameter and no module that has one; did you mean 'head'?",
+        ),
         ("precision.fp32_modules=[hed]", "fp32_modules pattern 'hed' matches no module; did you mean 'head'?"),
     ],
 )
-def test_a_precision_that_cannot_be_had_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
-    ((name, said),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", override)
+def test_what_the_model_or_the_device_refuses_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
+    ((name, said),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", *override.split())
     assert name == "ConfigError"
     assert message in said
     assert not (tmp_path / "run").exists()
