@@ -5,11 +5,11 @@ Heavy imports wait inside the verbs, so that help and misspelt names answer at o
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
+from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
 from dtrain.version import version
 
@@ -20,6 +20,7 @@ def train(argv: list[str]) -> int:
     """train a model: dtrain train precision=bf16 train.steps=1000"""
     from dtrain.config.resolve import read_jobs, run_jobs
 
+    follow_launcher()
     try:
         jobs = read_jobs(argv)
     except ConfigError as error:
@@ -28,7 +29,7 @@ def train(argv: list[str]) -> int:
             # one rank has left, so rank 0 must have had the time to speak
             time.sleep(_RANK_0_SPEAKS_S)
         return _fail(error)
-    return run_jobs(jobs)
+    return run_jobs(jobs, argv)
 
 
 def checkpoint(argv: list[str]) -> int:
@@ -45,7 +46,27 @@ def bench(argv: list[str]) -> int:
     return bench_main(argv)
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {"train": train, "checkpoint": checkpoint, "bench": bench}
+def doctor(argv: list[str]) -> int:
+    """what this machine can do, and what each engine can: dtrain doctor [engines]"""
+    from dtrain.doctor.cli import main as doctor_main
+
+    return doctor_main(argv)
+
+
+def parity(argv: list[str]) -> int:
+    """hold the engines against an FP32 oracle: dtrain parity precision=bf16 model.factory=mine.net:build"""
+    from dtrain.parity.cli import main as parity_main
+
+    return parity_main(argv)
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "checkpoint": checkpoint,
+    "bench": bench,
+    "parity": parity,
+    "doctor": doctor,
+}
 """What ``dtrain`` can do; the docstring of each function is its line in the usage."""
 
 
@@ -85,8 +106,10 @@ def _fail(error: DtrainError) -> int:
 
 def _rank() -> int:
     """This rank, or 0 where the environment of the launcher makes no sense: then each process says so."""
-    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return int(rank) if rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size) else 0
+    try:
+        return LaunchEnv.read().rank
+    except ConfigError:
+        return 0
 
 
 if __name__ == "__main__":

@@ -42,6 +42,10 @@ class CommunicationError(DtrainError):
     """A collective failed: another rank has died, hangs, or issued another collective."""
 
 
+class LaunchError(DtrainError):
+    """A rank that this command has started ended before its work was done."""
+
+
 class NonFiniteError(DtrainError):
     """Too many consecutive steps were skipped; the message carries the diagnosis.
 
@@ -56,6 +60,14 @@ class NonFiniteError(DtrainError):
 
 class BenchError(DtrainError):
     """A measurement could not be taken: a contender's process failed, or a results file cannot be read."""
+
+
+class RankError(DtrainError):
+    """A process that dtrain started as a rank failed; the message has its last words."""
+
+
+class ParityError(DtrainError):
+    """Engines could not be compared: what they are compared with failed itself."""
 
 
 class CheckpointError(DtrainError):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dtrain.bench.engines import check_engines
 from dtrain.bench.peers import check_peers
 from dtrain.bench.records import Results, Timings, read_results, write_results
 from dtrain.bench.report import describe, update_document
@@ -19,7 +20,7 @@ from dtrain.errors import ConfigError, nearest
 _USAGE = """usage: dtrain bench SUITE [key=value ...]
        dtrain bench report FILE.json ... [bench.docs=docs/benchmarks.md]
 
-  engine       step time, memory and start of dtrain's engine against plain PyTorch, DDP, FSDP2, DeepSpeed, ...
+  engine       step time, memory and start of dtrain's engines against plain PyTorch, DDP, FSDP2, DeepSpeed, ...
   precision    speed and memory of mixed precision against FP32
   optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
   collectives  each collective of a step, through sockets and through shared memory
@@ -50,6 +51,7 @@ def _engine(argv: Sequence[str]) -> int:
     if config is None:
         return 0
     check_peers(config.bench.peers or [], config.bench.ranks)
+    check_engines(config.bench.engines or [], config.bench.ranks)
     _require_one_process()
     from dtrain.bench.suites import run_engine_suite  # brings torch; a misspelt key is reported without that wait
 
@@ -131,10 +133,10 @@ def _command(suite: str, argv: Sequence[str]) -> str:
 
 
 def _finish(results: Results | Timings, out: str | None) -> int:
-    """Writes and prints; 1 where dtrain's own engine failed, since others may stay out."""
+    """Writes and prints; 1 where an engine of dtrain failed, since others may stay out."""
     path = Path(out or time.strftime(f"runs/bench-{results.suite}-%Y-%m-%d_%H-%M-%S.json"))
     write_results(path, results)
     print(describe(results), flush=True)
     logger.info("results in %s", path)
     absences = results.absences if isinstance(results, Results) else []
-    return 1 if any(absence.contender.engine == "native" for absence in absences) else 0
+    return 1 if any(absence.contender.is_dtrain for absence in absences) else 0

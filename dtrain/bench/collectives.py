@@ -6,31 +6,26 @@ Run as a module it is one rank: an ``_Order`` as a line of JSON on standard inpu
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.bench.contest import environment
-from dtrain.bench.records import Timing, Timings, from_plain
+from dtrain.bench.records import Timing, Timings
 from dtrain.bench.timing import Operation, make_timings
+from dtrain.config.dump import from_plain
 from dtrain.config.schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.file_store import join_ranks
+from dtrain.distributed.processes import open_answer, read_order, run_ranks
 from dtrain.distributed.setup import choose_device
-from dtrain.errors import BenchError
 from dtrain.sharding.layout import CHUNK
 
-_TIMEOUT_S = 600.0
 _ABOUT = (
     "{ranks} ranks on {device}, {threads} thread{plural} each. A flat buffer of so many elements, each rank owning one "
     "slice. GB/s counts the bytes that a rank must receive; an all-reduce receives twice. Time: of the slowest rank."
@@ -48,7 +43,7 @@ def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Timin
     """Times each collective on ``bench.ranks`` processes.
 
     Raises:
-        BenchError: a rank failed.
+        RankError: a rank failed.
         ConfigError: a device that is not there.
     """
     bench = config.bench
@@ -60,49 +55,22 @@ def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Timin
 
 
 def _run_ranks(bench: CollectivesBenchConfig) -> list[Timing]:
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-bench-"))
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "dtrain.bench.collectives"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stack.enter_context(Path(folder, f"{rank}.log").open("w", encoding="utf-8")),
-                env=environment(bench.threads_per_rank),
-                text=True,
-            )
-            for rank in range(bench.ranks)
-        ]
-        try:
-            for rank, process in enumerate(processes):
-                assert process.stdin is not None
-                process.stdin.write(json.dumps(asdict(_Order(rank, str(Path(folder, "store")), bench))) + "\n")
-                process.stdin.flush()
-            answers = [process.communicate()[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        for rank, process in enumerate(processes):
-            if process.returncode:
-                words = Path(folder, f"{rank}.log").read_text(encoding="utf-8").strip().splitlines()
-                raise BenchError(f"rank {rank} ended with exit code {process.returncode}: {(words or ['no word'])[-1]}")
+    with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
+        orders = [json.dumps(asdict(_Order(rank, str(Path(folder, "store")), bench))) for rank in range(bench.ranks)]
+        answers = run_ranks(
+            "dtrain.bench.collectives", orders, threads=bench.threads_per_rank, folder=Path(folder, "ranks")
+        )
     return [from_plain(Timing, timing) for timing in json.loads(answers[0])]
 
 
 def main() -> None:
     """One rank."""
-    order = from_plain(_Order, json.loads(sys.stdin.readline()))
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not get into the reply
+    order = from_plain(_Order, json.loads(read_order()))
+    replies = open_answer()
     bench = order.bench
     torch.set_num_threads(bench.threads_per_rank)
     device = choose_device(bench.device, order.rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(order.store, bench.ranks)  # type: ignore[attr-defined]
-    timeout = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=order.rank, world_size=bench.ranks, timeout=timeout)
+    join_ranks(order.store, order.rank, bench.ranks, device)
     comms = communicators(device)
     timings = [timing for size in bench.sizes for timing in time_size(comms, size, bench.rounds)]
     if order.rank == 0:

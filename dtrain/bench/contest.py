@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from dtrain.bench.host import memory_left
-from dtrain.bench.records import Absence, Assignment, Contender, Entry, Footprint, Turn, from_plain
-from dtrain.config.dump import config_to_dict
+from dtrain.bench.records import Absence, Assignment, Contender, Entry, Footprint, Turn
+from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.config.schema import SuiteConfig
 from dtrain.distributed.logging import logger
+from dtrain.distributed.processes import environment, kill_group
 from dtrain.errors import BenchError
 
 Answer = TypeVar("Answer")
@@ -62,7 +61,7 @@ class Entrant:
             try:
                 process.wait(_GOODBYE_S)
             except subprocess.TimeoutExpired:
-                _kill_group(process)
+                kill_group(process)
                 process.wait()
             _not_none(process.stdout).close()
         self._stack.close()
@@ -223,21 +222,6 @@ def _start(entrant: Entrant, warmup_steps: int) -> tuple[float, Turn]:
     return first_step_s, warmup
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
-    """Ends ``process`` and what it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def _not_none(pipe: IO[str] | None) -> IO[str]:
     assert pipe is not None  # standard input and output are piped
     return pipe
-
-
-def environment(threads: int) -> dict[str, str]:
-    """The environment of a measured process: dtrain importable, the threads set, gloo on the loopback interface."""
-    package_parent = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    extra = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}
-    return {**os.environ, **extra, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import types
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from dtrain.config.dump import from_plain
 from dtrain.errors import BenchError
 from dtrain.telemetry.metrics import finite, write_atomically
-
-Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -21,12 +18,13 @@ class Contender:
 
     Attributes:
         name: unique in one run.
-        engine: ``native``, ``plain``, or a key of ``bench.peers.PEERS``.
+        engine: with a ``zero_stage`` the name of dtrain's engine; else ``plain`` or a key of ``bench.peers.PEERS``.
         ranks: processes it trains with.
         precision: the name of dtrain's policy; a peer is told ``bf16`` or ``fp32`` and does it in its own way.
-        zero_stage: of the native engine, else None.
-        loss_scale: of the native engine: a mode of dtrain's loss scale.
+        zero_stage: of dtrain's engine, else None.
+        loss_scale: of dtrain's engine: a mode of dtrain's loss scale.
         times_vote: whether the native engine's vote is timed inside each step.
+        pair: the name of the peer's contender that does the same work, next to which this one has its turns.
     """
 
     name: str
@@ -36,6 +34,12 @@ class Contender:
     zero_stage: int | None = None
     loss_scale: str = "auto"
     times_vote: bool = False
+    pair: str | None = None
+
+    @property
+    def is_dtrain(self) -> bool:
+        """Whether one of dtrain's engines trains it, and not a script of ``bench.peers``."""
+        return self.zero_stage is not None
 
     @property
     def is_floor(self) -> bool:
@@ -237,33 +241,3 @@ def read_results(path: Path) -> Results | Timings:
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BenchError(f"{path} is no results file of this version of `dtrain bench` ({reason})") from error
-
-
-def from_plain(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """The record of dataclass ``kind`` from what ``dataclasses.asdict`` and JSON made of it.
-
-    Raises:
-        KeyError: a field without default is missing.
-        TypeError: there is a field too many.
-    """
-    hints = get_type_hints(kind)
-    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise TypeError(f"unexpected field '{name}'")
-    required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
-    return kind(**{name: _convert(hints[name], values[name]) for name in [*required, *values]})
-
-
-def _convert(hint: Any, value: Any) -> Any:
-    if value is None:
-        return None
-    if get_origin(hint) in (Union, types.UnionType):
-        hint = next(kind for kind in get_args(hint) if kind is not type(None))
-    if is_dataclass(hint):
-        return from_plain(hint, value)  # type: ignore[arg-type]
-    if get_origin(hint) is list:
-        return [_convert(get_args(hint)[0], item) for item in value]
-    if get_origin(hint) is tuple:
-        return tuple(value)
-    return value

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from dtrain.bench.overhead import describe_overheads
 from dtrain.bench.records import Entry, Results, Timings
-from dtrain.bench.tables import Column, describe_machine, spread, table
+from dtrain.bench.tables import Column, describe_machine, ratios, spread, table
 from dtrain.bench.timing import describe_timings
 from dtrain.bench.vote import describe_votes
 from dtrain.errors import BenchError
@@ -29,12 +30,6 @@ _FAMILIES = ("fsdp2", "deepspeed")  # whose fastest variant is compared with, be
 def step_ms(entry: Entry) -> float:
     """The median over all timed steps."""
     return median(value for turn in entry.turns for value in turn.step_ms)
-
-
-def ratios(entry: Entry, baseline: Entry) -> list[float]:
-    """``entry``'s step time over ``baseline``'s in each round, medians of the turns."""
-    pairs = zip(entry.turns, baseline.turns, strict=True)
-    return [median(own.step_ms) / median(other.step_ms) for own, other in pairs]
 
 
 def final_loss(entry: Entry) -> float:
@@ -62,7 +57,9 @@ def best(entries: Sequence[Entry], prefix: str = "") -> Entry | None:
     peers = [
         entry
         for entry in entries
-        if entry.contender.engine not in ("native", "plain")
+        if entry.contender.engine != "plain"
+        and not entry.contender.is_dtrain
+        and entry.contender.pair is None
         and entry.contender.name.startswith(prefix)
         and not is_wrong(entry, entries)
     ]
@@ -85,7 +82,8 @@ def describe(results: Results | Timings) -> str:
     ]
     absences = [f"Did not run: {absence.reason}." for absence in results.absences]
     votes = describe_votes(entries) if results.suite == "vote" else []
-    return "\n\n".join([*facts, table(columns, entries), *absences, *_speed_ups(entries), *votes, *_notes(results)])
+    comparisons = [*_speed_ups(entries), *describe_overheads(entries), *votes]
+    return "\n\n".join([*facts, table(columns, entries), *absences, *comparisons, *_notes(results)])
 
 
 def _engine_columns(results: Results) -> list[Column[Entry]]:
@@ -130,7 +128,7 @@ _COLUMNS = {"engine": _engine_columns, "precision": _precision_columns, "vote": 
 
 
 def _speed_ups(entries: Sequence[Entry]) -> list[str]:
-    """How many times as fast as the best peer, as FSDP2 and as DeepSpeed our engine is on the same number of ranks."""
+    """How many times as fast as the best peer, FSDP2 and DeepSpeed the native engine is on as many ranks."""
     overall = best(entries)
     if overall is None:
         return []
@@ -148,10 +146,10 @@ def _speed_ups(entries: Sequence[Entry]) -> list[str]:
         ),
     ]
     said = (
-        f"Best peer by median step time: {overall.contender.name}, {step_ms(overall):.1f} ms. Our engine's "
-        "speed-up by round, also over the fastest variant of FSDP2 and of DeepSpeed:"
+        f"Best peer by median step time: {overall.contender.name}, {step_ms(overall):.1f} ms. The native "
+        "engine's speed-up by round, also over the fastest variant of FSDP2 and of DeepSpeed:"
     )
-    return [said, table(columns, own)] if own else [said.partition(". Our")[0] + "."]
+    return [said, table(columns, own)] if own else [said.partition(". The native")[0] + "."]
 
 
 def _common(results: Results) -> list[Column[Entry]]:
@@ -197,8 +195,8 @@ def _notes(results: Results) -> list[str]:
         "(least to most) over the rounds. Loss: mean over the steps of the last round; contenders with the same number "
         f"of ranks saw the same data and must agree within {LOSS_TOLERANCE:.0%}. Load: the machine's 1-minute average, "
         "the benchmark's own processes included. CPU: median processor time of a step, summed over ranks and threads. "
-        "State: bytes of the distinct storages after a step, and against the ZeRO formula in force; gradients that a "
-        "peer has freed by then are not in it."
+        "State: bytes of the distinct storages after a step, and against the ZeRO formula in force; gradients that "
+        "are freed by then are not in it."
     ]
     formulas = {
         f"{entry.contender.name}: {_formula(entry)}": None for entry in results.entries if entry.footprint.formula

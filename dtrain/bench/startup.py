@@ -8,8 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from dtrain.bench.contest import environment
 from dtrain.distributed.logging import logger
+from dtrain.distributed.processes import environment
 from dtrain.errors import BenchError
 
 _FIRST_STEP = "step 1/"  # how the console begins the line of the first logged step

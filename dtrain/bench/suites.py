@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from dtrain.bench.contest import compete
+from dtrain.bench.engines import peer_contenders
 from dtrain.bench.host import describe_host
 from dtrain.bench.peers import PEERS
 from dtrain.bench.records import Absence, Contender, Entry, Results
@@ -32,7 +33,7 @@ from dtrain.sharding.placement import STAGES
 
 
 def run_engine_suite(config: EngineSuiteConfig, command: str) -> Results:
-    """dtrain's engine against plain PyTorch on one rank and the peers on ``bench.ranks``, on the same data.
+    """dtrain's engines against plain PyTorch on one rank and the peers on ``bench.ranks``, on the same data.
 
     Raises:
         BenchError: no contender could run, or ``dtrain train`` failed.
@@ -41,7 +42,7 @@ def run_engine_suite(config: EngineSuiteConfig, command: str) -> Results:
     check_stages(config.bench.stages)
     installed, missing = [], []
     for contender in engine_contenders(config.bench):
-        peer = PEERS.get(contender.engine)
+        peer = None if contender.is_dtrain else PEERS.get(contender.engine)
         if peer is None or peer.is_installed:
             installed.append(contender)
             continue
@@ -89,7 +90,7 @@ def check_stages(stages: Sequence[int]) -> None:
 
 
 def engine_contenders(bench: EngineBenchConfig) -> list[Contender]:
-    """Plain PyTorch and our engine on one rank; with several ranks the peers and our engine at each stage as well."""
+    """Plain PyTorch and native on one rank; on several the peers, dtrain's other engines, and native at each stage."""
     one_rank_stage = NativeEngineConfig().zero_stage
     contenders = [
         Contender("plain", "plain", 1, bench.precision),
@@ -98,12 +99,10 @@ def engine_contenders(bench: EngineBenchConfig) -> list[Contender]:
     if bench.ranks == 1:
         return contenders
     floor = Contender(f"plain, {bench.ranks} at once", "plain", bench.ranks, bench.precision)
-    names = PEERS if bench.peers is None else bench.peers
-    peers = [Contender(name, name, bench.ranks, bench.precision) for name in names]
     stages = [
         Contender(f"native, stage {stage}", "native", bench.ranks, bench.precision, stage) for stage in bench.stages
     ]
-    return [*contenders, floor, *peers, *stages]
+    return [*contenders, floor, *peer_contenders(bench), *stages]
 
 
 def precision_contenders(bench: PrecisionBenchConfig, device: torch.device) -> list[Contender]:

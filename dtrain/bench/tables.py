@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeAlias, TypeVar
 
-from dtrain.bench.records import Host
+from dtrain.bench.records import Entry, Host
 
 Row = TypeVar("Row")
 Column: TypeAlias = tuple[str, Callable[[Row], str]]
@@ -27,6 +27,12 @@ def table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
 def spread(values: Sequence[float], digits: int) -> str:
     """Median (least to most)."""
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ratios(entry: Entry, baseline: Entry) -> list[float]:
+    """``entry``'s step time over ``baseline``'s in each round, medians of the turns."""
+    pairs = zip(entry.turns, baseline.turns, strict=True)
+    return [median(own.step_ms) / median(other.step_ms) for own, other in pairs]
 
 
 def describe_machine(host: Host) -> str:

@@ -14,7 +14,7 @@ from dtrain.bench.records import Entry
 from dtrain.bench.tables import Column, spread, table
 
 if TYPE_CHECKING:
-    from dtrain.engine.native import NativeEngine
+    from dtrain.engine.base import Engine
 
 _ABOUT = (
     "The vote: norm, record, all-gather, decision. The norm is one pass over this rank's main grads, which clipping "
@@ -66,12 +66,12 @@ class Stopwatch:
         return event
 
 
-def time_vote(engine: NativeEngine) -> dict[str, Stopwatch]:
+def time_vote(engine: Engine) -> dict[str, Stopwatch]:
     """Stopwatches around the parts of ``engine``'s vote, by name."""
     vote = Stopwatch(engine, "_vote", engine.device)
     return {
         "vote": vote,
-        "norm": Stopwatch(engine.state, "chunk_squares", engine.device, vote),
+        "norm": Stopwatch(engine, "_squares", engine.device, vote),
         # after a skip the ranks also gather what they know of the culprit
         "all-gather": Stopwatch(engine.comm, "gather_rows", engine.device, vote),
     }

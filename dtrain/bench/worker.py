@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -26,28 +25,29 @@ from torch import Tensor, nn
 
 from dtrain.bench.peers import PEERS, PLAIN
 from dtrain.bench.peers.plain import Settings
-from dtrain.bench.records import Assignment, Contender, Footprint, from_plain
+from dtrain.bench.records import Assignment, Contender, Footprint
 from dtrain.bench.vote import Stopwatch, time_vote
+from dtrain.config.dump import from_plain
 from dtrain.config.schema import (
     GROUP_OPTIONS,
     ConstantConfig,
     EngineConfig,
     LossScaleConfig,
     ModelConfig,
-    NativeEngineConfig,
     OptimConfig,
     PrecisionConfig,
     RunConfig,
     TrainConfig,
 )
 from dtrain.data import BatchLoader, load_dataset
+from dtrain.distributed.file_store import join_ranks
+from dtrain.distributed.processes import open_answer
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import DtrainError
 from dtrain.models import build_model
 from dtrain.telemetry.throughput import device_name
 from dtrain.train.trainer import to_device
 
-_TIMEOUT = timedelta(minutes=10)
 _REASON_LENGTH = 500
 
 
@@ -72,8 +72,7 @@ class Training:
 
 def main() -> int:
     """Serves one contender's driver until it closes the pipe."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not get among the replies
+    replies = open_answer()
     assignment = from_plain(Assignment, json.loads(sys.stdin.readline()))
     try:
         _serve(assignment, replies)
@@ -92,7 +91,7 @@ def _serve(assignment: Assignment, replies: IO[str]) -> None:
     bench = assignment.config["bench"]
     torch.set_num_threads(bench["threads_per_rank"])
     device = choose_device(bench["device"], assignment.rank)
-    _join(assignment, device)
+    join_ranks(assignment.store, assignment.rank, assignment.contender.ranks, device)
     training = _prepare(assignment, device)
     for line in sys.stdin:
         order = json.loads(line)
@@ -103,17 +102,6 @@ def _serve(assignment: Assignment, replies: IO[str]) -> None:
 def _reply(replies: IO[str], answer: dict[str, Any]) -> None:
     replies.write(json.dumps(answer) + "\n")
     replies.flush()
-
-
-def _join(assignment: Assignment, device: torch.device) -> None:
-    world_size = assignment.contender.ranks
-    if world_size == 1:
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(assignment.store, world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=assignment.rank, world_size=world_size, timeout=_TIMEOUT)
 
 
 def _prepare(assignment: Assignment, device: torch.device) -> Training:
@@ -129,8 +117,8 @@ def _prepare(assignment: Assignment, device: torch.device) -> Training:
         world_size=contender.ranks,
     )
     batches = (to_device(micro_batches[0], device) for micro_batches in loader)
-    if contender.engine == "native":
-        return _prepare_native(contender, config, model, batches, device)
+    if contender.is_dtrain:
+        return _prepare_engine(contender, config, model, batches, device)
     return _prepare_peer(assignment, config, model.to(device), batches)
 
 
@@ -141,7 +129,7 @@ def _run_config(assignment: Assignment) -> RunConfig:
     return RunConfig(
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * contender.ranks),
-        engine=EngineConfig() if contender.zero_stage is None else NativeEngineConfig(zero_stage=contender.zero_stage),
+        engine=_engine_config(contender),
         precision=PrecisionConfig(name=contender.precision, loss_scale=LossScaleConfig(mode=contender.loss_scale)),
         model=from_plain(ModelConfig, values["model"]),
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
@@ -150,20 +138,25 @@ def _run_config(assignment: Assignment) -> RunConfig:
     )
 
 
-def _prepare_native(
+def _engine_config(contender: Contender) -> EngineConfig:
+    if not contender.is_dtrain:
+        return EngineConfig()
+    engine: EngineConfig = GROUP_OPTIONS["engine"][contender.engine](zero_stage=contender.zero_stage)
+    return engine
+
+
+def _prepare_engine(
     contender: Contender,
     config: RunConfig,
     model: nn.Module,
     batches: Iterator[dict[str, Tensor]],
     device: torch.device,
 ) -> Training:
-    # imported here, so that the peers' processes hold nothing of dtrain's engine
+    # imported here, so that the peers' processes hold nothing of dtrain's engines
     from dtrain.distributed.setup import connect
-    from dtrain.engine.native import NativeEngine
     from dtrain.train.setup import make_engine
 
     engine = make_engine(config, model, connect(device))
-    assert isinstance(engine, NativeEngine)
 
     def train() -> Iterator[float]:
         for batch in batches:

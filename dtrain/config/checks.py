@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -12,11 +13,13 @@ from dtrain.config.schema import (
     CollectivesBenchConfig,
     CollectivesSuiteConfig,
     DataConfig,
+    LaunchConfig,
     LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
     OptimConfig,
     OptimizerSuiteConfig,
+    ParitySuiteConfig,
     PrecisionBenchConfig,
     PrecisionConfig,
     RunConfig,
@@ -26,6 +29,7 @@ from dtrain.config.schema import (
     WSDConfig,
     check_fields,
 )
+from dtrain.engine.capabilities import SETTINGS, check
 from dtrain.errors import ConfigError, nearest
 
 
@@ -44,17 +48,35 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_optim(config.optim)
     _check_loss_scale(config.precision)
     _check_model(config.model)
+    _check_launch(config.launch)
+    _check_capabilities(config)
     if isinstance(config.engine, NativeEngineConfig):
         _check_engine(config.engine)
 
 
-def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig) -> None:
-    """Checks the configuration of a suite of ``dtrain bench`` likewise.
+def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
+    """Checks the training run that ``dtrain parity`` makes with one engine.
+
+    Raises:
+        ConfigError: as :func:`check_config`, in the keys of ``dtrain parity``.
+    """
+    try:
+        check_config(config.training(engine), config.parity.ranks)
+    except ConfigError as error:
+        text = re.sub(r"\btrain\.", "parity.", str(error))
+        raise ConfigError(re.sub(r"\bengine\.(?=\w)", f"engines.{engine}.", text)) from None
+
+
+def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig | ParitySuiteConfig) -> None:
+    """Checks the configuration of a suite of ``dtrain bench``, or of ``dtrain parity``, likewise.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
     check_fields(config)
+    if isinstance(config, ParitySuiteConfig):
+        _check_parity(config)
+        return
     bench = config.bench
     if bench.out == "":
         raise ConfigError("bench.out is empty; name a JSON file, or leave it null")
@@ -70,6 +92,15 @@ def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteCon
     _check_model(config.model)
     if isinstance(bench, PrecisionBenchConfig):
         _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
+
+
+def _check_parity(config: ParitySuiteConfig) -> None:
+    engines = config.parity.engines
+    if engines == []:
+        raise ConfigError("parity.engines is empty; list some, or leave it null for all that can run here")
+    _check_list("parity.engines", engines or [], tuple(GROUP_OPTIONS["engine"]))
+    for engine in engines or ["native"]:  # of the others it is not known yet whether they can run here
+        check_parity_engine(config, engine)
 
 
 def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:
@@ -180,6 +211,26 @@ def _check_model(model: ModelConfig) -> None:
             f"model.num_heads={model.num_heads} does not divide by model.num_kv_heads={model.num_kv_heads}; "
             "each key-value head serves the same number of heads"
         )
+
+
+def _check_launch(launch: LaunchConfig) -> None:
+    if isinstance(launch.num_processes, str) and launch.num_processes != "auto":
+        raise ConfigError(
+            f"launch.num_processes={launch.num_processes} must be a number, auto (one a GPU), or null (this process)"
+        )
+
+
+def _check_capabilities(config: RunConfig) -> None:
+    engine = config.engine
+    keys = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name in SETTINGS}
+    spelled = {"precision": "precision", "compile": "optim.compile"}
+    check(
+        engine.name,
+        spelled=lambda key: spelled.get(key, f"engine.{key}"),
+        **keys,
+        precision=config.precision.name,
+        compile=config.optim.compile,
+    )
 
 
 def _check_engine(engine: NativeEngineConfig) -> None:

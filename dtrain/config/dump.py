@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import fields, is_dataclass
-from typing import Any
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass, replace
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from dtrain.config.schema import RunConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
+
+Record = TypeVar("Record")
 
 HASH_EXCLUDES = ("run_dir", "resume", "tracker", "launch")
 """Keys outside :func:`config_hash`: they say where a run lives and who watches it, not what it computes."""
@@ -27,6 +31,42 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
+    return value
+
+
+def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration that :func:`config_to_dict` made ``values`` of."""
+    chosen = {name: from_plain(kinds[values[name]["name"]], values[name]) for name, kinds in GROUP_OPTIONS.items()}
+    return replace(from_plain(RunConfig, {key: values[key] for key in values if key not in chosen}), **chosen)
+
+
+def from_plain(kind: type[Record], values: Mapping[str, Any]) -> Record:
+    """The record of dataclass ``kind`` from what ``dataclasses.asdict`` and JSON made of it.
+
+    Raises:
+        KeyError: a field without default is missing.
+        TypeError: there is a field too many.
+    """
+    hints = get_type_hints(kind)
+    known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            raise TypeError(f"unexpected field '{name}'")
+    required = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
+    return kind(**{name: _convert(hints[name], values[name]) for name in [*required, *values]})
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if value is None:
+        return None
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(kind for kind in get_args(hint) if kind is not type(None))
+    if is_dataclass(hint):
+        return from_plain(hint, value)  # type: ignore[arg-type]
+    if get_origin(hint) is list:
+        return [_convert(get_args(hint)[0], item) for item in value]
+    if get_origin(hint) is tuple:
+        return tuple(value)
     return value
 
 

@@ -30,6 +30,7 @@ from dtrain.config.checks import check_config, check_suite
 from dtrain.config.compose import config_folder, load, open_loader
 from dtrain.config.explain import FREE_GROUPS, explain
 from dtrain.config.schema import TRAIN, Primary, Root, RunConfig
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
@@ -98,7 +99,7 @@ def _read(argv: Sequence[str], primary: Primary[Root]) -> _Request[Root] | None:
     parser, args = _parse(argv)
     loader = open_loader(args.config_path, args.config_dir)
     parsed = _parse_overrides(loader, primary, args.overrides, multirun=args.multirun)
-    if primary is TRAIN:
+    if any(item.name == "precision" for item in fields(primary.schema)):
         args.overrides += _precision_override(loader, parsed)
     if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
         _let_hydra_answer(parser, args, primary)
@@ -121,9 +122,9 @@ def _load(request: _Request[Root]) -> Root:
         check_suite(config)
         return config
     # imported here because it brings torch: a misspelt key is reported without that wait
-    from dtrain.distributed.setup import LaunchEnv
+    from dtrain.distributed.setup import processes_to_start
 
-    check_config(config, LaunchEnv.read().world_size)
+    check_config(config, LaunchEnv.read().world_size * processes_to_start(config.launch))
     return config
 
 
@@ -232,18 +233,28 @@ def _sweep(request: _Request[RunConfig]) -> list[Job]:
     return jobs
 
 
-def run_jobs(jobs: Sequence[Job]) -> int:
+def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
     """Trains each job in turn; returns the exit code of the first one that fails, else 0.
+
+    Where they ask for several processes on this machine, these do it, each with the same command line, ``argv``.
 
     A job of a sweep is given the folder of the whole sweep as ``run_dir``, and its number; it trains in
     ``<run_dir>/<number>``. The training code broadcasts rank 0's folder, so clocks that differ do no harm.
     """
     if not jobs:
         return 0
+    from dtrain.distributed.setup import processes_to_start
     from dtrain.train.run import run_training
 
+    numbers = sorted({processes_to_start(job.config.launch) for job in jobs})
+    if len(numbers) > 1:
+        raise ConfigError(f"launch.num_processes differs between the jobs ({numbers}); start a sweep for each number")
+    if numbers != [1]:
+        from dtrain.train.launcher import launch
+
+        return launch([job.config for job in jobs], numbers[0], argv)
     for job in jobs:
-        if job.number is not None and os.environ.get("RANK", "0") == "0":
+        if job.number is not None and LaunchEnv.read().rank == 0:
             folder = f"{job.config.run_dir}/{job.number}"
             print(f"job {job.number}/{len(jobs)}: {job.label or 'one run'} -> {folder}", file=sys.stderr, flush=True)
         code = run_training(job.config, job=job.number)

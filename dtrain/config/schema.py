@@ -48,9 +48,13 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What does the training step. Each engine has its own subclass; a key it does not use is unknown to it."""
+    """What does the training step. What an engine cannot do is refused with the reason: dtrain/engine/capabilities.py."""
 
     name: str = "native"
+    zero_stage: int = _between(2, 0, 3)  # what is sharded
+    reproducible: bool = False  # equal bits at any world size and stage
+    reduce_dtype: str = _one_of("auto", "fp32", "bf16", "fp16")  # of gradients on the wire; auto: see the engine
+    max_consecutive_skips: int = _at_least(50, 1)  # skipped steps in a row that end the run
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,33 @@ class NativeEngineConfig(EngineConfig):
     """dtrain's own engine: sharded masters, leaves in the replica dtype, one vote a step."""
 
     name: str = "native"
-    zero_stage: int = _between(2, 0, 3)
-    reproducible: bool = False
     grad_reduction: str = _one_of("auto", "all_reduce", "reduce_scatter")  # stage 1 only; auto: reduce_scatter
-    reduce_dtype: str = _one_of("auto", "fp32", "bf16", "fp16")  # of gradients on the wire; auto: as they are
     reshard_after_forward: bool = True  # stage 3 only: free a parameter group after its forward, else after backward
     prefetch: int = _at_least(1, 0)  # stage 3 only: parameter groups gathered ahead of their use
     keep_gathered: list[str] = field(default_factory=list)  # stage 3 only: name patterns gathered all through a step
-    max_consecutive_skips: int = _at_least(50, 1)
+
+
+@dataclass(frozen=True)
+class FSDP2EngineConfig(EngineConfig):
+    """PyTorch's ``fully_shard`` below dtrain's vote and update; stage 2 keeps the weights until backward, 3 frees them."""
+
+    name: str = "fsdp2"
+
+
+@dataclass(frozen=True)
+class DeepSpeedEngineConfig(EngineConfig):
+    """DeepSpeed's ZeRO below dtrain's vote."""
+
+    name: str = "deepspeed"
+    offload: str = _one_of("none", "cpu")  # where masters and moments lie
+
+
+@dataclass(frozen=True)
+class DDPEngineConfig(EngineConfig):
+    """PyTorch's DistributedDataParallel: FP32 weights on every rank, cast by autocast."""
+
+    name: str = "ddp"
+    zero_stage: int = _between(0, 0, 3)
 
 
 @dataclass(frozen=True)
@@ -227,8 +250,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The machine: device, threads and timeouts."""
+    """The machine: processes, device, threads and timeouts."""
 
+    num_processes: int | str | None = _at_least(None, 1)  # ranks to start; auto: one a GPU; null: none, this is one
     device: str = _one_of("auto", "cpu", "cuda")
     threads_per_rank: int | None = _at_least(None, 1)  # null: cores / ranks on this host; 1 when reproducible
     timeout_s: float = _at_least(600.0, 1.0)  # a collective that takes longer ends the run
@@ -270,14 +294,16 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class EngineBenchConfig(BenchConfig):
-    """dtrain's engine against a plain PyTorch loop on one rank, and against other libraries on several.
+    """dtrain's engines against a plain PyTorch loop on one rank, and against other libraries on several.
 
     Compute-bound by default: 10.9M parameters, 1,024 tokens a rank and step. Communication-bound, 43.0M parameters and
     128 tokens: ``model.hidden_dim=768 model.num_heads=12 model.max_seq_len=128 bench.micro_batch_size=1``.
     """
 
     ranks: int = _at_least(2, 1)
-    stages: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # ZeRO stages measured at that number of ranks
+    stages: list[int] = field(default_factory=lambda: [0, 1, 2, 3])  # of the native engine, at that number of ranks
+    engines: list[str] | None = None  # others of dtrain's, as fsdp2 or fsdp2:3 (stage), each beside the peer that does
+    # the same work; null: all that are installed, [] none
     peers: list[str] | None = None  # some of bench.peers.PEERS; null: all, [] none; one not installed is left out
     precision: str = _one_of("bf16", "fp32")
     starts: int = _at_least(5, 0)  # how often `dtrain train` is started to time its first step
@@ -371,9 +397,72 @@ class CollectivesSuiteConfig:
     bench: CollectivesBenchConfig = field(default_factory=CollectivesBenchConfig)
 
 
+@dataclass(frozen=True)
+class ParityConfig:
+    """What is compared, over how many steps, and how far apart is too far."""
+
+    engines: list[str] | None = None  # of native, fsdp2, deepspeed, ddp; null: all that can do it here
+    ranks: int = _at_least(2, 1)  # of each engine; the oracle is one process
+    steps: int = _at_least(20, 2)
+    micro_batch_size: int = _at_least(2, 1)  # sequences in one forward
+    global_batch_size: int = _at_least(8, 1)  # sequences in one step over all ranks; accumulation follows from it
+    loss_bound: float | None = _at_least(None, 0.0)  # relative; null: by precision, docs/parity.md
+    weight_bound: float | None = _at_least(None, 0.0)  # of a tensor, over its way from the start; null: by precision
+    device: str = _one_of("auto", "cpu", "cuda")
+    threads_per_rank: int = _at_least(1, 1)
+    timeout_s: float = _at_least(600.0, 1.0)  # a collective that takes longer ends the engine
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The keys of every engine, each under its name."""
+
+    native: NativeEngineConfig = field(default_factory=NativeEngineConfig)
+    fsdp2: FSDP2EngineConfig = field(default_factory=FSDP2EngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
+    ddp: DDPEngineConfig = field(default_factory=DDPEngineConfig)
+
+
+@dataclass(frozen=True)
+class ParitySuiteConfig:
+    """``dtrain parity``; the keys it shares with training mean the same there."""
+
+    run_dir: str | None = None  # null: runs/parity-<date>_<time>
+    seed: int = _at_least(0, 0)
+    parity: ParityConfig = field(default_factory=ParityConfig)
+    engines: EngineSettings = field(default_factory=EngineSettings)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=StdlibDataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=CosineConfig)
+
+    def training(self, engine: str) -> RunConfig:
+        """The training run that is made of it with one engine."""
+        parity = self.parity
+        return RunConfig(
+            seed=self.seed,
+            train=TrainConfig(
+                steps=parity.steps,
+                micro_batch_size=parity.micro_batch_size,
+                global_batch_size=parity.global_batch_size,
+            ),
+            engine=getattr(self.engines, engine),
+            precision=self.precision,
+            model=self.model,
+            data=self.data,
+            optim=self.optim,
+            schedule=self.schedule,
+            launch=LaunchConfig(
+                device=parity.device, threads_per_rank=parity.threads_per_rank, timeout_s=parity.timeout_s
+            ),
+        )
+
+
 Root = TypeVar(
     "Root",
     RunConfig,
+    ParitySuiteConfig,
     EngineSuiteConfig,
     PrecisionSuiteConfig,
     VoteSuiteConfig,
@@ -397,8 +486,10 @@ BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteCo
 BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteConfig)
 BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
+PARITY = Primary("parity", "parity", ParitySuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
+    PARITY,
     BENCH_ENGINE,
     BENCH_PRECISION,
     BENCH_OPTIMIZER,
@@ -407,7 +498,12 @@ PRIMARIES: tuple[Primary[Any], ...] = (
 )
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
-    "engine": {"native": NativeEngineConfig},
+    "engine": {
+        "native": NativeEngineConfig,
+        "fsdp2": FSDP2EngineConfig,
+        "deepspeed": DeepSpeedEngineConfig,
+        "ddp": DDPEngineConfig,
+    },
     "data": {"stdlib": StdlibDataConfig, "text": TextDataConfig},
     "schedule": {"cosine": CosineConfig, "linear": LinearConfig, "constant": ConstantConfig, "wsd": WSDConfig},
     "tracker": {"none": TrackerConfig, "wandb": WandbConfig, "tensorboard": TensorboardConfig},

@@ -118,6 +118,8 @@ class _Word:
             raise RuntimeError("an earlier attempt to send it failed")
         self.work.wait()
 
+_REDUCTIONS = ("exchange_slices", "reduce_scatter_sum", "all_reduce_sum")
+
 
 class Communicator:
     """Collectives over one process group, or over a single rank without one.
@@ -128,6 +130,7 @@ class Communicator:
         shared_memory: let CPU ranks of one host read each other's buffers.
 
     Attributes:
+        on_reduction: is shown the label and the tensor of each exchange, reduce-scatter and all-reduce before it starts.
         may_share: whether :meth:`allocate` still tries shared memory; the same on all ranks.
     """
 
@@ -141,6 +144,7 @@ class Communicator:
         self.schedule_hash = 0
         self.schedule_log: list[str] = []
         self._num_issued = 0
+        self.on_reduction: Callable[[str, Tensor], None] | None = None
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
         self._word = _Word(self.announce)
@@ -179,12 +183,15 @@ class Communicator:
         """Starts the log of collectives of one step; the hash rolls on for the whole run."""
         self.schedule_log.clear()
 
-    def _record(self, op: str, label: str, tensor: Tensor) -> str:
+    def record(self, op: str, label: str, tensor: Tensor) -> str:
+        """Puts one collective into the schedule that all ranks must share, its own or a library's; returns its entry."""
         entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         if len(self.schedule_log) < _LOG_LENGTH:
             self.schedule_log.append(entry)
         self._num_issued += 1
         self.schedule_hash = (self.schedule_hash * _HASH_MULTIPLIER ^ zlib.crc32(entry.encode())) & _HASH_MASK
+        if self.on_reduction is not None and op in _REDUCTIONS:
+            self.on_reduction(label, tensor)
         return entry
 
     def _start(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +255,7 @@ class Communicator:
 
         ``shard`` may be this rank's slice of ``output``. Only ``shard`` need be shared to be read where it lies.
         """
-        what = self._record("all_gather", label, output)
+        what = self.record("all_gather", label, output)
         if self.world_size == 1:
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
@@ -274,7 +281,7 @@ class Communicator:
             label: what this is, for messages.
             received: like ``flat``: where slices that have travelled lie; None makes one where it is needed.
         """
-        what = self._record("exchange_slices", label, flat)
+        what = self.record("exchange_slices", label, flat)
         world_size = self.world_size
         if world_size == 1:
             return Pending().then(lambda: take([flat]))
@@ -293,7 +300,7 @@ class Communicator:
         _require_fp32("reduce_scatter_sum", flat)
         if self.world_size > 1 and self.device.type == "cpu":
             return self.exchange_slices(flat, lambda rows: _sum_in_order(output, rows), label=label)
-        what = self._record("reduce_scatter_sum", label, flat)
+        what = self.record("reduce_scatter_sum", label, flat)
         if self.world_size == 1:
             if output.data_ptr() != flat.data_ptr():
                 output.copy_(flat)
@@ -310,14 +317,14 @@ class Communicator:
             own = tensor.view(self.world_size, -1)[self.rank]
             summed = self.reduce_scatter_sum(own, tensor, label=label)
             return summed.then(lambda: self.all_gather(tensor, own, label=label))
-        what = self._record("all_reduce_sum", label, tensor)
+        what = self.record("all_reduce_sum", label, tensor)
         if self.world_size == 1:
             return Pending()
         return self._pending(what, dist.all_reduce, tensor)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
         """Overwrites ``tensor`` on every rank with that of rank ``src``; contiguous tensors of any dtype."""
-        what = self._record("broadcast", label, tensor)
+        what = self.record("broadcast", label, tensor)
         if self.world_size > 1 and tensor.numel() > 0:
             self._start(what, dist.broadcast, tensor, group_src=src)
 
@@ -326,7 +333,7 @@ class Communicator:
 
         gloo blocks until it is there, NCCL only until it is queued on the current stream.
         """
-        what = self._record("gather_rows", label, row)
+        what = self.record("gather_rows", label, row)
         if self.world_size == 1:
             return row.unsqueeze(0).clone()
         rows = row.new_empty(self.world_size * row.numel())

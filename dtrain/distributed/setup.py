@@ -1,55 +1,23 @@
-"""Where this rank stands, its device, and the process group it talks over."""
+"""How many ranks there are, the device of this one, and the process group it talks over."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from dtrain.config.schema import LaunchConfig
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class LaunchEnv:
-    """What the launcher says in the environment; one rank where it says nothing."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    restart_count: int = 0
-
-    @staticmethod
-    def read() -> LaunchEnv:
-        """Reads ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` and ``TORCHELASTIC_RESTART_COUNT``.
-
-        Raises:
-            ConfigError: ``WORLD_SIZE`` without ``RANK`` or the other way round, not a number, or a rank out of range.
-        """
-        env = os.environ
-        if ("RANK" in env) != ("WORLD_SIZE" in env):
-            missing, there = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in env else ("WORLD_SIZE", "RANK")
-            raise ConfigError(f"the environment sets {there} but not {missing}; a launcher sets both, or unset {there}")
-        if "RANK" not in env:
-            return LaunchEnv()
-        try:
-            rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-            local_rank = int(env.get("LOCAL_RANK", rank))
-            local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-            restart_count = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-        except ValueError as error:
-            raise ConfigError(f"a launcher variable (RANK, WORLD_SIZE, ...) is not a whole number: {error}") from None
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start every rank with its own RANK")
-        return LaunchEnv(rank, world_size, local_rank, local_world_size, restart_count)
+LOOPBACK = "127.0.0.1"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -70,13 +38,38 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def processes_to_start(launch: LaunchConfig) -> int:
+    """How many ranks this command has to start by itself; 1: this process is the rank.
+
+    ``auto`` is as many as the GPUs of this host, or 1 on CPU; it leaves the choice to a launcher where there is one.
+
+    Raises:
+        ConfigError: a launcher has started another number of ranks on this host, or there are not so many GPUs.
+    """
+    wanted, env = launch.num_processes, LaunchEnv.read()
+    if env.launched:
+        if wanted not in (None, "auto", env.local_world_size):
+            raise ConfigError(
+                f"launch.num_processes={wanted}, but a launcher has started {env.local_world_size} ranks on this host; "
+                "remove one of the two"
+            )
+        return 1
+    if wanted is None:
+        return 1
+    if isinstance(wanted, str):  # auto
+        return max(1, torch.cuda.device_count()) if launch.device != "cpu" else 1
+    choose_device(launch.device, wanted - 1)
+    return wanted
+
+
 def connect(
     device: torch.device, *, timeout_s: float = 600.0, job: int = 0, shared_memory: bool = True
 ) -> Communicator:
     """The communicator over the existing process group, else over one made from the launcher's environment.
 
-    One rank gets a communicator without a process group, which opens no socket. The store is prefixed by the restart
-    count and ``job`` (the number of a sweep's job): keys left by an earlier attempt would hang gloo's rendezvous.
+    One rank gets a communicator without a process group, which opens no socket. Ranks of one host listen on its
+    loopback interface alone. The store is prefixed by the restart count and ``job`` (the number of a sweep's job): keys
+    left by an earlier attempt would hang gloo's rendezvous.
 
     ``shared_memory`` lets CPU ranks of one host read each other's buffers, where they can. A group made here is ended
     with the interpreter, unless :func:`disconnect` did it before or an exception ends all.
@@ -93,17 +86,66 @@ def connect(
         return Communicator(None, device)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
-            raise ConfigError(f"WORLD_SIZE={env.world_size} but {name} is not set; start the ranks with torchrun")
+            raise ConfigError(
+                f"there are {env.world_size} ranks but {name} is not set; launch.num_processes, torchrun, deepspeed "
+                "and launch/slurm.sbatch set it"
+            )
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    store = PrefixStore(f"dtrain/{env.restart_count}/{job}", store)
+    env.export()
+    if env.one_host or _is_loopback(os.environ["MASTER_ADDR"]):
+        _stay_on_loopback()
+    store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     comm = Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     atexit.register(_leave, comm)
     return comm
+
+
+_stores: dict[tuple[str, str], Store] = {}
+
+
+def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
+    """The store in which the ranks find each other. Rank 0 holds it, unless an agent of torch does.
+
+    It listens on the loopback interface alone where that is what ``MASTER_ADDR`` names. The jobs of a sweep share it: a
+    rank that is early must not find the store of the job before.
+
+    Raises:
+        ConfigError: it cannot listen, or rank 0 does not answer.
+    """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if (host, port) in _stores:
+        return _stores[host, port]
+    holds = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        listener = None
+        if holds and _is_loopback(host):
+            listener = socket.create_server((LOOPBACK, int(port))).detach()
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), env.world_size, holds, timeout, master_listen_fd=listener
+        )
+    except (OSError, ValueError, dist.DistError) as error:
+        what = "hold the store of the ranks" if holds else "reach the store of rank 0"
+        raise ConfigError(
+            f"cannot {what} at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).splitlines()[0]}; "
+            "is the port taken, or a rank missing?"
+        ) from error
+    return _stores.setdefault((host, port), store)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host.startswith("127.")
+
+
+def _stay_on_loopback() -> None:
+    """Lets the ranks of one host listen on the loopback interface alone, unless the user has named another."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _check_backend(device: torch.device) -> None:

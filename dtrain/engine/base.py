@@ -127,6 +127,7 @@ class Engine(ABC):
         contract: that policy resolved on the model.
         attempted_steps: steps taken, skipped ones included.
         data_cursor: samples consumed so far; the caller's to advance, saved and voted on.
+        library_config: what the library below was configured with, as plain values; None where it takes none.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Engine(ABC):
     num_parameters: int
     attempted_steps: int = 0
     data_cursor: int = 0
+    library_config: Mapping[str, Any] | None = None
 
     def __init__(self) -> None:
         self._micro_batch = 0

@@ -16,7 +16,6 @@ from torch import Tensor
 from dtrain.distributed.collectives import Communicator
 from dtrain.engine.base import Culprit
 from dtrain.engine.vote import Verdict
-from dtrain.sharding.layout import FlatLayout
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,13 @@ class Finding:
     num_nan: int
 
 
-def search(layout: FlatLayout, rank: int, shard: Tensor) -> list[Finding]:
-    """What is not finite in ``shard`` FP32 [shard_numel], the shard of ``rank`` in a flat buffer of main grads."""
-    found = []
-    for part in layout.intervals(*layout.shard(rank)):
-        values = shard[part.offset : part.offset + part.stop - part.start]
-        bad = (~values.isfinite()).nonzero().flatten()
-        if len(bad):
-            infinite = int(values.isinf().sum())
-            first, last = part.start + int(bad[0]), part.start + int(bad[-1])
-            found.append(Finding(part.spec.name, rank, first, last + 1, infinite, len(bad) - infinite))
-    return found
+def search(name: str, rank: int, start: int, values: Tensor) -> list[Finding]:
+    """What is not finite in ``values`` FP32 [n], which ``rank`` owns: the main grad of ``name`` from ``start`` on."""
+    bad = (~values.isfinite()).nonzero().flatten()
+    if not len(bad):
+        return []
+    infinite = int(values.isinf().sum())
+    return [Finding(name, rank, start + int(bad[0]), start + int(bad[-1]) + 1, infinite, len(bad) - infinite)]
 
 
 def exchange(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:

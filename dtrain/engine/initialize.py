@@ -7,7 +7,8 @@ import json
 import os
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
+from importlib import import_module
 from typing import Any
 from weakref import WeakSet
 
@@ -16,22 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import LaunchEnv, choose_device, connect
+from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.base import Engine
+from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.engine.divergence import config_difference
-from dtrain.engine.native import NativeEngine, NativeOptions, RunIdentity
-from dtrain.errors import ConfigError, DivergenceError, ModelError, nearest
+from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
+from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable
+from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable, short
 from dtrain.sharding.gather import GatherOptions
 from dtrain.sharding.placement import STAGES
-from dtrain.sharding.state import ShardedState
 
-ENGINES = ("native",)
 _UNDER_ENGINE: WeakSet[nn.Module] = WeakSet()
 
 
@@ -41,7 +42,7 @@ def initialize(
     optimizer: AdamW | None = None,
     schedule: Schedule | None = None,
     engine: str = "native",
-    zero_stage: int = 2,
+    zero_stage: int | None = None,
     precision: str | PrecisionPolicy = "auto",
     loss_scale: str | float | LossScale = "auto",
     max_grad_norm: float | None = 1.0,
@@ -52,23 +53,26 @@ def initialize(
     reshard_after_forward: bool = True,
     prefetch: int = 1,
     keep_gathered: Sequence[str] = (),
+    offload: str = "none",
     max_consecutive_skips: int = 50,
     seed: int | None = None,
     comm: Communicator | None = None,
 ) -> Engine:
     """Puts ``model`` under an engine; every rank calls it with the same arguments.
 
-    The model's trainable parameters become views of the engine's compute replicas, in place. Rank 0's weights and
-    buffers are broadcast. The process group that exists is used; where none does, one is made from the launcher's
-    environment, and a single rank needs none.
+    The engine takes the model's trainable parameters over, in place: from then on they are its compute weights. Rank 0's
+    weights and buffers are broadcast. What an engine cannot do is refused with the reason
+    (:mod:`dtrain.engine.capabilities`). The process group that exists is used; where none does, one is made from the
+    launcher's environment, and a single rank needs none.
 
     Args:
         model: any ``nn.Module`` with values (not on ``meta``); it is moved to the rank's device.
         optimizer: AdamW's hyper-parameters; ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
-        engine: ``native``.
-        zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded. At stage 3 a forward is a
-            collective: all ranks run the same modules in the same order, in :meth:`Engine.eval` too.
+        engine: ``native``, ``fsdp2``, ``deepspeed`` or ``ddp``.
+        zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded; None: 2, and 0 with ``ddp``. At
+            stage 3 a forward is a collective: all ranks run the same modules in the same order, in :meth:`Engine.eval`
+            too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, or a policy.
         loss_scale: ``auto`` (dynamic for FP16, else none), ``none``, ``dynamic``, a number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
@@ -82,6 +86,7 @@ def initialize(
         prefetch: groups gathered ahead of their use; stage 3 only.
         keep_gathered: name patterns of modules and parameters that are gathered for the whole forward and backward,
             because something outside their group reads them; stage 3 only.
+        offload: ``cpu`` keeps masters and moments in host memory; ``deepspeed`` only.
         max_consecutive_skips: skipped steps in a row that end the run.
         seed: of dropout and the like; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None makes or finds the process group.
@@ -91,14 +96,15 @@ def initialize(
         ModelError: a parameter that cannot be trained.
         DivergenceError: the ranks were given different arguments or models.
     """
-    gather = GatherOptions(reshard_after_forward, prefetch, tuple(keep_gathered))
-    _check_arguments(engine, zero_stage, grad_reduction, reproducible, max_grad_norm)
-    if zero_stage != 3 and gather != GatherOptions():
-        raise ConfigError(
-            f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={zero_stage}"
-        )
-    _check_schedule(schedule)
+    stage = _stage(engine, zero_stage)
+    options = StepOptions(
+        optimizer or AdamW(), schedule or Constant(), max_grad_norm, stage, reproducible, max_consecutive_skips
+    )
+    special = EngineOptions(
+        groups, grad_reduction, GatherOptions(reshard_after_forward, prefetch, tuple(keep_gathered)), offload
+    )
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
+    _check_arguments(engine, options, special, policy, reduce_dtype)
     rule = LossScale.of(loss_scale)
     if model in _UNDER_ENGINE:
         raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
@@ -109,42 +115,48 @@ def initialize(
         device = _rank_device(model)
         policy = policy.on(device)
         comm = connect(device)
-    leaves_travel = STAGES[zero_stage].leaves_travel(reproducible=reproducible)
-    policy = policy.on(comm.device).reducing(reduce_dtype, leaves_travel=leaves_travel)
+    policy = _decided(engine, policy, comm.device, options, reduce_dtype)
     model.to(comm.device)
-    contract = policy.resolve(model)
-    options = NativeOptions(
-        (optimizer or AdamW()).on(comm.device),
-        schedule or Constant(),
-        max_grad_norm,
-        zero_stage,
-        reproducible,
-        max_consecutive_skips,
-    )
+    contract = policy.resolve(model, CAPABILITIES[engine].held)
+    options = replace(options, optimizer=options.optimizer.on(comm.device))
     rule = rule.resolved(policy.compute_dtype)
     identity = _agree_on_identity(comm, seed)
-    config_text = _config_text(model, contract, options, rule, grad_reduction, groups, gather)
+    config_text = _config_text(engine, model, contract, options, special, rule)
     _require_equal_configs(comm, config_text)
     if reproducible:
         _use_deterministic_kernels()
     set_matmul_precision(policy)
     _broadcast_model(model, comm)
-    state = ShardedState(
-        model,
-        contract,
-        STAGES[zero_stage],
-        comm,
-        groups=groups,
-        reproducible=reproducible,
-        all_reduce=grad_reduction == "all_reduce",
-        gather=gather,
-    )
     _cast_frozen(model, contract)
+    request = EngineRequest(model, contract, comm, options, special, rule.start(), identity, config_text)
     _UNDER_ENGINE.add(model)
-    built = NativeEngine(model, contract, state, comm, options, rule.start(), identity, config_text)
+    # imported by name: what one engine needs, another need not have
+    built: Engine = import_module(f"dtrain.engine.{engine}").build(request)
     for line in contract.describe():
         logger.info(line)
     return built
+
+
+def _stage(engine: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    stages = CAPABILITIES[engine].values("zero_stage") if engine in CAPABILITIES else (2,)
+    return 2 if 2 in stages else int(stages[0])
+
+
+def _decided(
+    engine: str, policy: PrecisionPolicy, device: torch.device, options: StepOptions, reduce_dtype: str
+) -> PrecisionPolicy:
+    """The policy as ``device`` and ``engine`` honour it, with the dtype of gradients on the wire."""
+    placements = STAGES[options.zero_stage]
+    leaves_travel = engine == "native" and placements.leaves_travel(reproducible=options.reproducible)
+    policy = policy.on(device).reducing(reduce_dtype, leaves_travel=leaves_travel)
+    assert policy.reduce_dtype is not None
+    settings: dict[str, Any] = {"device_type": device.type, "reduce_dtype": short(policy.reduce_dtype)}
+    if policy.name in SETTINGS["precision"]:
+        settings["precision"] = policy.name
+    check(engine, **settings)
+    return policy
 
 
 def _rank_device(model: nn.Module) -> torch.device:
@@ -158,27 +170,42 @@ def _rank_device(model: nn.Module) -> torch.device:
 
 
 def _check_arguments(
-    engine: str, zero_stage: int, grad_reduction: str, reproducible: bool, max_grad_norm: float | None
+    engine: str, options: StepOptions, special: EngineOptions, policy: PrecisionPolicy, reduce_dtype: str
 ) -> None:
-    if engine not in ENGINES:
-        raise ConfigError(f"engine '{engine}' is not one of {', '.join(ENGINES)}{nearest(engine, ENGINES)}")
-    if zero_stage not in STAGES:
-        raise ConfigError(f"zero_stage={zero_stage} is not one of {', '.join(map(str, STAGES))}")
-    reductions = ("auto", "all_reduce", "reduce_scatter")
-    if grad_reduction not in reductions:
-        raise ConfigError(f"grad_reduction '{grad_reduction}' is not one of {', '.join(reductions)}")
-    if grad_reduction != "auto" and zero_stage != 1:
-        raise ConfigError(f"grad_reduction={grad_reduction} concerns zero_stage=1 only; got zero_stage={zero_stage}")
-    if grad_reduction != "auto" and reproducible:
+    """What can be said before the device and the other ranks are known."""
+    stage, grad_reduction = options.zero_stage, special.grad_reduction
+    settings: dict[str, Any] = {
+        "zero_stage": stage,
+        "reproducible": options.reproducible,
+        "reduce_dtype": reduce_dtype,
+        "compile": options.optimizer.compile,
+        "offload": special.offload,
+        "groups": special.groups if isinstance(special.groups, str) else tuple(special.groups),
+        "grad_reduction": grad_reduction,
+        "reshard_after_forward": special.gather.reshard_after_forward,
+        "prefetch": special.gather.prefetch,
+        "keep_gathered": special.gather.keep_gathered,
+    }
+    if policy.name in SETTINGS["precision"]:
+        settings["precision"] = policy.name
+    check(engine, **settings)
+    if grad_reduction != "auto" and stage != 1:
+        raise ConfigError(f"grad_reduction={grad_reduction} concerns zero_stage=1 only; got zero_stage={stage}")
+    if grad_reduction != "auto" and options.reproducible:
         raise ConfigError(
             f"grad_reduction={grad_reduction} has no effect with reproducible=True, which sums at the owner"
         )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(f"max_grad_norm must be above 0, or None for no clipping; got {max_grad_norm}")
+    if stage != 3 and special.gather != GatherOptions():
+        raise ConfigError(
+            f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={stage}"
+        )
+    if options.max_grad_norm is not None and not options.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm must be above 0, or None for no clipping; got {options.max_grad_norm}")
+    _check_schedule(options.schedule)
 
 
-def _check_schedule(schedule: Schedule | None) -> None:
-    if schedule is not None and not is_dataclass(schedule):
+def _check_schedule(schedule: Schedule) -> None:
+    if not is_dataclass(schedule):
         raise ConfigError(
             f"the schedule is {type(schedule).__name__}, whose values the ranks cannot compare; make it a frozen "
             f"dataclass, its numbers as fields, with a method factor(step)"
@@ -219,13 +246,12 @@ def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
 
 
 def _config_text(
+    engine: str,
     model: nn.Module,
     contract: Contract,
-    options: NativeOptions,
+    options: StepOptions,
+    special: EngineOptions,
     rule: LossScale,
-    grad_reduction: str,
-    groups: str | Sequence[str],
-    gather: GatherOptions,
 ) -> str:
     """Everything that must be equal on all ranks, as canonical JSON.
 
@@ -233,12 +259,11 @@ def _config_text(
         ConfigError: a value that is not plain JSON, so that its text may differ where the value does not.
     """
     content: dict[str, Any] = {
+        "engine": engine,
         "options": asdict(options),
         "schedule": type(options.schedule).__name__,
         "loss_scale": asdict(rule),
-        "grad_reduction": grad_reduction,
-        "groups": groups if isinstance(groups, str) else list(groups),
-        "gather": asdict(gather),
+        "engine_options": asdict(special),
         "contract": contract.to_dict(),
         "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
         "trainable": {name: p.requires_grad for name, p in model.named_parameters()},

@@ -19,15 +19,17 @@ from dtrain.checkpoint import CheckpointReader, Piece, Snapshot
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
-from dtrain.sharding.layout import Interval
 from dtrain.sharding.param_group import aliases
 
 if TYPE_CHECKING:
-    from dtrain.engine.native import NativeEngine
+    from dtrain.engine.voting import VotingEngine
+
+
+_TRAINED = ("master", "exp_avg", "exp_avg_sq")
 
 
 def save(
-    engine: NativeEngine,
+    engine: VotingEngine,
     directory: Path,
     *,
     extra: Mapping[str, Any] | None,
@@ -67,14 +69,14 @@ def _config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
 
 
-def open_checkpoint(engine: NativeEngine, path: Path) -> CheckpointReader:
+def open_checkpoint(engine: VotingEngine, path: Path) -> CheckpointReader:
     """The newest checkpoint that verifies and is of this model; overwrites nothing."""
     reader = checkpoint.open_newest(path, engine.comm)
     _check_same_model(engine, reader)
     return reader
 
 
-def fill(engine: NativeEngine, reader: CheckpointReader) -> dict[str, Any]:
+def fill(engine: VotingEngine, reader: CheckpointReader) -> dict[str, Any]:
     """Fills this rank's tensors and counters; returns the checkpoint's ``extra``. Where one rank fails, all raise."""
     what = f"reading {reader.path}"
     on_every_rank(engine.comm, what, lambda: _read_into_place(engine, reader), CheckpointError)
@@ -91,7 +93,7 @@ def fill(engine: NativeEngine, reader: CheckpointReader) -> dict[str, Any]:
     return extra
 
 
-def _warn_of_other_bits(engine: NativeEngine, reader: CheckpointReader) -> None:
+def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
     saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
     if saved is not None and saved != own:
         logger.warning(
@@ -100,14 +102,14 @@ def _warn_of_other_bits(engine: NativeEngine, reader: CheckpointReader) -> None:
         )
 
 
-def _read_into_place(engine: NativeEngine, reader: CheckpointReader) -> None:
+def _read_into_place(engine: VotingEngine, reader: CheckpointReader) -> None:
     for piece in _held_pieces(engine):
         piece.data.copy_(reader.read(piece.kind, piece.name, piece.start, piece.stop))
     for kind, name, tensor in _replicated_tensors(engine.module):
         tensor.copy_(reader.read(kind, name).view(tensor.shape))
 
 
-def _proofs(engine: NativeEngine, reader: CheckpointReader) -> Iterator[Piece]:
+def _proofs(engine: VotingEngine, reader: CheckpointReader) -> Iterator[Piece]:
     """What this rank answers for: the live tensors; of a frozen one that was cast, the saved values it was cast from.
 
     Raises:
@@ -131,23 +133,16 @@ def _proofs(engine: NativeEngine, reader: CheckpointReader) -> Iterator[Piece]:
         yield replace(piece, dtype=dtype, data=values)
 
 
-def _owned_pieces(engine: NativeEngine) -> Iterator[Piece]:
-    """What this rank writes: its shard of masters and moments, at every stage."""
-    yield from _pieces(engine, engine.state.owned_intervals())
+def _owned_pieces(engine: VotingEngine) -> Iterator[Piece]:
+    """What this rank writes: its share of masters and moments."""
+    for kind in _TRAINED:
+        yield from engine.own_pieces(kind)
 
 
-def _held_pieces(engine: NativeEngine) -> Iterator[Piece]:
-    """What this rank must load: all that lies in its arena."""
-    yield from _pieces(engine, engine.state.held_intervals())
-
-
-def _pieces(engine: NativeEngine, intervals: Iterator[tuple[Interval, int]]) -> Iterator[Piece]:
-    state = engine.state
-    arenas = {"master": state.master, "exp_avg": state.exp_avg, "exp_avg_sq": state.exp_avg_sq}
-    for part, place in intervals:
-        for kind, arena in arenas.items():
-            data = arena[place : place + part.stop - part.start]
-            yield Piece(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)
+def _held_pieces(engine: VotingEngine) -> Iterator[Piece]:
+    """What this rank must load: all of them that it holds."""
+    for kind in _TRAINED:
+        yield from engine.held_pieces(kind)
 
 
 def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -165,22 +160,17 @@ def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "frozen", name, parameter.detach()
 
 
-def _replicated_pieces(engine: NativeEngine) -> Iterator[Piece]:
+def _replicated_pieces(engine: VotingEngine) -> Iterator[Piece]:
     for kind, name, tensor in _replicated_tensors(engine.module):
         flat = tensor.contiguous().view(-1)
         yield Piece(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
 
 
-def _check_same_model(engine: NativeEngine, reader: CheckpointReader) -> None:
+def _check_same_model(engine: VotingEngine, reader: CheckpointReader) -> None:
     """Compares names, kinds, shapes and dtypes before anything is overwritten."""
-    reader.require_kinds(("master", "exp_avg", "exp_avg_sq", "buffer", "frozen"))
+    reader.require_kinds((*_TRAINED, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
-    live = {
-        (kind, slot.spec.name): (slot.spec.shape, torch.float32)
-        for layout in engine.state.layouts
-        for slot in layout.slots
-        for kind in ("master", "exp_avg", "exp_avg_sq")
-    }
+    live = {(kind, name): (shape, torch.float32) for name, shape in engine.shapes.items() for kind in _TRAINED}
     live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine.module)}
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():

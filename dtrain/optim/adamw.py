@@ -129,25 +129,9 @@ class BlockedAdamW:
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
         """See :meth:`FlatAdamW.update`; the main grads are left divided."""
-        rule = self._rule
         for block in self._segments[number]:
-            torch._fused_adamw_(
-                [block.master],
-                [block.main_grad],
-                [block.exp_avg],
-                [block.exp_avg_sq],
-                [],
-                [scalars.step],
-                lr=scalars.lr,
-                beta1=rule.betas[0],
-                beta2=rule.betas[1],
-                weight_decay=rule.weight_decay if block.decayed else 0.0,
-                eps=rule.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=scalars.grad_divisor,
-                found_inf=scalars.found_inf,
-            )
+            tensors = ([block.master], [block.main_grad], [block.exp_avg], [block.exp_avg_sq])
+            _fused(self._rule, block.decayed, tensors, scalars)
             block.replica.copy_(block.master)
 
 
@@ -156,3 +140,63 @@ def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
     size = _BLOCK if part.master.device.type == "cpu" else part.master.numel()
     blocks = zip(*(tensor.split(size) for tensor in part.tensors), strict=True)
     return [UpdateSlice(part.decayed, *block) for block in blocks]
+
+
+@dataclass(frozen=True)
+class UpdateList:
+    """Tensors of one weight-decay class that are updated together: FP32, the lists of one length, shapes alike."""
+
+    decayed: bool
+    masters: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+
+
+class ListedAdamW:
+    """torch's fused kernel on the tensors as a library below holds them; the gradients are given with each update.
+
+    Args:
+        rule: hyper-parameters; ``compile`` must not be True.
+        lists: one for each weight-decay class.
+    """
+
+    def __init__(self, rule: AdamW, lists: Sequence[UpdateList]) -> None:
+        self._rule = rule
+        self._lists = [part for part in lists if part.masters]
+
+    @property
+    def lists(self) -> Sequence[UpdateList]:
+        """What is updated, in the order in which :meth:`update` takes the gradients."""
+        return self._lists
+
+    @torch.no_grad()
+    def update(self, grads: Sequence[list[Tensor]], scalars: UpdateScalars) -> None:
+        """One update of all; nothing changes where ``found_inf`` is set. The gradients are left divided.
+
+        Args:
+            grads: FP32, for each of ``lists`` in its order.
+            scalars: of this update.
+        """
+        for part, own in zip(self._lists, grads, strict=True):
+            _fused(self._rule, part.decayed, (part.masters, own, part.exp_avgs, part.exp_avg_sqs), scalars)
+
+
+def _fused(rule: AdamW, decayed: bool, tensors: tuple[list[Tensor], ...], scalars: UpdateScalars) -> None:
+    masters, grads, exp_avgs, exp_avg_sqs = tensors
+    torch._fused_adamw_(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [scalars.step] * len(masters),
+        lr=scalars.lr,
+        beta1=rule.betas[0],
+        beta2=rule.betas[1],
+        weight_decay=rule.weight_decay if decayed else 0.0,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=scalars.grad_divisor,
+        found_inf=scalars.found_inf,
+    )

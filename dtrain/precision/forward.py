@@ -20,6 +20,7 @@ class Autocast:
 
     Autocast alone would run an FP32 Linear in BF16, so the forward of every FP32 module runs with autocast off and its
     floating inputs cast; and on CPU it leaves softmax and norms low, which :mod:`dtrain.precision.cpu_autocast` mends.
+    Where an engine holds their weights low, they compute on FP32 copies.
     """
 
     def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
@@ -29,7 +30,7 @@ class Autocast:
             # the modules inside too: a ModuleList has no forward of its own, and a caller may reach past a parent's
             inside = {id(m): m for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
             for module in inside.values():
-                _run_in_fp32(module, device.type)
+                _run_in_fp32(module, device.type, casts_weights=contract.weights == "compute")
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -79,14 +80,47 @@ def set_matmul_precision(policy: PrecisionPolicy) -> None:
         operator.fp32_precision = "tf32" if policy.tf32 else "ieee"
 
 
-def _run_in_fp32(module: nn.Module, device_type: str) -> None:
+def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) -> None:
     own = module.forward
     # a bound method again, so that a deep copy of the module (an average of the weights, say) runs its own weights
     original = own.__func__ if isinstance(own, MethodType) else lambda _, *args, **kwargs: own(*args, **kwargs)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(cpu_autocast.to_fp32, (args, kwargs))
-        with torch.autocast(device_type, enabled=False):
+        weights = _fp32_weights(self) if casts_weights else nullcontext()
+        with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
+
+
+@contextmanager
+def _fp32_weights(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module`` and all in it read FP32 copies of their low weights, through which gradients flow back."""
+    replaced = [(part, part._parameters) for part in module.modules() if not isinstance(part._parameters, _FP32View)]
+    flat = [(part, part._flat_weights) for part, _ in replaced if isinstance(part, nn.RNNBase)]
+    try:
+        for part, parameters in replaced:
+            part._parameters = _FP32View(parameters)
+        for rnn, weights in flat:
+            rnn._flat_weights = [cpu_autocast.to_fp32(weight) for weight in weights]
+        yield
+    finally:
+        for part, parameters in replaced:
+            part._parameters = parameters
+        for rnn, weights in flat:
+            rnn._flat_weights = weights
+
+
+class _FP32View(dict[str, Any]):
+    """A module's parameters, cast when they are read: not before, for a library may gather them then."""
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self._original = parameters
+
+    def __getitem__(self, name: str) -> Any:
+        return cpu_autocast.to_fp32(self._original[name])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)  # that library's own, on its kind of dict

@@ -127,8 +127,14 @@ class PrecisionPolicy:
         """Whether the compute dtype is narrower than FP32."""
         return self.compute_dtype != torch.float32
 
-    def resolve(self, model: nn.Module) -> Contract:
+    def resolve(self, model: nn.Module, weights: str = "policy") -> Contract:
         """The contract of ``model`` under this policy.
+
+        Args:
+            model: with its names and dtypes.
+            weights: how an engine holds what the model computes with: ``policy``, FP32 modules in FP32 and the rest in
+                the compute dtype; ``fp32``, all in FP32, cast in each forward; ``compute``, all in the compute dtype,
+                also those of FP32 modules, which compute on FP32 copies.
 
         Raises:
             ConfigError: a pattern of ``fp32_modules`` matches no module.
@@ -144,11 +150,15 @@ class PrecisionPolicy:
         )
         inside = tuple(f"{name}." if name else "" for name in fp32_modules)
         protected = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(inside)}
+        if weights == "fp32":
+            protected = {id(p) for p in model.parameters()}
+        elif weights == "compute":
+            protected = set()
         dtypes = {
             name: (torch.float32 if id(p) in protected else self.compute_dtype) if p.dtype in _HELD else p.dtype
             for name, p in model.named_parameters()
         }
-        return Contract(self, fp32_modules, dtypes)
+        return Contract(self, fp32_modules, dtypes, weights)
 
 
 def is_fp32_class(module: nn.Module) -> bool:
@@ -176,26 +186,35 @@ def _choose(device: torch.device) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Contract:
-    """Which dtype every parameter's replica has, and all else that a checkpoint or a reader needs to know."""
+    """Which dtype every parameter's replica has, and all else that a checkpoint or a reader needs to know.
+
+    Attributes:
+        policy: that it follows from.
+        fp32_modules: names of the modules that compute in FP32.
+        replica_dtypes: of the weights as the model's forward finds them, by parameter.
+        weights: how they are held, see :meth:`PrecisionPolicy.resolve`.
+    """
 
     policy: PrecisionPolicy
     fp32_modules: tuple[str, ...]
     replica_dtypes: Mapping[str, torch.dtype]
+    weights: str = "policy"
 
     def describe(self) -> list[str]:
         """Lines for people."""
         policy = self.policy
         counts = Counter(self.replica_dtypes.values())
         computed = [
-            f"{counts.pop(dtype, 0)} in {_short(dtype)}"
+            f"{counts.pop(dtype, 0)} in {short(dtype)}"
             for dtype in dict.fromkeys((policy.compute_dtype, torch.float32))
         ]
-        computed += [f"{count} frozen in {_short(dtype)}" for dtype, count in counts.items()]
+        computed += [f"{count} frozen in {short(dtype)}" for dtype, count in counts.items()]
+        verb = "computed" if self.weights == "policy" else "held"
         lines = [
-            f"precision {policy.name}: master {_short(policy.master_dtype)}, compute {_short(policy.compute_dtype)}, "
-            f"gradients travel in {_short(policy.reduce_dtype)}, summed in fp32, output {_short(policy.output_dtype)}, "
+            f"precision {policy.name}: master {short(policy.master_dtype)}, compute {short(policy.compute_dtype)}, "
+            f"gradients travel in {short(policy.reduce_dtype)}, summed in fp32, output {short(policy.output_dtype)}, "
             f"moments fp32",
-            f"parameters computed: {', '.join(computed)} ({len(self.fp32_modules)} modules kept in fp32)",
+            f"parameters {verb}: {', '.join(computed)} ({len(self.fp32_modules)} modules compute in fp32)",
         ]
         return [f"precision auto: {policy.name}, because {policy.reason}", *lines] if policy.reason else lines
 
@@ -204,15 +223,16 @@ class Contract:
         policy = self.policy
         return {
             "precision": policy.name,
-            "master": _short(policy.master_dtype),
-            "compute": _short(policy.compute_dtype),
+            "master": short(policy.master_dtype),
+            "compute": short(policy.compute_dtype),
             "accumulate": "fp32",
-            "reduce": _short(policy.reduce_dtype),
-            "output": _short(policy.output_dtype),
+            "reduce": short(policy.reduce_dtype),
+            "output": short(policy.output_dtype),
             "optimizer_state": "fp32",
+            "weights": self.weights,
             "tf32": policy.tf32,
             "fp32_modules": list(self.fp32_modules),
-            "replicas": {name: _short(dtype) for name, dtype in self.replica_dtypes.items()},
+            "replicas": {name: short(dtype) for name, dtype in self.replica_dtypes.items()},
         }
 
     def check_parameters(self, model: nn.Module) -> None:
@@ -230,7 +250,8 @@ class Contract:
                 )
 
 
-def _short(dtype: torch.dtype | None) -> str:
+def short(dtype: torch.dtype | None) -> str:
+    """The name that configurations use: ``fp32``, ``bf16``, ``fp16``."""
     names: dict[torch.dtype | None, str] = {
         torch.float32: "fp32",
         torch.bfloat16: "bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import torch
@@ -11,8 +12,10 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset, validation_batches
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.consensus import describe
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
-from dtrain.distributed.setup import LaunchEnv, choose_device, connect, disconnect
+from dtrain.distributed.peers import Peers
+from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.base import Engine
 from dtrain.models import build_model, generate, train_flops_per_token
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
@@ -64,17 +67,17 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     Raises:
         DtrainError: anything that dtrain refuses or that fails; its class has the exit code.
     """
-    check_launcher()
-    check_resume(config)
-    check_tracker(config.tracker)
+    check_run(config)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
+    launch = config.launch
+    # before the signals are taken: one ends a rank that waits here for others, since there is nothing to save
+    comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
     with StopSignals() as stop, torch_settings_restored():
-        launch = config.launch
-        comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
         try:
             configure_logging(comm.rank)
-            exit_code = _train(config, comm, job, stop)
+            with Peers(comm).named():
+                exit_code = _train(config, comm, job, stop)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written
                 comm.barrier()
@@ -83,6 +86,17 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
             return exit_code
         finally:
             disconnect()
+
+
+def check_run(config: RunConfig) -> None:
+    """Checks what needs neither a device nor other ranks.
+
+    Raises:
+        ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed.
+    """
+    check_launcher(config.launch)
+    check_resume(config)
+    check_tracker(config.tracker)
 
 
 def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals) -> int:
@@ -155,6 +169,9 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
 
     def open_all() -> None:
         write_config(run_dir, config, step)
+        if engine.library_config is not None:
+            text = json.dumps(engine.library_config, indent=2) + "\n"
+            write_atomically(run_dir.path / f"{engine.name}.json", text)
         sinks.append(MetricsFile(run_dir.path, step))
         sinks.append(FailureFiles(run_dir.path))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))

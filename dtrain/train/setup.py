@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.schema import (
     CosineConfig,
+    LaunchConfig,
     LinearConfig,
     NativeEngineConfig,
     RunConfig,
@@ -25,8 +26,9 @@ from dtrain.config.schema import (
 )
 from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.collectives import Communicator
-from dtrain.distributed.setup import LaunchEnv
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.engine.base import Engine
+from dtrain.engine.capabilities import check
 from dtrain.engine.divergence import config_difference
 from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError
@@ -39,17 +41,18 @@ from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 
 
-def check_launcher() -> None:
+def check_launcher(launch: LaunchConfig) -> None:
     """Checks that a SLURM job of several tasks has a launcher that gives each its rank.
 
     Raises:
-        ConfigError: without one every task would train by itself, all in one run directory.
+        ConfigError: it has none: one rank would train where several were asked for.
     """
     tasks = os.environ.get("SLURM_NTASKS", "")
-    if tasks.isdecimal() and int(tasks) > 1 and "RANK" not in os.environ and not dist.is_initialized():
+    several = tasks.isdecimal() and int(tasks) > 1
+    if several and not (LaunchEnv.read().launched or launch.num_processes or dist.is_initialized()):
         raise ConfigError(
-            f"SLURM_NTASKS={tasks} but RANK is not set: each task would train by itself; start the ranks with torchrun "
-            "(one task a node), or unset SLURM_NTASKS to train on one rank"
+            f"SLURM_NTASKS={tasks}, but this process is not one of several tasks that srun has started; start the "
+            "ranks with srun (launch/slurm.sbatch) or launch.num_processes; launch.num_processes=1 trains on one rank"
         )
 
 
@@ -83,10 +86,9 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
     computes on CPU, because sums inside kernels depend on it. Launchers do not agree: torchrun sets one, plain python
     none.
     """
-    reproducible = isinstance(config.engine, NativeEngineConfig) and config.engine.reproducible
     if config.launch.threads_per_rank is not None:
         threads = config.launch.threads_per_rank
-    elif reproducible and comm.device.type == "cpu":
+    elif config.engine.reproducible and comm.device.type == "cpu":
         threads = 1
     else:
         threads = max(1, num_cores() // LaunchEnv.read().local_world_size)
@@ -120,37 +122,31 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
         ConfigError: ``device`` cannot do it, or gradients would lose on the wire what they need not.
     """
     policy, engine = make_policy(config).on(device), config.engine
-    if isinstance(engine, NativeEngineConfig):
-        leaves_travel = STAGES[engine.zero_stage].leaves_travel(reproducible=engine.reproducible)
-        policy.reducing(engine.reduce_dtype, leaves_travel=leaves_travel)
+    check(engine.name, zero_stage=engine.zero_stage, precision=policy.name, device_type=device.type)
+    placements = STAGES[engine.zero_stage]
+    leaves_travel = engine.name == "native" and placements.leaves_travel(reproducible=engine.reproducible)
+    policy.reducing(engine.reduce_dtype, leaves_travel=leaves_travel)
 
 
 def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engine:
     """The engine that ``config`` names, around ``model``."""
-    optim, scale = config.optim, config.precision.loss_scale
-    if not isinstance(config.engine, NativeEngineConfig):
-        raise ConfigError(f"engine={config.engine.name} is unknown; valid: native")
+    optim, scale, engine = config.optim, config.precision.loss_scale, config.engine
+    # a key of one engine only has the name of its argument
+    own = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name != "name"}
     return initialize(
         model,
         optimizer=AdamW(
             lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, compile=optim.compile
         ),
         schedule=make_schedule(config.schedule, config.train.steps),
-        engine=config.engine.name,
-        zero_stage=config.engine.zero_stage,
+        engine=engine.name,
         precision=make_policy(config),
         # a constant scale need not lie between the bounds of a dynamic one
         loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
         max_grad_norm=optim.max_grad_norm,
-        grad_reduction=config.engine.grad_reduction,
-        reduce_dtype=config.engine.reduce_dtype,
-        reproducible=config.engine.reproducible,
-        reshard_after_forward=config.engine.reshard_after_forward,
-        prefetch=config.engine.prefetch,
-        keep_gathered=config.engine.keep_gathered,
-        max_consecutive_skips=config.engine.max_consecutive_skips,
         seed=config.seed,
         comm=comm,
+        **own,
     )
 
 

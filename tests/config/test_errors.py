@@ -190,7 +190,7 @@ SYNTAX_AND_INTERPOLATION = [
     ("seed=${seed}", "seed=${seed} cannot be resolved: Recursive interpolation detected"),
     ("run_dir=???", "'run_dir' is required; give run_dir=VALUE"),
     ("~schedule", "'schedule' is required; choose schedule=cosine|linear|constant|wsd"),
-    ("engine=???", "You must specify 'engine', e.g, engine=<OPTION>; Available options: native"),
+    ("engine=???", "You must specify 'engine', e.g, engine=<OPTION>; Available options: ddp; deepspeed; fsdp2; native"),
     ("~optim.lr", "'optim.lr' cannot be removed: every key of the schema has a value"),
 ]
 

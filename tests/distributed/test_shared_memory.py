@@ -189,7 +189,7 @@ def differ(rank: int, world: int, what: str) -> str:
     comm = communicator(shared=True)
     tensor = comm.allocate(world * 8, torch.float32)
     if what == "number" and rank == 1:
-        comm._record("all_gather", "one more", tensor)
+        comm.record("all_gather", "one more", tensor)
     part = tensor[: world * 4] if what == "size" and rank == 1 else tensor
     with pytest.raises(CommunicationError) as caught:
         comm.reduce_scatter_sum(torch.empty(part.numel() // world), part, label="sum").wait()

@@ -393,7 +393,14 @@ class Rank:
             yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
 
     def search(self) -> list[Finding]:
-        return [finding for layout, grad in self.own_main_grads() for finding in search(layout, self.rank, grad)]
+        return [
+            finding
+            for layout, grad in self.own_main_grads()
+            for part in layout.intervals(*layout.shard(self.rank))
+            for finding in search(
+                part.spec.name, self.rank, part.start, grad[part.offset : part.offset + part.stop - part.start]
+            )
+        ]
 
     def decide(self, rows: Tensor, squares: Tensor) -> None:
         """From this rank's own copy of the records."""

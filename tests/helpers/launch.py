@@ -33,14 +33,18 @@ from tests.helpers.ranks import RankFailure, run_ranks
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
 _TOKEN = "DTRAIN_TEST_JOB"
-_LAUNCHER = (
+LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "SLURM_NTASKS",
+    "SLURM_STEP_NUM_TASKS",
     "DTRAIN_PRECISION",
 )
 
@@ -146,7 +150,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, str], log: str, alarm: float) -> int:
-    for name in _LAUNCHER:
+    for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(env)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
@@ -224,7 +228,7 @@ class Job:
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
         self._mark = f"{_TOKEN}={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
-        inherited = {key: text for key, text in os.environ.items() if key not in _LAUNCHER}
+        inherited = {key: text for key, text in os.environ.items() if key not in LAUNCHER}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,8 +262,13 @@ class Job:
         return found
 
     def ranks(self) -> dict[int, int]:
-        """The pid of each rank, under torchrun."""
-        return {int(env["RANK"]): pid for pid, env in self.processes() if "RANK" in env}
+        """The pid of each rank, under any launcher."""
+        names = {"RANK", "SLURM_PROCID"}
+        return {
+            int(env[(names & env.keys()).pop()]): pid
+            for pid, env in self.processes()
+            if "RANK" in env or "SLURM_STEP_NUM_TASKS" in env
+        }
 
     def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
         """Sends a signal to some ranks."""
@@ -282,6 +291,13 @@ class Job:
         except subprocess.TimeoutExpired:
             self.kill()
             pytest.fail(f"still running after {timeout:g} s; it said:\n{self.said}")
+
+    def gone(self, timeout: float) -> bool:
+        """Whether all that the command started has ended by itself within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.processes()
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
         """Waits until ``condition()`` while the command runs."""
@@ -306,10 +322,46 @@ class Job:
         self._process.wait()
 
 
-def torchrun(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
-    """``torchrun ... launch/train.py ARGV`` in ``folder``."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+def torchrun(
+    folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None, options: Sequence[str] = ()
+) -> Job:
+    """``torchrun OPTIONS ... launch/train.py ARGV`` in ``folder``."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
     return Job([*launcher, str(ROOT / "launch/train.py"), *argv], folder, env)
+
+
+def started(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
+    """``python -m dtrain train ARGV launch.num_processes=RANKS`` in ``folder``."""
+    return python(folder, *argv, f"launch.num_processes={ranks}", env=env)
+
+
+def deepspeed_sh(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
+    """``launch/deepspeed.sh ARGV`` in ``folder``: DeepSpeed's own launcher, with ``--local_rank`` in argv."""
+    return Job([str(ROOT / "launch/deepspeed.sh"), *argv], folder, {"NPROC": str(ranks), **(env or {})})
+
+
+def sbatch(folder: Path, *argv: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Job:
+    """``launch/slurm.sbatch ARGV`` in ``folder`` on two tasks, in the environment of a SLURM job of one or two nodes.
+
+    SLURM itself is not there: ``srun`` and ``scontrol`` are ``tests.helpers.slurm``, which starts the tasks.
+    """
+    tools = folder / "slurm"
+    tools.mkdir(parents=True)
+    for name in ("srun", "scontrol"):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.slurm {name} "$@"\n')
+        (tools / name).chmod(0o755)
+    batch = {
+        "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),  # two sessions of tests on one machine must not meet
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node[1-2]" if nodes == 2 else "node1",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "0",  # of the batch script itself
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        **(env or {}),
+    }
+    return Job(["bash", str(ROOT / "launch/slurm.sbatch"), *argv], folder, batch)
 
 
 def python(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from dtrain.__main__ import main
 from dtrain.bench import cli, contest, host, peers, suites
 from dtrain.bench.contest import Entrant, compete
-from dtrain.bench.peers import PEERS, plain
+from dtrain.bench.peers import PEERS, RIVALS, plain
 from dtrain.bench.records import (
     Absence,
     Contender,
@@ -30,11 +30,12 @@ from dtrain.bench.records import (
     Host,
     Results,
     Turn,
-    from_plain,
     read_results,
     write_results,
 )
-from dtrain.bench.report import best, describe, final_loss, is_wrong, ratios, step_ms, update_document
+from dtrain.bench.report import best, describe, final_loss, is_wrong, step_ms, update_document
+from dtrain.bench.tables import ratios
+from dtrain.config.dump import from_plain
 from dtrain.config.resolve import read_suite
 from dtrain.config.schema import (
     BENCH_ENGINE,
@@ -69,6 +70,26 @@ MISTAKES = [
     (
         "engine bench.peers=[ddp] bench.ranks=1",
         "bench.peers=['ddp'] has no effect with bench.ranks=1: peers run on several ranks",
+    ),
+    ("engine bench.engines=[fsdp]", "bench.engines: unknown engine 'fsdp'; did you mean 'fsdp2'?"),
+    ("engine bench.engines=[native]", "bench.engines: the native engine is raced at bench.stages; list it there"),
+    (
+        "engine bench.engines=[fsdp2:two]",
+        "bench.engines: 'fsdp2:two' must be an engine or engine:stage, such as fsdp2:2",
+    ),
+    (
+        "engine bench.engines=[ddp:2]",
+        "engine=ddp cannot do zero_stage=2: every rank holds the whole model and its optimizer state; use "
+        "zero_stage=0, or engine=native, fsdp2 or deepspeed",
+    ),
+    ("engine bench.engines=[deepspeed:0]", "bench.engines: no peer does the work of deepspeed at stage 0"),
+    (
+        "engine bench.engines=[fsdp2,fsdp2:2]",
+        "bench.engines=['fsdp2', 'fsdp2:2'] lists an engine more than once at one stage",
+    ),
+    (
+        "engine bench.engines=[ddp] bench.ranks=1",
+        "bench.engines=['ddp'] has no effect with bench.ranks=1: peers run on several ranks",
     ),
     ("engine bench.precision=fp16", "bench.precision=fp16 is not one of bf16, fp32; did you mean 'bf16'?"),
     ("engine bench.out=", "bench.out is empty; name a JSON file, or leave it null"),
@@ -126,12 +147,12 @@ def test_who_competes() -> None:
 
     assert names(EngineBenchConfig(ranks=1)) == ["plain", "native, 1 rank"]
     alone = ["plain", "native, 1 rank", "plain, 2 at once"]
-    assert names(EngineBenchConfig(stages=[2], peers=[])) == [*alone, "native, stage 2"]
-    assert names(EngineBenchConfig(stages=[0, 3], peers=["fsdp2", "ddp"])) == [
+    assert names(EngineBenchConfig(stages=[2], peers=[], engines=[])) == [*alone, "native, stage 2"]
+    assert names(EngineBenchConfig(stages=[0, 3], peers=["fsdp2", "ddp"], engines=[])) == [
         *(*alone, "fsdp2", "ddp"),
         *("native, stage 0", "native, stage 3"),
     ]
-    assert names(EngineBenchConfig(stages=[])) == [*alone, *PEERS]
+    assert names(EngineBenchConfig(stages=[], engines=[])) == [*alone, *RIVALS]
     asked = suites.precision_contenders(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
     assert asked == [Contender(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
     assert "fp16" not in suites.good_precisions(CPU)
@@ -144,14 +165,18 @@ def run_bench(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_engine_suite_end_to_end(tmp_path: Path) -> None:
-    lists = ["bench.stages=[0,2]", "bench.peers=[ddp,ddp_zero,fsdp2]"]
+    lists = ["bench.stages=[0,2]", "bench.peers=[ddp,ddp_zero,fsdp2]", "bench.engines=[ddp,fsdp2:3]"]
     words = ["engine", *TINY, *SHORT, *lists, "bench.starts=1", "bench.out=deep/r.json"]
     done = run_bench(words, tmp_path)
     assert done.returncode == 0, done.stderr
     results = read_results(tmp_path / "deep/r.json")
     assert results.command == f"dtrain bench {shlex.join(words)}"
-    engines = [entry.contender.engine for entry in results.entries]
-    assert engines == ["plain", "native", "plain", "ddp", "ddp_zero", "fsdp2", "native", "native"]
+    by_name = {entry.contender.name: entry for entry in results.entries}
+    assert list(by_name) == [
+        *("plain", "native, 1 rank", "plain, 2 at once"),
+        *("ddp", "dtrain ddp", "ddp again", "ddp_zero", "fsdp2", "dtrain fsdp2, stage 3"),
+        *("native, stage 0", "native, stage 2"),
+    ]
     assert results.absences == []
     for entry in results.entries:
         for times in ([turn.step_ms, turn.cpu_ms] for turn in (entry.warmup, *entry.turns)):
@@ -161,7 +186,7 @@ def test_engine_suite_end_to_end(tmp_path: Path) -> None:
         assert not is_wrong(entry, results.entries)
         assert entry.first_step_s > max(entry.warmup.step_ms) / 1000
         assert entry.footprint.peak_rss > 50e6
-    alone, one, floor, ddp, zero, fsdp2, stage0, stage2 = results.entries
+    alone, one, floor, ddp, our_ddp, again, zero, fsdp2, our_fsdp2, stage0, stage2 = results.entries
     assert floor.contender.is_floor
     # all steps on one thread: what the processor worked is no more than what the clock showed
     assert sum(sum(turn.cpu_ms) for turn in alone.turns) < 1.5 * sum(sum(turn.step_ms) for turn in alone.turns)
@@ -175,17 +200,26 @@ def test_engine_suite_end_to_end(tmp_path: Path) -> None:
         assert held["compute"] == 0
     # FP32 masters under BF16 replicas start from the plain loop's weights and see its data
     assert final_loss(one) == pytest.approx(final_loss(alone), rel=2e-3)
-    for entry in (zero, fsdp2, stage2):
+    assert final_loss(again) == final_loss(ddp)
+    for entry in (our_ddp, zero, fsdp2, our_fsdp2, stage2):
         assert final_loss(entry) == pytest.approx(final_loss(ddp), rel=2e-3)
     assert final_loss(one) != final_loss(stage2)
-    for entry in (one, stage0, stage2):
+    assert our_ddp.footprint.state["moments"] == 8 * numel  # it frees its gradients, which the formula counts
+    for entry in (one, our_fsdp2, stage0, stage2):
         formula = entry.footprint.formula
         assert formula is not None
         assert 1.0 <= sum(entry.footprint.state.values()) / sum(formula.values()) < 1.5  # tiny: mostly padding
     assert sum(stage2.footprint.state.values()) < 0.7 * sum(stage0.footprint.state.values())
     (seconds,) = results.train_starts_s
     assert 0.5 < seconds < 60
-    for text in ("step / plain", "speed-up over fsdp2", "native, stage 2", "1 starts", "main_grad 2.00"):
+    for text in (
+        "step / plain",
+        "speed-up over fsdp2",
+        "native, stage 2",
+        "1 starts",
+        "main_grad 2.00",
+        "ddp again (control)",
+    ):
         assert text in done.stdout
     assert done.stdout.strip() == describe(results)
     assert os.uname().nodename not in astuple(results.host)
@@ -287,18 +321,20 @@ def test_deepspeed_and_accelerate_train_as_ddp_does() -> None:
     config = read_suite([*TINY, *SHORT, "bench.rounds=1", "model.hidden_dim=96"], BENCH_ENGINE)
     assert config is not None
     names = ["ddp", "accelerate", "deepspeed_1", "deepspeed_3"]
-    entries, absences = compete([Contender(name, name, 2, "bf16") for name in names], config)
+    ours = Contender("dtrain deepspeed", "deepspeed", 2, "bf16", 2)
+    entries, absences = compete([*(Contender(name, name, 2, "bf16") for name in names), ours], config)
     assert absences == []
-    assert [entry.contender.name for entry in entries] == names
+    assert [entry.contender.name for entry in entries] == [*names, ours.name]
     for entry in entries:
         assert final_loss(entry) == pytest.approx(final_loss(entries[0]), rel=2e-3)
     numel = entries[0].footprint.num_parameters
+    assert [entry.footprint.num_parameters for entry in entries] == [numel] * len(entries)
     for entry in entries[2:]:
         held = {kind: size / numel for kind, size in entry.footprint.state.items()}
         assert held["master"] == pytest.approx(2, rel=0.02)
         assert held["moments"] == pytest.approx(4, rel=0.02)
         # stage 3 keeps small parameters whole beside the shards
-        assert held["compute"] == pytest.approx(2 if entry.contender.name == "deepspeed_1" else 3, rel=0.02)
+        assert held["compute"] == pytest.approx(3 if entry.contender.name == "deepspeed_3" else 2, rel=0.02)
 
 
 def test_a_peer_that_is_not_installed_is_left_out(
@@ -313,7 +349,9 @@ def test_a_peer_that_is_not_installed_is_left_out(
     monkeypatch.setattr(suites, "compete", instead)
     monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
     monkeypatch.setattr(suites, "describe_host", lambda: HOST)
-    config = read_suite([*TINY, "bench.peers=[ddp,deepspeed_2,accelerate]", "bench.stages=[]"], BENCH_ENGINE)
+    config = read_suite(
+        [*TINY, "bench.peers=[ddp,deepspeed_2,accelerate]", "bench.engines=[]", "bench.stages=[]"], BENCH_ENGINE
+    )
     assert config is not None
     with caplog.at_level(logging.WARNING):
         results = suites.run_engine_suite(replace(config, bench=replace(config.bench, starts=0)), "dtrain bench engine")
@@ -364,9 +402,11 @@ HOST = Host("a cpu", 2, 8.0, [], "Linux x86_64", "3.11", "2.13", "0.1.0")
 
 
 def entry(name: str, ranks: int, turns: list[list[float]], losses: list[float | None], engine: str = "native") -> Entry:
-    footprint = Footprint(1000, {"master": 4000}, {"master": 4000} if engine == "native" else None, 2**27, None, "cpu")
+    formula = {"master": 4000} if engine == "native" else None
+    footprint = Footprint(1000, {"master": 4000}, formula, 2**27, None, "cpu")
     made = [Turn(step_ms, losses, 0.5) for step_ms in turns]
-    return Entry(Contender(name, engine, ranks, "bf16"), 1.5, Turn([], [], 0.1), made, footprint)
+    contender = Contender(name, engine, ranks, "bf16", 2 if engine == "native" else None)
+    return Entry(contender, 1.5, Turn([], [], 0.1), made, footprint)
 
 
 def results_of(entries: list[Entry], suite: str = "engine") -> Results:
@@ -427,8 +467,9 @@ def test_the_best_peer_is_fast_and_right() -> None:
 
 def test_the_exit_code_says_when_our_own_engine_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = results_of([entry("plain", 1, [[1.0]], [2.0], "plain")])
-    for engine, code in (("deepspeed_1", 0), ("native", 1)):
-        absence = Absence(Contender("late", engine, 2, "bf16"), "late: rank 0 failed: RuntimeError: no compiler")
+    for engine, stage, code in (("deepspeed_1", None, 0), ("ddp", None, 0), ("ddp", 0, 1), ("native", 2, 1)):
+        late = Contender("late", engine, 2, "bf16", stage)
+        absence = Absence(late, "late: rank 0 failed: RuntimeError: no compiler")
         assert cli._finish(replace(results, absences=[absence]), str(tmp_path / "r.json")) == code
         assert read_results(tmp_path / "r.json").absences == [absence]
         assert "Did not run: late: rank 0 failed: RuntimeError: no compiler." in capsys.readouterr().out
@@ -440,9 +481,17 @@ def test_results_of_before_processor_times_are_read(tmp_path: Path) -> None:
     del old["absences"], old["host"]["peers"]
     for turn in (old["entries"][0]["warmup"], *old["entries"][0]["turns"]):
         del turn["cpu_ms"], turn["parts_ms"]
-    del old["entries"][0]["contender"]["loss_scale"], old["entries"][0]["contender"]["times_vote"]
+    for key in ("loss_scale", "times_vote", "pair"):
+        del old["entries"][0]["contender"][key]
     (tmp_path / "r.json").write_text(json.dumps(old))
     assert "| not measured " in describe(read_results(tmp_path / "r.json"))
+
+
+def test_the_results_in_the_documents_are_read() -> None:
+    paths = sorted((ROOT / "docs/results").glob("*.json"))
+    assert len(paths) >= 4
+    for path in paths:
+        assert "contender" in describe(read_results(path)) or "precision" in path.name
 
 
 numbers = st.floats(min_value=0.001, max_value=1e6)

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.bench import collectives
 from dtrain.bench.collectives import run_collectives_suite
 from dtrain.bench.records import Timings, read_results
 from dtrain.bench.report import describe
 from dtrain.config.schema import CollectivesBenchConfig, CollectivesSuiteConfig
-from dtrain.errors import BenchError
+from dtrain.distributed import processes
+from dtrain.errors import RankError
 
 OPERATIONS = ("all_gather BF16", "exchange BF16, sum FP32", "reduce_scatter FP32", "all_reduce FP32")
 
@@ -36,8 +36,8 @@ def test_a_rank_that_fails_is_named_with_its_last_words(monkeypatch: pytest.Monk
     (tmp_path / "dtrain").mkdir()
     (tmp_path / "dtrain/__init__.py").write_text("raise SystemExit('not this time')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(collectives, "environment", lambda threads: {"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(BenchError, match=r"rank 0 ended with exit code 1: not this time"):
+    monkeypatch.setattr(processes, "environment", lambda threads: {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(RankError, match=r"rank 0 ended with exit code 1: not this time"):
         run_collectives_suite(CollectivesSuiteConfig(CollectivesBenchConfig(device="cpu")), "command")
 
 

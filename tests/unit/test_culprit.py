@@ -14,7 +14,7 @@ from dtrain.engine.base import Culprit
 from dtrain.engine.culprit import Finding, blame_gradient, blame_loss, exchange, search
 from dtrain.engine.vote import Verdict, VoteRecord
 from dtrain.sharding.gradient_watch import GradientWatch
-from dtrain.sharding.layout import CHUNK, FlatLayout, ParamSpec, flat_layouts
+from dtrain.sharding.layout import CHUNK, FlatLayout, Interval, ParamSpec, flat_layouts
 
 RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 2.0, 4.0, 100.0)
 
@@ -42,7 +42,18 @@ def findings(values: dict[int, float]) -> list[Finding]:
     flat = torch.ones(place.numel)
     for index, value in values.items():
         flat[index] = value
-    return [found for rank in range(2) for found in search(place, rank, flat[slice(*place.shard(rank))])]
+    return [
+        found
+        for rank in range(2)
+        for part in place.intervals(*place.shard(rank))
+        for found in search(part.spec.name, rank, part.start, shard_of(place, rank, flat, part))
+    ]
+
+
+def shard_of(place: FlatLayout, rank: int, flat: torch.Tensor, part: Interval) -> torch.Tensor:
+    """The elements of ``part``, which counts from the start of the rank's shard."""
+    start = place.shard(rank)[0] + part.offset
+    return flat[start : start + part.stop - part.start]
 
 
 def test_a_clean_buffer_has_no_findings() -> None:

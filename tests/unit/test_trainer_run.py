@@ -166,7 +166,7 @@ def _in_slurm(rank: int, world: int, run_dir: str) -> tuple[str, str]:
 def test_slurm_tasks_without_a_launcher_are_refused(tmp_path: Path) -> None:
     ((name, message),) = run_ranks(1, _in_slurm, str(tmp_path / "run"))
     assert name == "ConfigError"
-    assert message.startswith("SLURM_NTASKS=2 but RANK is not set")
+    assert message.startswith("SLURM_NTASKS=2, but this process is not one of several tasks")
     assert "start the ranks with torchrun" in message
     assert not (tmp_path / "run").exists()
 

@@ -268,7 +268,7 @@ def kernels() -> Iterator[None]:
         ({"loss_scale": 0.0}, "loss scale needs"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0, or None"),
         ({"max_grad_norm": math.nan}, "max_grad_norm must be above 0"),
-        ({"grad_reduction": "mean"}, "grad_reduction 'mean' is not one of"),
+        ({"grad_reduction": "mean"}, "grad_reduction=mean is not one of"),
         ({"grad_reduction": "all_reduce"}, "concerns zero_stage=1 only; got zero_stage=2"),
         ({"prefetch": 2}, "prefetch and keep_gathered concern zero_stage=3 only; got zero_stage=2"),
         ({"prefetch": -1, "zero_stage": 3}, "prefetch must be at least 0; got -1"),

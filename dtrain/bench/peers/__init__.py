@@ -31,13 +31,18 @@ class Peer:
 
 
 PLAIN = Peer("plain")
-PEERS: dict[str, Peer] = {
+RIVALS: dict[str, Peer] = {
     "ddp": Peer("ddp"),
     "ddp_zero": Peer("ddp_zero"),
     "accelerate": Peer("accelerate_ddp", package="accelerate"),
     "fsdp2": Peer("fsdp2", {"reshard_after_forward": True}),
     "fsdp2_no_reshard": Peer("fsdp2", {"reshard_after_forward": False}),
     **{f"deepspeed_{stage}": Peer("deepspeed_zero", {"stage": stage}, package="deepspeed") for stage in (1, 2, 3)},
+}
+"""Those that ``bench.peers=null`` races: each library as its users set it up."""
+PEERS: dict[str, Peer] = RIVALS | {
+    f"deepspeed_{stage}_fp32": Peer("deepspeed_zero", {"stage": stage, "fp32_sums": True}, package="deepspeed")
+    for stage in (1, 2, 3)
 }
 """By the name that ``bench.peers`` lists and that the tables show."""
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO with its defaults: ``deepspeed.initialize`` and a configuration of a few lines."""
+"""DeepSpeed's ZeRO: ``deepspeed.initialize`` and a configuration of a few lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from dtrain.bench.peers import plain
 
 
-def prepare(model: nn.Module, settings: plain.Settings, stage: int) -> plain.Training:
+def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: bool = False) -> plain.Training:
     """Takes ``model`` on its device; the process group and a launcher's environment exist.
 
     Args:
         model: becomes BF16 in ``settings.bf16``; DeepSpeed makes its FP32 masters from the rounded weights.
         settings: as for all peers.
         stage: of ZeRO, 1 to 3.
+        fp32_sums: whether gradients are sent and summed in FP32; by default DeepSpeed does both in the model's dtype.
     """
     if settings.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
     import deepspeed
 
+    sums = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if fp32_sums else {}
     deepspeed.init_distributed(dist_backend=torch.distributed.get_backend())
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -33,6 +35,7 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int) -> plain.Tra
             "gradient_clipping": settings.max_grad_norm or 0.0,
             "bf16": {"enabled": settings.bf16},
             "zero_optimization": {"stage": stage},
+            **sums,
         },
     )
 

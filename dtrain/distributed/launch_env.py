@@ -1,0 +1,114 @@
+"""Where this process stands among the ranks, as its launcher says in the environment. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtrain.errors import ConfigError
+
+LAUNCHER_PID = "DTRAIN_LAUNCHER_PID"
+"""The environment variable by which a rank knows the process that has started it, where that is dtrain's own."""
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def follow_launcher() -> None:
+    """Has the kernel send this rank SIGTERM when dtrain's own launcher ends, however it does: no rank stays behind."""
+    launcher = os.environ.pop(LAUNCHER_PID, None)  # not for processes that this rank starts
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(launcher):  # it has ended already
+        sys.exit(1)
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """What the launcher says; one rank where none has started this process.
+
+    Attributes:
+        launched: a launcher has started this process as one of its ranks.
+        one_host: it is known that all ranks are on this host.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    restart_count: int = 0
+    launched: bool = False
+    one_host: bool = True
+
+    @staticmethod
+    def read() -> LaunchEnv:
+        """Reads the variables of torchrun and the deepspeed launcher, else those of SLURM's ``srun``.
+
+        The former are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` (deepspeed: ``LOCAL_SIZE``) and
+        ``TORCHELASTIC_RESTART_COUNT``.
+
+        Raises:
+            ConfigError: ``WORLD_SIZE`` without ``RANK`` or the other way round, not a number, or a rank out of range.
+        """
+        env = os.environ
+        if ("RANK" in env) != ("WORLD_SIZE" in env):
+            missing, there = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in env else ("WORLD_SIZE", "RANK")
+            raise ConfigError(f"the environment sets {there} but not {missing}; a launcher sets both, or unset {there}")
+        try:
+            if "RANK" in env:
+                return _of_torch(env)
+            # only srun says how many tasks its step has: a batch script has SLURM_NTASKS and SLURM_PROCID=0 as well
+            if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+                return _of_srun(env)
+        except ValueError as error:
+            raise ConfigError(f"a launcher variable (RANK, WORLD_SIZE, ...) is not a whole number: {error}") from None
+        return LaunchEnv()
+
+    def export(self) -> None:
+        """Sets the variables of torchrun where another launcher has started this rank: libraries read them."""
+        os.environ.setdefault("RANK", str(self.rank))
+        os.environ.setdefault("WORLD_SIZE", str(self.world_size))
+        os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.local_world_size))
+
+
+def _of_torch(env: Mapping[str, str]) -> LaunchEnv:
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start every rank with its own RANK")
+    local_world_size = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE"))
+    return LaunchEnv(
+        rank,
+        world_size,
+        local_rank=int(env.get("LOCAL_RANK", rank)),
+        local_world_size=int(local_world_size or world_size),
+        restart_count=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        launched=True,
+        one_host=local_world_size is not None and int(local_world_size) == world_size,
+    )
+
+
+def _of_srun(env: Mapping[str, str]) -> LaunchEnv:
+    """A task of a step of several; ``srun`` sets all that is read here in each of them."""
+    try:
+        rank, local_rank, node = (int(env[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NODEID"))
+        world_size = int(env["SLURM_STEP_NUM_TASKS"])
+        local_world_size = _tasks_per_node(env["SLURM_STEP_TASKS_PER_NODE"])[node]
+    except (KeyError, IndexError) as error:
+        raise ConfigError(f"SLURM_STEP_NUM_TASKS is set, but not what srun sets with it: {error}") from None
+    return LaunchEnv(
+        rank, world_size, local_rank, local_world_size, launched=True, one_host=local_world_size == world_size
+    )
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``2(x3),1`` is 2, 2, 2, 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts

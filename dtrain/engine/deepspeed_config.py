@@ -1,0 +1,71 @@
+"""DeepSpeed's configuration, generated from ours, so that nothing in it contradicts the contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtrain.engine.request import EngineRequest
+from dtrain.precision.policy import Contract
+
+_BUCKET = 50_000_000
+"""Gradients reduced together, in elements: DeepSpeed allocates such a buffer in each backward, whatever the model."""
+
+PERSISTENT = 100_000
+"""Elements up to which a parameter stays gathered at stage 3: DeepSpeed's own default."""
+
+
+def generate(request: EngineRequest) -> dict[str, Any]:
+    """The configuration for ``deepspeed.initialize``: plain values, as they would stand in its JSON file.
+
+    What the engine decides itself is off there: clipping, loss scale, learning rate, the number of micro-batches.
+    """
+    stage, device = request.step.zero_stage, request.comm.device
+    config: dict[str, Any] = {
+        # bookkeeping only: the engine says which micro-batch is the last of a step
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        # it has no other way at stage 3
+        "gradient_allreduce_op": "mean" if stage == 3 else "sum",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    }
+    held = weights_dtype(request.contract, stage)
+    if held == torch.bfloat16:
+        # its own check comes after the vote, which has seen every Inf and NaN
+        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+    elif held == torch.float16:
+        config["fp16"] = {"enabled": True, "loss_scale": 1.0}
+    if stage:
+        config["zero_optimization"] |= {
+            "reduce_bucket_size": min(_BUCKET, max(1, _num_trainable(request))),
+            "overlap_comm": device.type == "cuda" and stage >= 2,
+            "reduce_scatter": True,
+            "contiguous_gradients": True,
+        }
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
+    offloads = request.engine.offload == "cpu"
+    if offloads:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
+    if not offloads and (stage == 2 or (stage == 1 and held != torch.bfloat16)):
+        # the vote carries the norm; elsewhere DeepSpeed insists on one of its own
+        config["zero_optimization"]["compute_grad_norm"] = False
+    return config
+
+
+def weights_dtype(contract: Contract, stage: int) -> torch.dtype:
+    """Of all trainable weights in DeepSpeed's hands; frozen ones follow.
+
+    Below stage 1 it has no low weights with FP32 sums of gradients: they are FP32 and cast by autocast.
+    """
+    return contract.policy.compute_dtype if stage else torch.float32
+
+
+def _num_trainable(request: EngineRequest) -> int:
+    return sum(p.numel() for p in request.model.parameters() if p.requires_grad)

@@ -1,0 +1,135 @@
+"""Plain PyTorch on one process: what every engine is held against. It shares no code with them.
+
+In FP32 it is the oracle. In the precision of the engines, its weights shaken by one unit in their last place, it is the
+yardstick: how far rounding alone drives a training run away from the oracle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.schema import OptimConfig
+
+_FIRST_SCALE = 2.0**16
+
+
+class PlainTraining:
+    """Trains a model in FP32 weights with ``torch.optim.AdamW``; a step is the whole global batch.
+
+    Args:
+        model: trained in place; values in FP32.
+        optim: hyper-parameters. Parameters of one dimension or none are not decayed.
+        seed_forward: called with (attempted step, index of the micro-batch) before each forward.
+        compute_dtype: of a ``torch.autocast`` round each forward; None: FP32 throughout. Under FP16 the loss is scaled,
+            and a step whose gradients overflow is taken again with half the scale.
+        shake: relative size of a uniform random change of the weights that each step's forwards see; the update is made
+            to the weights without it.
+
+    Attributes:
+        applied_steps: updates so far.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: OptimConfig,
+        seed_forward: Callable[[int, int], object],
+        *,
+        compute_dtype: torch.dtype | None = None,
+        shake: float = 0.0,
+    ) -> None:
+        self.applied_steps = 0
+        self._attempted_steps = 0
+        self._model = model
+        self._seed_forward = seed_forward
+        self._compute_dtype = compute_dtype
+        self._shake = shake
+        self._max_grad_norm = float("inf") if optim.max_grad_norm is None else optim.max_grad_norm
+        self._scale = _FIRST_SCALE if compute_dtype == torch.float16 else 1.0
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.device = next(iter(self._parameters.values())).device
+        self._generator = torch.Generator(self.device).manual_seed(0)
+        decayed = [p for p in self._parameters.values() if p.ndim > 1]
+        others = [p for p in self._parameters.values() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of every trained parameter on the CPU; tied ones once, under their first name."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
+
+    def step(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], lr: float, *, skip: bool = False
+    ) -> tuple[float, float]:
+        """One step on the mean loss of all micro-batches; returns that loss and the gradient's norm before clipping.
+
+        Args:
+            micro_batches: keyword arguments of the model, on its device, in their global order.
+            lr: learning rate of this step.
+            skip: leaves weights, moments and ``applied_steps`` as they are.
+        """
+        loss = self._differentiate(micro_batches)
+        while self._scale > 1.0 and not all(bool(grad.isfinite().all()) for grad in self._gradients()):
+            self._scale /= 2
+            loss = self._differentiate(micro_batches)
+        for grad in self._gradients():
+            grad /= self._scale
+        norm = float(nn.utils.clip_grad_norm_(self._trained(), self._max_grad_norm))
+        if not skip:
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+            self.applied_steps += 1
+        self._attempted_steps += 1
+        return loss, norm
+
+    def _differentiate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
+        """Leaves the gradient of the mean loss, scaled, in the parameters; returns that loss."""
+        total = 0.0
+        for p in self._trained():
+            p.grad = torch.zeros_like(p)  # not None: AdamW would not decay a parameter that this batch does not use
+        with self._shaken():
+            for index, micro_batch in enumerate(micro_batches):
+                self._seed_forward(self._attempted_steps, index)
+                with self._autocast():
+                    loss = _loss_of(self._model(**micro_batch))
+                (loss.float() * self._scale / len(micro_batches)).backward()
+                total += loss.item() / len(micro_batches)
+        return total
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._trained() if p.grad is not None]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return list(self._parameters.values())
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._compute_dtype)
+
+    @contextmanager
+    def _shaken(self) -> Iterator[None]:
+        kept = [p.detach().clone() for p in self._trained()]
+        if self._shake:
+            for p in self._trained():
+                noise = torch.rand(p.shape, generator=self._generator, device=self.device)
+                p.data.mul_(1 + self._shake * (2 * noise - 1))
+        yield
+        for p, value in zip(self._trained(), kept, strict=True):
+            p.data.copy_(value)
+
+
+def _loss_of(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
+    return loss

@@ -1,0 +1,258 @@
+"""The launchers: each one's ranks, stop signals, a rank that is killed, sweeps, and what listens where."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.errors import ConfigError
+from tests.helpers.launch import (
+    LAUNCHER,
+    ROOT,
+    SMALL,
+    Job,
+    command_line,
+    deepspeed_sh,
+    listing,
+    newest_step,
+    python,
+    record_of,
+    sbatch,
+    started,
+    summary,
+    torchrun,
+    train,
+    write_samples,
+)
+
+ENDLESS = ("train.steps=100000", "train.save_every=0", "train.eval_every=0")
+SHORT = ("train.steps=2", "train.save_every=0", "train.eval_every=0", "checkpoint.save_at_end=false")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_samples(tmp_path_factory.mktemp("data"))
+
+
+def listening(job: Job) -> set[str]:
+    """The addresses, in hexadecimal, on which processes of ``job`` listen."""
+    inodes = set()
+    for pid, _ in job.processes():
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            inodes.add(re.sub(r"socket:\[(\d+)\]", r"\1", os.readlink(entry)))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+LOOPBACK = {"0100007F"}
+
+
+def lines_of_dtrain(job: Job) -> list[str]:
+    return [line for line in job.said.splitlines() if line.startswith("dtrain: ")]
+
+
+# -- launch.num_processes ----------------------------------------------------------------------------------------------
+
+
+def stopped_in_a_sweep(folder: Path, job: Job, number: signal.Signals) -> None:
+    """``job`` sweeps ``SWEEP`` in ``folder``; its second run is stopped by a signal to the command itself."""
+    job.wait_for_step(folder / "2", 2)
+    assert listening(job) == LOOPBACK
+    assert sorted(job.ranks()) == [0, 1]
+    os.kill(job.pid, number)
+    assert job.wait(30) == 75, job.said
+    assert job.processes() == []
+    assert lines_of_dtrain(job) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    for run, steps in ((1, 2), (2, 100000)):
+        assert job.said.count(f"job {run}/2: train.steps={steps} -> {folder}/{run}\n") == 1
+        assert summary(folder / str(run))["finished"] == (run == 1)
+        assert summary(folder / str(run))["world_size"] == 2
+        assert newest_step(folder / str(run)) == summary(folder / str(run))["steps"]
+    assert listing(folder / "1") == [
+        "checkpoints/step-00000002/manifest.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+    ]
+
+
+SWEEP = ("-m", "train.steps=2,100000", "train.save_every=0", "train.eval_every=0")
+
+
+def test_ranks_that_the_command_starts(tmp_path: Path, data: str) -> None:
+    """A stop signal to the command; and then its sudden end, on which the ranks save too."""
+    folder, run_dir = tmp_path / "sweep", tmp_path / "sweep/2"
+    with started(tmp_path, *SMALL, data, f"run_dir={folder}", *SWEEP) as job:
+        stopped_in_a_sweep(folder, job, signal.SIGUSR1)
+    last = newest_step(run_dir)
+    with started(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={run_dir}") as job:
+        job.wait_for_step(run_dir, last + 2)
+        os.kill(job.pid, signal.SIGKILL)
+        assert job.wait(5) == -signal.SIGKILL
+        assert job.gone(30), job.said
+    assert newest_step(run_dir) > last
+
+
+MISTAKES = {
+    "a batch that the ranks cannot share": (
+        ["launch.num_processes=4"],
+        "train.global_batch_size=6 does not divide by train.micro_batch_size=1 x 4 ranks",
+    ),
+    "no number": (["launch.num_processes=two"], "launch.num_processes=two must be a number, auto"),
+    "no process": (["launch.num_processes=0"], "launch.num_processes=0 is too small"),
+    "no GPU": (["launch.num_processes=2", "launch.device=cuda"], "launch.device=cuda, but"),
+    "a missing checkpoint": (["launch.num_processes=2", "resume=/nonexistent"], "resume=/nonexistent: no such dir"),
+    "two numbers": (["-m", "launch.num_processes=1,2"], "launch.num_processes differs between the jobs ([1, 2])"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_starts_nothing(tmp_path: Path, data: str, mistake: str) -> None:
+    overrides, expected = MISTAKES[mistake]
+    assert command_line(tmp_path / "log", *SMALL, data, f"run_dir={tmp_path}/run", *overrides) == 2
+    told = (tmp_path / "log").read_text()
+    assert re.fullmatch(r"dtrain: [^\n]+\n", told), told
+    assert expected in told
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def test_auto_is_one_process_on_a_cpu_and_the_launchers_number_under_one(tmp_path: Path, data: str) -> None:
+    argv = [*SMALL, data, *SHORT, f"run_dir={tmp_path}/run", "launch.device=cpu"]
+    assert command_line(tmp_path / "log", *argv, "launch.num_processes=auto") == 0
+    assert summary(tmp_path / "run")["world_size"] == 1
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for number in ("auto", "1"):
+        argv[-2] = f"run_dir={tmp_path}/run-{number}"
+        assert command_line(tmp_path / "log", *argv, f"launch.num_processes={number}", env=alone) == 0
+    assert command_line(tmp_path / "contradiction", *argv, "launch.num_processes=2", env=alone) == 2
+    told = (tmp_path / "contradiction").read_text()
+    assert told.startswith("dtrain: launch.num_processes=2, but a launcher has started 1 ranks on this host")
+
+
+# -- a rank that is killed ---------------------------------------------------------------------------------------------
+
+
+def deepspeed(folder: Path, *argv: str) -> Job:
+    """The launcher itself, without ``--local_rank`` in argv."""
+    options = ["--no_local_rank", "--num_gpus", "2", "--master_port", str(20000 + os.getpid() % 10000)]
+    return Job(["deepspeed", *options, str(ROOT / "launch/train.py"), *argv], folder)
+
+
+LAUNCHERS: dict[str, tuple[Callable[..., Job], int, str]] = {
+    "launch.num_processes": (started, 1, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
+    "deepspeed": (deepspeed, 247, r"exits with return code = -9"),
+    "srun": (sbatch, 137, r"task 1: -9"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: str, launcher: str) -> None:
+    start, code, word = LAUNCHERS[launcher]
+    run_dir = tmp_path / "run"
+    with start(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={run_dir}") as job:
+        job.wait_for_step(run_dir, 2)
+        assert listening(job) == LOOPBACK
+        pid = job.ranks()[1]
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait(30) == code, job.said
+        assert job.processes() == []
+    assert re.search(word.format(pid=pid), job.said), job.said
+    assert re.search(rf"^dtrain: rank 1 \(process {pid}\) has ended, so this rank ends too; seen as: ", job.said, re.M)
+    assert "Traceback" not in job.said
+
+
+def of_attempt(job: Job, number: int) -> list[int]:
+    """The ranks that torchrun has started after ``number`` restarts."""
+    found = {"TORCHELASTIC_RESTART_COUNT": str(number)}
+    return [pid for pid, env in job.processes() if found.items() <= env.items()]
+
+
+@pytest.mark.parametrize("repetition", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 10))])
+def test_torchrun_restarts_after_a_rank_was_killed(tmp_path: Path, data: str, repetition: int) -> None:
+    """Twice: in a step, and while the next attempt starts. The bits are those of a run that was never ended."""
+    rng, run_dir = random.Random(repetition), tmp_path / "run"
+    config = [*SMALL, data, "train.steps=60", f"run_dir={run_dir}"]
+    with torchrun(tmp_path, *config, options=["--max-restarts=2"]) as job:
+        job.wait_for_step(run_dir, rng.randint(1, 40))
+        victim = rng.randrange(2)
+        pid = job.ranks()[victim]
+        os.kill(pid, signal.SIGKILL)
+        job.wait_until(lambda: len(of_attempt(job, 1)) == 2)
+        second = of_attempt(job, 1)[rng.randrange(2)]
+        time.sleep(rng.uniform(0, 4))
+        os.kill(second, signal.SIGKILL)
+        assert job.wait(120) == 0, job.said
+        assert job.processes() == []
+    assert re.search(rf"^dtrain: .*rank {victim} \(process {pid}\) has ended, so this rank ends too; ", job.said, re.M)
+    config[-1] = f"run_dir={tmp_path / 'whole'}"
+    assert train(tmp_path / "whole", *config[:-1], world=2) == [0, 0]
+    assert record_of(run_dir) == record_of(tmp_path / "whole")
+
+
+def test_a_signal_ends_a_rank_that_waits_for_the_others_to_come(tmp_path: Path, data: str) -> None:
+    """Nothing is there to be saved, and a launcher would wait for it for long."""
+    port = 10000 + os.getpid() % 10000
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with python(tmp_path, *SMALL, data, f"run_dir={tmp_path / 'run'}", env=env) as job:
+        job.wait_until(lambda: listening(job) == LOOPBACK)
+        time.sleep(0.5)
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(10) == -signal.SIGTERM
+
+
+# -- DeepSpeed's launcher and SLURM ------------------------------------------------------------------------------------
+
+
+def test_deepspeed_sweeps_and_passes_a_stop_signal_on(tmp_path: Path, data: str) -> None:
+    folder = tmp_path / "sweep"
+    with deepspeed_sh(tmp_path, *SMALL, data, f"run_dir={folder}", *SWEEP) as job:
+        stopped_in_a_sweep(folder, job, signal.SIGTERM)
+        assert "--local_rank=1" in job.said
+
+
+def test_slurm_on_two_nodes(tmp_path: Path, data: str) -> None:
+    run_dir = tmp_path / "run"
+    with sbatch(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={run_dir}", nodes=2) as job:
+        job.wait_for_step(run_dir, 2)
+        os.kill(job.pid, signal.SIGUSR1)
+        assert job.wait(30) == 75, job.said
+        assert job.processes() == []
+    assert summary(run_dir)["world_size"] == 2
+    assert newest_step(run_dir) == summary(run_dir)["steps"]
+
+
+STEP = {"SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_PROCID": "6", "SLURM_LOCALID": "0"}
+
+
+def test_environment_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"SLURM_NTASKS": "7", "SLURM_PROCID": "0"}.items():  # of a batch script
+        monkeypatch.setenv(name, value)
+    assert not LaunchEnv.read().launched
+    for name, value in {**STEP, "SLURM_NODEID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert LaunchEnv.read() == LaunchEnv(6, 7, 0, 1, launched=True, one_host=False)
+    monkeypatch.setenv("SLURM_NODEID", "1")
+    assert LaunchEnv.read().local_world_size == 2
+    monkeypatch.delenv("SLURM_LOCALID")
+    with pytest.raises(ConfigError, match="SLURM_LOCALID"):
+        LaunchEnv.read()
+    monkeypatch.setenv("RANK", "1")  # torchrun, one task a node
+    monkeypatch.setenv("WORLD_SIZE", "14")
+    assert LaunchEnv.read().world_size == 14
+
+
+def test_one_rank_in_a_job_of_several_tasks_is_asked_for(tmp_path: Path, data: str) -> None:
+    """Without the number it is refused: ``tests.unit.test_trainer_run``."""
+    argv = [*SMALL, data, *SHORT, f"run_dir={tmp_path}/run", "launch.num_processes=1"]
+    assert command_line(tmp_path / "log", *argv, env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == 0

@@ -1,0 +1,174 @@
+"""A small odd model under any engine, and its state in bits."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtrain
+from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.engine.voting import MASTER, MOMENTS, VotingEngine
+
+VOCAB, DIM, LENGTH = 5, 8, 4
+STATE = (MASTER, *MOMENTS)
+STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
+"""Every engine at every stage that it takes."""
+
+
+class _Replaced(torch.autograd.Function):
+    """Gives a weight on as it is; an element of its gradient may become another number."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, fault: tuple[int, float] | None) -> Tensor:
+        ctx.fault = fault
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.fault is not None:
+            element, value = ctx.fault
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            grad.view(-1)[element] = value
+        return grad, None
+
+
+def _read(module: nn.Module, name: str) -> Tensor:
+    """A parameter as the forward of its module reads it.
+
+    A fault sits in the graph, so that no hook of an engine is passed by, and a node for it on ranks without one too:
+    the graph decides in which order gradients are made.
+    """
+    faults: dict[str, tuple[int, float]] = getattr(module, "faults", {})
+    weight: Tensor = _Replaced.apply(getattr(module, name), faults.get(name))
+    return weight
+
+
+class Embedding(nn.Embedding):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, _read(self, "weight"))
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, _read(self, "weight"), _read(self, "bias"))
+
+
+class LayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.normalized_shape, _read(self, "weight"), _read(self, "bias"))
+
+
+class Block(nn.Module):
+    """Three rows, which two ranks do not divide."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = LayerNorm(DIM)
+        self.up = Linear(DIM, 3)
+        self.down = nn.Linear(3, DIM)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class OddModel(nn.Module):
+    """Tied, frozen and unused weights, buffers, five rows, a single element."""
+
+    largest: Tensor
+    calls: Tensor
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.embedding = Embedding(VOCAB, DIM)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.frozen = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.unused = nn.Linear(2, 3)
+        self.mix = nn.Linear(DIM, DIM)
+        self.head = Linear(DIM, VOCAB)
+        self.head.weight = self.embedding.weight
+        self.frozen.requires_grad_(False)
+        for parameter in self.frozen.parameters():
+            parameter.copy_(parameter.bfloat16())  # so that a cast loses nothing
+        self.register_buffer("largest", torch.tensor(0.1))
+        self.register_buffer("calls", torch.tensor([3, 0]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) * self.scale
+        if self.training:
+            self.calls += 1
+            self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        x = x + torch.tanh(self.frozen(x))
+        for block in self.blocks:
+            x = block(x)
+        x = self.mix(x)
+        return F.cross_entropy(self.head(x).float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(index: int) -> Tensor:
+    """Tokens [16, LENGTH] of the micro-batch with that global index."""
+    start = torch.randint(VOCAB, (16, 1), generator=torch.Generator().manual_seed(index))
+    return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
+
+
+def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, **options: Any) -> VotingEngine:
+    """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = OddModel(dropout)
+    built = dtrain.initialize(
+        model,
+        optimizer=dtrain.AdamW(lr=3e-3),
+        schedule=dtrain.Cosine(warmup_steps=3, total_steps=40),
+        max_grad_norm=0.05,  # below the norms of its gradients: clipping is active
+        seed=seed,
+        engine=engine,
+        zero_stage=zero_stage,
+        **options,
+    )
+    assert isinstance(built, VotingEngine)
+    return built
+
+
+def train_step(engine: VotingEngine, micro_batches: int, *, step: int | None = None) -> dtrain.StepOutcome:
+    """One step on ``micro_batches`` over all ranks, those of ``step`` or else of the engine's own count."""
+    step = engine.attempted_steps if step is None else step
+    own = range(engine.rank, micro_batches, engine.world_size)
+    for index in engine.accumulate(own):
+        engine.backward(engine(tokens=batch(step * micro_batches + index)))
+    engine.data_cursor += micro_batches
+    return engine.step()
+
+
+def held(engine: VotingEngine) -> list[Tensor]:
+    """Copies of all masters and moments on this rank."""
+    return [piece.data.clone() for kind in STATE for piece in engine.held_pieces(kind)]
+
+
+def computed(engine: VotingEngine) -> Tensor:
+    """What the weights give that a forward finds: 0-dim; all ranks call."""
+    with engine.eval():
+        loss: Tensor = engine(tokens=batch(0))
+    return loss
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def digest(tensor: Tensor) -> str:
+    """Of dtype, shape and bits."""
+    content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
+
+
+def state_digests(engine: VotingEngine) -> dict[str, str]:
+    """Masters and moments in full and buffers, by ``kind:name``; all ranks call."""
+    full = {f"{kind}:{name}": digest(tensor) for kind in STATE for name, tensor in engine.full_state(kind)}
+    return full | {f"buffer:{name}": digest(tensor) for name, tensor in engine.module.named_buffers()}

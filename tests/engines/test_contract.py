@@ -1,0 +1,117 @@
+"""The precision contract on live tensors: what breaks it is noticed, after set-up, in a run, and after a load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.engine.voting import VotingEngine
+from dtrain.errors import ContractError
+from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
+from tests.helpers.ranks import run_ranks
+
+WORLD = 2
+
+
+def lower_a_moment(engine: Any) -> None:
+    """Replaces a moment by a BF16 copy of it, wherever this engine keeps it."""
+    if engine.name == "native":
+        engine.state.exp_avg = engine.state.exp_avg.bfloat16()
+    elif engine.name == "deepspeed":
+        state = engine._optimizer.state[engine._zero.partitions[0].master]
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+    else:
+        moments = engine._holdings._values["exp_avg"]
+        moments[0] = moments[0].bfloat16()
+
+
+@contextmanager
+def computing_low(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, ``module`` runs under an autocast of its own, as a user's forward may have it."""
+    autocast = torch.autocast("cpu", dtype=dtype)
+
+    def enter(*_: Any) -> None:
+        autocast.__enter__()
+
+    def leave(*_: Any) -> None:
+        autocast.__exit__(None, None, None)
+
+    # after a library's own hook, which may gather weights
+    before = module.register_forward_pre_hook(enter)
+    after = module.register_forward_hook(leave, always_call=True)
+    yield
+    before.remove()
+    after.remove()
+
+
+def violate(rank: int, world: int, folder: Path, cases: list[tuple[str, int, str]]) -> None:
+    for engine, stage, precision in cases:
+        try:
+            _violate(engine, stage, precision, folder / f"{engine}{stage}{precision}")
+        except BaseException as error:
+            raise AssertionError(f"engine={engine} zero_stage={stage} precision={precision}") from error
+
+
+def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
+    engine = start(name, stage, precision=precision)
+    engine.save(folder)
+    _computes_low(engine)  # at the start
+    assert train_step(engine, WORLD).applied
+    engine.load(folder)
+    _computes_low(engine)
+    assert train_step(engine, WORLD).applied
+
+    lower_a_moment(engine)
+    with pytest.raises(ContractError, match="bfloat16; the contract says float32"):
+        engine.check_contract()
+
+    for part in ("mix", "frozen"):
+        engine = start(name, stage, precision=precision)
+        undisturbed = _after_two_steps(engine, folder)
+        assert _after_two_steps(engine, folder) == undisturbed
+        try:
+            disturbed = _after_two_steps(engine, folder, part)
+        except ContractError as error:
+            noticed = str(error)
+        else:
+            noticed = ""
+        if noticed:
+            assert f"'{part}.weight'" in noticed
+            assert "float16" in noticed
+        else:
+            assert stage == 3, f"{part}.half() went unnoticed"
+            assert disturbed == undisturbed, f"{part}.half() left a trace, though weights are gathered anew"
+
+
+def _computes_low(engine: VotingEngine) -> None:
+    wrong = torch.float16 if engine.policy.name == "bf16" else torch.bfloat16
+    with computing_low(engine.module.mix, wrong), pytest.raises(ContractError, match=f"'mix'.*{wrong}"):
+        engine(tokens=batch(0))
+
+
+def _after_two_steps(engine: VotingEngine, folder: Path, halved: str | None = None) -> dict[str, str]:
+    """The state after two steps from the checkpoint; between them a part of the model may be cast to FP16."""
+    engine.load(folder)
+    train_step(engine, WORLD)
+    if halved is not None:
+        engine.module.get_submodule(halved).half()
+    train_step(engine, WORLD)
+    return state_digests(engine)
+
+
+CASES = [
+    *((engine, stage, "bf16") for engine, stage in STAGES),
+    *((engine, stage, "fp32") for engine, stage in STAGES if engine in ("ddp", "fsdp2") or stage == 1),
+]
+
+
+@pytest.mark.parametrize("engine", CAPABILITIES)
+def test_what_breaks_the_contract_is_noticed(tmp_path: Path, engine: str) -> None:
+    run_ranks(WORLD, violate, tmp_path, [case for case in CASES if case[0] == engine])

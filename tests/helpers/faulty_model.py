@@ -1,0 +1,32 @@
+"""A model factory with a fault that shows only under an engine: ``model.factory=tests.helpers.faulty_model:build``.
+
+The oracle of ``dtrain parity`` trains the same model without it, because it has no process group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+
+from dtrain.config.schema import ModelConfig
+from dtrain.models import transformer
+
+FACTORY = "model.factory=tests.helpers.faulty_model:build"
+
+
+def build(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """The default model; ``model.args`` says what goes wrong on rank 1.
+
+    ``flip=NAME``: the gradient of that parameter has the wrong sign. ``die=true``: the process is killed.
+    """
+    model = transformer.build(replace(config, args={}), vocab_size)
+    if dist.is_initialized() and dist.get_rank() == 1:
+        if "flip" in config.args:
+            model.get_parameter(config.args["flip"]).register_hook(lambda grad: -grad)
+        if config.args.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return model

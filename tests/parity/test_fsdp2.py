@@ -1,0 +1,272 @@
+"""The FSDP2 engine follows the oracle at both stages, whatever the model; its own guards and economies."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.distributed.collectives import Communicator
+from dtrain.engine import fsdp2_units
+from dtrain.engine.voting import VotingEngine
+from dtrain.errors import ContractError, ModelError, UsageError
+from tests.helpers.library_runs import (
+    assert_follows_the_oracle,
+    assert_odd_models_follow,
+    start,
+    train,
+    train_all,
+)
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Result, Run, forward_backward
+from tests.helpers.zoo import ZOO
+
+
+def fsdp2(model: str = "transformer", precision: str = "bf16", stage: int = 3, **run: Any) -> Run:
+    options = {"engine": "fsdp2", "precision": precision, "zero_stage": stage}
+    if precision == "fp16":
+        options["loss_scale"] = 256.0  # the dynamic one skips its first steps
+    return Run(model, options=options, **{"accumulation": 2, "unequal_weights": True, **run})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_follows_the_oracle(world: int) -> None:
+    runs = [fsdp2(precision=precision, stage=stage) for precision in ("fp32", "bf16", "fp16") for stage in (2, 3)]
+    assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
+
+
+def test_odd_models_follow_the_oracle() -> None:
+    runs = [fsdp2(name, "fp32", 2, steps=6) for name in sorted(ZOO)] + [fsdp2(name, steps=6) for name in sorted(ZOO)]
+    assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
+
+
+def test_shards_of_unequal_size_and_none() -> None:
+    """Rows that three ranks do not divide, and two rows, of which the third rank has none."""
+    runs = [fsdp2(name, "fp32", steps=6) for name in ("conv_group_norm", "odd_sizes", "tied")]
+    runs += [fsdp2(name, steps=6) for name in ("odd_sizes", "tied")]
+    assert_odd_models_follow(run_ranks(3, train_all, runs), runs)
+
+
+def train_with_sharded_islands(rank: int, world: int, run: Run) -> tuple[Result, Result, list[int]]:
+    whole = train(run)
+    fsdp2_units.LARGE_NUMEL = 1
+    sharded = start(run)
+    return whole, train(run), sharded.memory_formula()["master"]
+
+
+def test_large_fp32_modules_are_sharded() -> None:
+    """Norms are whole on every rank; as large as a unit, they are shards, and nothing else changes."""
+    results = run_ranks(2, train_with_sharded_islands, fsdp2(steps=6))
+    whole, sharded, held = results[0]
+    num_parameters = sum(master.numel() for master in whole.masters.values())
+    assert held == 2 * num_parameters, "4 bytes an element, on two ranks"
+    for name, master in whole.masters.items():  # in another order of sums
+        torch.testing.assert_close(sharded.masters[name], master, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def train_over_sockets(rank: int, world: int, run: Run) -> tuple[Result, Result]:
+    sockets = Communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
+    return train(run), train(run, comm=sockets)
+
+
+def test_sockets_give_the_bits_of_shared_memory() -> None:
+    shared, sockets = run_ranks(2, train_over_sockets, fsdp2(steps=6))[0]
+    assert shared.outcomes == sockets.outcomes
+    for name, master in shared.masters.items():
+        assert torch.equal(sockets.masters[name], master), name
+
+
+def collectives_of_a_step(rank: int, world: int, run: Run) -> Counter[str]:
+    engine = start(run)
+    for step in range(2):
+        forward_backward(engine, run, step)  # type: ignore[arg-type]
+        log = list(engine.comm.schedule_log)
+        engine.step()
+    assert engine.memory()["gathered"] == 0, "no gathered weight outlives the step"
+    return Counter(entry.split(",")[0] for entry in log)
+
+
+@pytest.mark.parametrize(("stage", "gathers"), [(2, 1), (3, 4)])
+def test_stage_2_gathers_once_a_step(stage: int, gathers: int) -> None:
+    """Stage 3 gathers a block for each of two forwards and backwards, and the root, which stays, for each forward."""
+    log = run_ranks(2, collectives_of_a_step, fsdp2(stage=stage))[0]
+    assert log["all_gather(weights of blocks.0"] == gathers
+    assert log["all_gather(weights of root"] == (1 if stage == 2 else 2)
+    assert log["exchange_slices(gradients of blocks.0"] == 2
+
+
+def overflow_then_recover(rank: int, world: int, run: Run) -> list[tuple[dtrain.StepOutcome, bool]]:
+    """A scale so large that FP16 gradients overflow until it has backed off far enough."""
+    engine = start(run, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
+    seen = []
+    for step in range(12):
+        before = state(engine)
+        forward_backward(engine, run, step)  # type: ignore[arg-type]
+        outcome = engine.step()
+        seen.append((outcome, all(map(torch.equal, before, state(engine)))))
+    return seen
+
+
+def state(engine: VotingEngine) -> list[Tensor]:
+    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.held_pieces(kind)]
+
+
+def test_fp16_backs_off_until_steps_apply() -> None:
+    first, second = run_ranks(2, overflow_then_recover, fsdp2(precision="fp16"))
+    applied = [outcome.applied for outcome, _ in first]
+    assert not applied[0]
+    assert all(applied[applied.index(True) :])
+    for number, ((outcome, kept), (other, also_kept)) in enumerate(zip(first, second, strict=True)):
+        assert repr(outcome) == repr(other)
+        assert kept is also_kept is not outcome.applied
+        if not outcome.applied:
+            assert outcome.loss_scale == 2.0 ** (24 - number)
+            assert outcome.culprit is not None
+            assert outcome.culprit.phase == "local gradient"
+
+
+def nan_on_rank_1(rank: int, world: int, run: Run) -> list[dtrain.Culprit | None]:
+    engine = start(run)
+    found = []
+    for name in ("blocks.1.ffn.0.bias", "blocks.0.ffn_norm.weight", "embedding.weight"):
+        module = engine.module.get_submodule(name.rpartition(".")[0])
+        handle = None
+        if rank == 1:
+            handle = module.register_forward_hook(lambda _, args, output: poisoned(output, engine))
+        forward_backward(engine, run, engine.attempted_steps)  # type: ignore[arg-type]
+        outcome = engine.step()
+        assert not outcome.applied
+        found.append(outcome.culprit)
+        if handle is not None:
+            handle.remove()
+    forward_backward(engine, run, engine.attempted_steps)  # type: ignore[arg-type]
+    assert engine.step().applied
+    return found
+
+
+def poisoned(output: Tensor, engine: VotingEngine) -> Tensor:
+    """Its gradient is NaN in the second micro-batch."""
+    output = output.clone()
+    if engine._micro_batch == 1:
+        output.register_hook(lambda grad: torch.full_like(grad, torch.nan))
+    return output
+
+
+def test_the_culprit_is_the_rank_and_the_micro_batch() -> None:
+    for stage in (2, 3):
+        culprits = run_ranks(2, nan_on_rank_1, fsdp2(precision="fp32", stage=stage))
+        assert culprits[0] == culprits[1]
+        for culprit in culprits[0]:
+            assert (culprit.rank, culprit.micro_batch, culprit.phase) == (1, 1, "local gradient")
+        # the first that backward reaches: a bias of the module itself or of one before it
+        assert culprits[0][0].tensor in ("blocks.1.ffn.0.bias", "blocks.1.ffn.0.weight")
+        assert culprits[0][2].tensor == "embedding.weight"
+
+
+def evaluate_between(rank: int, world: int, run: Run) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Forwards in eval mode after a step, and between the backward of two micro-batches."""
+    engine, undisturbed = start(run), start(run)
+    tokens = torch.arange(6).expand(2, 6)
+    losses = []
+    for _ in range(3):
+        with engine.eval():
+            losses.append(engine(tokens=tokens).item())
+        for index in engine.accumulate([rank, world + rank]):
+            loss = engine(tokens=(tokens + index) % 13)
+            with engine.eval():
+                losses.append(engine(tokens=tokens).item())
+            engine.backward(loss)
+        for index in undisturbed.accumulate([rank, world + rank]):
+            undisturbed.backward(undisturbed(tokens=(tokens + index) % 13))
+        assert engine.step() == undisturbed.step()
+    return losses, engine.master_state(), undisturbed.master_state()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_forwards_in_eval_mode_see_the_new_weights_and_disturb_nothing(stage: int) -> None:
+    losses, masters, expected = run_ranks(2, evaluate_between, fsdp2("tied", stage=stage))[0]
+    assert len({*losses}) == 3, "one value for each state of the weights"
+    assert losses[0::3] == losses[1::3] == losses[2::3]
+    for name, master in expected.items():
+        assert torch.equal(masters[name], master), name
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class HidesItsOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Opaque:
+        return Opaque(self.layer(x))
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        if self.fails:
+            raise ValueError("a bad batch")
+        return x
+
+
+def misuse(rank: int, world: int) -> list[str]:
+    x = torch.ones(2, 4)
+    options: dict[str, Any] = {"engine": "fsdp2", "precision": "fp32", "seed": 0}
+    engine = dtrain.initialize(HidesItsOutput(), **options)
+    with pytest.raises(ModelError, match="reduced no gradient: fully_shard finds no tensor"):
+        engine.backward(engine(x).value.sum())
+    engine = dtrain.initialize(Failing(), **options)
+    with pytest.raises(UsageError, match=r"outside engine\.backward; call engine\.backward"):
+        engine(x).sum().backward()
+    engine = dtrain.initialize(Failing(), **options)
+    engine.module.fails = True
+    with pytest.raises(ValueError, match="a bad batch"):
+        engine(x)
+    engine.module.fails = False
+    engine.backward(engine(x).sum())
+    assert engine.step().applied, "a forward that failed leaves nothing behind"
+    engine.module.layers[0].weight.requires_grad_(False)
+    with pytest.raises(ContractError, match=r"'layers\.0\.weight' was frozen after dtrain\.initialize"):
+        engine.backward(engine(x).sum())
+    engine = dtrain.initialize(Failing(), **options)
+    engine.module.to(torch.bfloat16)
+    with pytest.raises(ContractError, match="no longer lies where the engine updates it"):
+        engine.check_contract()
+    return listening()
+
+
+def listening() -> list[str]:
+    """The addresses on which this process listens, in the kernel's hexadecimal."""
+    own = {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+    addresses = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table, encoding="ascii") as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                    addresses.append(fields[1].split(":")[0])
+    return addresses
+
+
+def test_misuse_is_named_and_one_rank_listens_on_loopback_alone() -> None:
+    addresses = run_ranks(1, misuse)[0]
+    assert set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
