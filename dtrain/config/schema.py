@@ -48,7 +48,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What does the training step. What an engine cannot do is refused with the reason: dtrain/engine/capabilities.py."""
+    """What does the training step. What an engine cannot do is refused: dtrain/engine/capabilities.py."""
 
     name: str = "native"
     zero_stage: int = _between(2, 0, 3)  # what is sharded
@@ -70,7 +70,7 @@ class NativeEngineConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class FSDP2EngineConfig(EngineConfig):
-    """PyTorch's ``fully_shard`` below dtrain's vote and update; stage 2 keeps the weights until backward, 3 frees them."""
+    """PyTorch's ``fully_shard`` below dtrain's vote; stage 2 keeps gathered weights until backward, 3 frees them."""
 
     name: str = "fsdp2"
 

@@ -130,7 +130,7 @@ class Communicator:
         shared_memory: let CPU ranks of one host read each other's buffers.
 
     Attributes:
-        on_reduction: is shown the label and the tensor of each exchange, reduce-scatter and all-reduce before it starts.
+        on_reduction: is shown label and tensor of each exchange, reduce-scatter and all-reduce before it starts.
         may_share: whether :meth:`allocate` still tries shared memory; the same on all ranks.
     """
 
@@ -184,7 +184,7 @@ class Communicator:
         self.schedule_log.clear()
 
     def record(self, op: str, label: str, tensor: Tensor) -> str:
-        """Puts one collective into the schedule that all ranks must share, its own or a library's; returns its entry."""
+        """Puts one collective, its own or a library's, into the schedule that all ranks share; returns its entry."""
         entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         if len(self.schedule_log) < _LOG_LENGTH:
             self.schedule_log.append(entry)

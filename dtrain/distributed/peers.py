@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 
 import torch.distributed as dist
 
@@ -60,7 +61,7 @@ class Peers:
         deadline = time.monotonic() + _PATIENCE_S
         while not (ended := self.ended()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        reason = str(error).splitlines()[0]
+        reason = shorten(str(error).partition("\n")[0], 300)
         if not ended:
             return CommunicationError(reason)
         names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in ended.items())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from dtrain.engine.holding import Holding, Holdings, check_in_place
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.voting import VotingEngine
-from dtrain.errors import UsageError
+from dtrain.errors import ModelError, UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.sharding.accumulate import Weight
 from dtrain.sharding.decay import decayed_names
@@ -199,5 +200,22 @@ class _Call(nn.Module):
     def forward(self, run: Callable[[], Any] | None) -> Any:
         """What ``run`` returns; without one, a zero whose gradient is zero for every parameter."""
         if run is not None:
-            return run()
+            output = run()
+            if torch.is_grad_enabled() and not _has_tensor(output):
+                raise ModelError(
+                    f"the model's forward returns a {type(output).__name__}, in which DistributedDataParallel finds no "
+                    f"tensor; return tensors, or dicts, lists, tuples or dataclasses of them"
+                )
+            return output
         return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in self.trained]).sum()
+
+
+def _has_tensor(output: Any) -> bool:
+    """Whether DistributedDataParallel, which looks no further, can find what a backward will start from."""
+    if isinstance(output, Tensor):
+        return True
+    if is_dataclass(output):
+        output = [getattr(output, item.name) for item in fields(output)]
+    elif isinstance(output, Mapping):
+        output = list(output.values())
+    return isinstance(output, (list, tuple)) and any(map(_has_tensor, output))

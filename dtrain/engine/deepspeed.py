@@ -17,6 +17,7 @@ from dtrain.checkpoint import Piece
 from dtrain.engine import deepspeed_config, deepspeed_library
 from dtrain.engine.base import Engine
 from dtrain.engine.deepspeed_state import Partition, ScaledAdamW, zero_state
+from dtrain.engine.holding import check_in_place
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.voting import MAIN_GRAD, MASTER, VotingEngine
@@ -81,6 +82,7 @@ class DeepSpeedEngine(VotingEngine):
         self._optimizer.add_moments(self._zero.partitions)
         for piece in self.held_pieces(MASTER) if originals else ():
             piece.data.copy_(originals[piece.name][piece.start : piece.stop])
+        self._trained = {name: (p, self._lies_in(p)) for name, p in trained.items()}  # with where its values lie
         self.check_contract()
 
     def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -115,6 +117,7 @@ class DeepSpeedEngine(VotingEngine):
         scaled = loss * self.loss_scale.scale
         self._deepspeed.set_gradient_accumulation_boundary(self._is_last)
         self._order.clear()
+        self._zero.begin_backward()
         with self._observed():
             self._deepspeed.backward(scaled if weight.is_one else scaled * weight.value, scale_wrt_gas=False)
         if self._zero.reduces_each:
@@ -174,8 +177,18 @@ class DeepSpeedEngine(VotingEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def _check_live(self) -> None:
-        self.contract.check_parameters(self.module)
         self._wire = WireWatch(self.policy)  # a new one after each load
+
+    def _check_step(self) -> None:
+        super()._check_step()
+        self.contract.check_parameters(self.module)
+        for name, (parameter, weights) in self._trained.items():
+            check_in_place(name, parameter, self._lies_in(parameter), weights)
+
+    def _lies_in(self, parameter: nn.Parameter) -> Tensor:
+        """What DeepSpeed updates: a parameter's values, or at stage 3 this rank's part of them."""
+        values: Any = parameter
+        return (values.ds_tensor if self.options.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
 
     def own_pieces(self, kind: str) -> Iterator[Piece]:
         """This rank's partition of ``kind``; at stage 0, where all hold all, an equal share of each parameter."""

@@ -103,6 +103,9 @@ class ZeroState(ABC):
     def _cut(self) -> Iterator[Partition]:
         """The partitions as they lie in the optimizer."""
 
+    def begin_backward(self) -> None:
+        """Drops what of an earlier micro-batch this one's gradients would be added to by mistake."""
+
     def reduce(self) -> None:
         """Reduces the sums of a step, where the backward passes have not done so."""
         self.engine.set_gradient_accumulation_boundary(True)
@@ -184,6 +187,10 @@ class _FlatSums(ZeroState):
             offset += parameter.numel()
         return tuple(parts)
 
+    def begin_backward(self) -> None:
+        # in FP32 they are summed already; it does this itself from a hook on the forward's output, where it finds one
+        self.optimizer.clear_lp_grads()
+
     def reduce(self) -> None:
         # a rank whose micro-batches were all dummies takes part in its norm as well
         self.optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in self.optimizer.bf16_groups]
@@ -217,6 +224,9 @@ class _Flat(_FlatSums):
         optimizer = self.optimizer
         for parameters, master in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
             yield Partition(master, self._parts(parameters, master.numel()))
+
+    def begin_backward(self) -> None:
+        """Nothing: it means to add to what it keeps."""
 
     def reduce(self) -> None:
         if not self.reduces_each:

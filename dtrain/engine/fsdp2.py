@@ -88,8 +88,13 @@ class Fsdp2Engine(VotingEngine):
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._root.reset_iter_state()  # else the next forward would take itself for a part of this one
+            if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+                raise ModelError(
+                    "a parameter of a unit was read outside a call of that unit, so fully_shard had not gathered it; "
+                    "name modules that are called whole by groups=, or use engine=native"
+                ) from error
             raise
 
     @property

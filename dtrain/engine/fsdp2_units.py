@@ -67,21 +67,23 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
     names = {id(module): name for name, module in model.named_modules()}
     chosen = {id(module): module for module in (*nested, *modules.values(), model)}
     units = [Unit(names[key], module) for key, module in chosen.items()]
-    trainable = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
-    owners: dict[int, list[Unit]] = {}
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    seen_by: dict[int, list[Unit]] = {}
     for unit in units:
         for p in dict.fromkeys(_visible(unit.module, chosen)):
-            owners.setdefault(id(p), []).append(unit)
-    replicated: dict[str, nn.Parameter] = {}
+            seen_by.setdefault(id(p), []).append(unit)
     root = units[-1]
-    for key, own in owners.items():
-        if key not in trainable:
-            continue
-        name, p = trainable[key]
-        if p.dim() == 0 or not p.numel() or (len(own) > 1 and root not in own):
-            replicated[name] = p
-        else:
-            (own[0] if len(own) == 1 else root).parameters[name] = p
+    replicated: dict[str, nn.Parameter] = {}
+    for unit in units:
+        for p in dict.fromkeys(_visible(unit.module, chosen)):
+            own = seen_by[id(p)]
+            if id(p) not in trainable or (unit is not root and root in own):
+                continue
+            name = trainable[id(p)]
+            if p.dim() == 0 or not p.numel() or (unit is not root and len(own) > 1):
+                replicated[name] = p
+            else:
+                unit.parameters[name] = p
     is_low, dtypes = contract.policy.is_low, contract.replica_dtypes
     for unit in units:
         islands = [name for name in unit.parameters if dtypes[name] == torch.float32]
@@ -91,7 +93,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
             continue
         for name in islands:
             replicated[name] = unit.parameters.pop(name)
-    kept = (name for name, _ in trainable.values() if name in replicated)
+    kept = (name for name in trainable.values() if name in replicated)
     return UnitPlan(
         tuple(unit for unit in units if unit.parameters or unit is root), {name: replicated[name] for name in kept}
     )

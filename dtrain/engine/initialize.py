@@ -60,8 +60,8 @@ def initialize(
 ) -> Engine:
     """Puts ``model`` under an engine; every rank calls it with the same arguments.
 
-    The engine takes the model's trainable parameters over, in place: from then on they are its compute weights. Rank 0's
-    weights and buffers are broadcast. What an engine cannot do is refused with the reason
+    The engine takes the model's trainable parameters over, in place: from then on they are its compute weights. Rank
+    0's weights and buffers are broadcast. What an engine cannot do is refused with the reason
     (:mod:`dtrain.engine.capabilities`). The process group that exists is used; where none does, one is made from the
     launcher's environment, and a single rank needs none.
 
@@ -132,7 +132,7 @@ def initialize(
     _UNDER_ENGINE.add(model)
     # imported by name: what one engine needs, another need not have
     built: Engine = import_module(f"dtrain.engine.{engine}").build(request)
-    for line in contract.describe():
+    for line in built.contract.describe():
         logger.info(line)
     return built
 

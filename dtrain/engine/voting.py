@@ -375,7 +375,8 @@ class VotingEngine(Engine):
         for kind in ("master", "moments"):
             for tensor in storages[kind]:
                 if tensor.dtype != torch.float32:
-                    raise ContractError(f"{kind} of shape {list(tensor.shape)}: {tensor.dtype}; the contract says float32")
+                    shape = list(tensor.shape)
+                    raise ContractError(f"{kind} of shape {shape} is {tensor.dtype}; the contract says float32")
         self._is_unseen = True
 
     def save(

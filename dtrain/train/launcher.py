@@ -71,7 +71,7 @@ def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]
             result = agent.run()
         except SignalException as stop:
             raise LaunchError(f"{stop.sigval.name} has ended this command, and with it all ranks") from None
-    return _exit_code(result.failures, num_processes)
+    return exit_code(result.failures, num_processes)
 
 
 class _Loopback(RendezvousHandler):
@@ -156,8 +156,12 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _exit_code(failures: dict[int, ProcessFailure], num_processes: int) -> int:
-    """Of this command, from the ranks that failed, in the order in which the agent saw it."""
+def exit_code(failures: dict[int, ProcessFailure], num_processes: int) -> int:
+    """Of this command, from the ranks that failed, in the order in which the agent saw it.
+
+    Raises:
+        LaunchError: naming the rank that ended first, and how.
+    """
     if not failures:
         return EXIT_DONE
     codes = [failure.exitcode for failure in failures.values()]

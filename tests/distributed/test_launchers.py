@@ -6,14 +6,17 @@ import os
 import random
 import re
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, LaunchError
+from dtrain.train.launcher import exit_code
 from tests.helpers.launch import (
     LAUNCHER,
     ROOT,
@@ -207,6 +210,50 @@ def test_a_signal_ends_a_rank_that_waits_for_the_others_to_come(tmp_path: Path, 
         time.sleep(0.5)
         os.kill(job.pid, signal.SIGTERM)
         assert job.wait(10) == -signal.SIGTERM
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, data: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        assert command_line(tmp_path / "log", *SMALL, data, f"run_dir={tmp_path}/run", env=env) == 2
+    told = (tmp_path / "log").read_text()
+    place = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    assert told.startswith(
+        f"dtrain: cannot hold the store of the ranks at {place}: [Errno 98] Address already in use"
+    ), told
+
+
+def ended(*codes: int, late: Sequence[int] = ()) -> dict[int, ProcessFailure]:
+    """The ranks that failed, as the agent gives them: those it saw first, then those it ended half a minute later."""
+    failures = {}
+    for rank, code in enumerate((*codes, *late)):
+        failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
+        failures[rank].timestamp = 1030 if rank >= len(codes) else 1000
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("failures", "culprit"),
+    [
+        (ended(1, -9), "rank 1 (process 101) was ended by SIGKILL"),
+        (ended(1, late=[-9]), "rank 0 (process 100) ended with exit code 1"),
+        (ended(-11, -9), "rank 0 (process 100) was ended by SIGSEGV"),
+        (ended(3, -15), "rank 0 (process 100) ended with exit code 3"),
+        (ended(75, -15), "rank 0 (process 100) ended with exit code 75"),
+    ],
+)
+def test_the_culprit_is_the_rank_that_took_the_others_with_it(
+    failures: dict[int, ProcessFailure], culprit: str
+) -> None:
+    with pytest.raises(LaunchError, match=re.escape(culprit)):
+        exit_code(failures, 2)
+
+
+def test_exit_codes_of_the_command_that_starts_ranks() -> None:
+    assert exit_code({}, 2) == 0
+    assert exit_code(ended(75, 75), 2) == 75
+    assert exit_code(ended(2, -15), 2) == 2
 
 
 # -- DeepSpeed's launcher and SLURM ------------------------------------------------------------------------------------

@@ -72,19 +72,14 @@ def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
     with pytest.raises(ContractError, match="bfloat16; the contract says float32"):
         engine.check_contract()
 
-    for part in ("mix", "frozen"):
+    for part in ("mix", "frozen") if engine.policy.is_low else ():  # else PyTorch itself refuses it
         engine = start(name, stage, precision=precision)
         undisturbed = _after_two_steps(engine, folder)
-        assert _after_two_steps(engine, folder) == undisturbed
         try:
             disturbed = _after_two_steps(engine, folder, part)
-        except ContractError as error:
-            noticed = str(error)
-        else:
-            noticed = ""
-        if noticed:
-            assert f"'{part}.weight'" in noticed
-            assert "float16" in noticed
+        except (ContractError, RuntimeError, AssertionError):  # the engine, PyTorch or DeepSpeed
+            with pytest.raises(ContractError, match=f"'{part}.weight'.*float16"):
+                engine.check_contract()
         else:
             assert stage == 3, f"{part}.half() went unnoticed"
             assert disturbed == undisturbed, f"{part}.half() left a trace, though weights are gathered anew"
@@ -108,7 +103,8 @@ def _after_two_steps(engine: VotingEngine, folder: Path, halved: str | None = No
 
 CASES = [
     *((engine, stage, "bf16") for engine, stage in STAGES),
-    *((engine, stage, "fp32") for engine, stage in STAGES if engine in ("ddp", "fsdp2") or stage == 1),
+    ("ddp", 0, "fp32"),
+    ("deepspeed", 1, "fp32"),
 ]
 
 

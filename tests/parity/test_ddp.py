@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.engine.voting import VotingEngine
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import ContractError, ModelError, UsageError
 from tests.helpers.library_runs import assert_follows_the_oracle, assert_odd_models_follow, start, train_all
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward
@@ -26,12 +26,14 @@ def ddp(model: str = "transformer", precision: str = "bf16", **run: Any) -> Run:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_follows_the_oracle(world: int) -> None:
-    runs = [ddp(precision=precision) for precision in ("fp32", "bf16", "fp16")] + [ddp(accumulation=1)]
+    runs = [ddp(precision=precision, steps=10) for precision in ("fp32", "bf16", "fp16")] + [
+        ddp(accumulation=1, steps=10)
+    ]
     assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
 
 
 def test_odd_models_follow_the_oracle() -> None:
-    runs = [ddp(name, precision, steps=6) for name in sorted(ZOO) for precision in ("fp32", "bf16")]
+    runs = [ddp(name, precision, steps=4) for name in sorted(ZOO) for precision in ("fp32", "bf16")]
     assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
 
 
@@ -151,6 +153,32 @@ def test_misuse_is_named() -> None:
     engine.backward(engine(x).sum())
     with pytest.raises(ContractError, match="'weight' no longer lies where the engine updates it"):
         engine.step()
+
+
+class Opaque(nn.Module):
+    """Returns its output in an object of a class of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> object:
+        return type("Output", (), {"value": self.linear(x)})()
+
+
+def forward_of_an_opaque_output(rank: int, world: int) -> str:
+    engine = dtrain.initialize(Opaque(), engine="ddp", precision="fp32", seed=0)
+    with engine.eval():
+        engine(torch.ones(2, 4))
+    with pytest.raises(ModelError) as raised:
+        engine(torch.ones(2, 4))
+    return str(raised.value)
+
+
+def test_an_output_without_visible_tensors_is_named() -> None:
+    """DistributedDataParallel would take all parameters for unused, and fail in the backward without a cure."""
+    for text in run_ranks(2, forward_of_an_opaque_output):
+        assert "returns a Output, in which DistributedDataParallel finds no tensor; return tensors" in text
 
 
 def test_memory_is_what_the_formula_says() -> None:

@@ -37,19 +37,21 @@ def fsdp2(model: str = "transformer", precision: str = "bf16", stage: int = 3, *
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_follows_the_oracle(world: int) -> None:
-    runs = [fsdp2(precision=precision, stage=stage) for precision in ("fp32", "bf16", "fp16") for stage in (2, 3)]
+    runs = [
+        fsdp2(precision=precision, stage=stage, steps=10) for precision in ("fp32", "bf16", "fp16") for stage in (2, 3)
+    ]
     assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
 
 
 def test_odd_models_follow_the_oracle() -> None:
-    runs = [fsdp2(name, "fp32", 2, steps=6) for name in sorted(ZOO)] + [fsdp2(name, steps=6) for name in sorted(ZOO)]
+    runs = [fsdp2(name, "fp32", 2, steps=4) for name in sorted(ZOO)] + [fsdp2(name, steps=4) for name in sorted(ZOO)]
     assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
 
 
 def test_shards_of_unequal_size_and_none() -> None:
     """Rows that three ranks do not divide, and two rows, of which the third rank has none."""
-    runs = [fsdp2(name, "fp32", steps=6) for name in ("conv_group_norm", "odd_sizes", "tied")]
-    runs += [fsdp2(name, steps=6) for name in ("odd_sizes", "tied")]
+    runs = [fsdp2(name, "fp32", steps=4) for name in ("conv_group_norm", "odd_sizes", "tied")]
+    runs += [fsdp2(name, steps=4) for name in ("odd_sizes", "tied")]
     assert_odd_models_follow(run_ranks(3, train_all, runs), runs)
 
 
@@ -62,7 +64,7 @@ def train_with_sharded_islands(rank: int, world: int, run: Run) -> tuple[Result,
 
 def test_large_fp32_modules_are_sharded() -> None:
     """Norms are whole on every rank; as large as a unit, they are shards, and nothing else changes."""
-    results = run_ranks(2, train_with_sharded_islands, fsdp2(steps=6))
+    results = run_ranks(2, train_with_sharded_islands, fsdp2(steps=4))
     whole, sharded, held = results[0]
     num_parameters = sum(master.numel() for master in whole.masters.values())
     assert held == 2 * num_parameters, "4 bytes an element, on two ranks"
@@ -76,7 +78,7 @@ def train_over_sockets(rank: int, world: int, run: Run) -> tuple[Result, Result]
 
 
 def test_sockets_give_the_bits_of_shared_memory() -> None:
-    shared, sockets = run_ranks(2, train_over_sockets, fsdp2(steps=6))[0]
+    shared, sockets = run_ranks(2, train_over_sockets, fsdp2(steps=4))[0]
     assert shared.outcomes == sockets.outcomes
     for name, master in shared.masters.items():
         assert torch.equal(sockets.masters[name], master), name
@@ -197,6 +199,40 @@ def test_forwards_in_eval_mode_see_the_new_weights_and_disturb_nothing(stage: in
         assert torch.equal(masters[name], master), name
 
 
+class Shared(nn.Module):
+    """A weight that two units share, and one that a unit shares with the model, which has others before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)) for _ in range(2))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.blocks[1][1].weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.embedding(tokens))
+        return nn.functional.cross_entropy(self.blocks[1](x + self.blocks[0](x)[..., :4]).float(), tokens)
+
+
+def train_shared(rank: int, world: int) -> list[dict[str, Tensor]]:
+    found = []
+    for engine in ("native", "fsdp2"):
+        torch.manual_seed(0)
+        trained = dtrain.initialize(Shared(), engine=engine, precision="fp32", seed=0, optimizer=dtrain.AdamW(eps=1e-3))
+        for step in range(3):
+            trained.backward(trained((torch.arange(6) + rank + step) % 5), weight=1.0 + rank)
+            assert trained.step().applied
+        found.append(trained.master_state())
+    return found
+
+
+def test_weights_that_units_share() -> None:
+    native, fsdp2 = run_ranks(2, train_shared)[0]
+    for name, master in native.items():
+        torch.testing.assert_close(fsdp2[name], master, rtol=1e-5, atol=1e-7, msg=name)
+
+
 class Opaque:
     def __init__(self, value: Tensor) -> None:
         self.value = value
@@ -209,6 +245,15 @@ class HidesItsOutput(nn.Module):
 
     def forward(self, x: Tensor) -> Opaque:
         return Opaque(self.layer(x))
+
+
+class ReadsAUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0][0](x))
 
 
 class Failing(nn.Module):
@@ -230,6 +275,9 @@ def misuse(rank: int, world: int) -> list[str]:
     engine = dtrain.initialize(HidesItsOutput(), **options)
     with pytest.raises(ModelError, match="reduced no gradient: fully_shard finds no tensor"):
         engine.backward(engine(x).value.sum())
+    engine = dtrain.initialize(ReadsAUnit(), **options)
+    with pytest.raises(ModelError, match="a parameter of a unit was read outside a call of that unit"):
+        engine(x)
     engine = dtrain.initialize(Failing(), **options)
     with pytest.raises(UsageError, match=r"outside engine\.backward; call engine\.backward"):
         engine(x).sum().backward()

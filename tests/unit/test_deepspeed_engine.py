@@ -103,7 +103,7 @@ def test_engines_start_again_after_their_process_group_has_ended(alone: dict[str
     assert alone["again"] == [True] * 4
 
 
-def plain_defaults(rank: int, world: int) -> str:
+def plain_defaults() -> str:
     """The keys that make DeepSpeed reduce in FP32 are left out: it would do it in BF16 without a word."""
     real = deepspeed_config.generate
 
@@ -114,11 +114,6 @@ def plain_defaults(rank: int, world: int) -> str:
     with pytest.raises(ContractError) as error:
         step(start(zero_stage=2, precision="bf16"), "mlp", [0])
     return str(error.value)
-
-
-def test_a_reduction_in_another_dtype_is_seen_on_the_wire() -> None:
-    for message in run_ranks(2, plain_defaults):
-        assert "travel as torch.bfloat16; the contract says torch.float32" in message
 
 
 class Either(nn.Module):
@@ -149,19 +144,59 @@ def ranks_that_differ(rank: int, world: int) -> dict[str, Any]:
         grads = {name: (g / 3).clone() for name, g in engine.full_state("main_grad")}
         assert engine.step().applied
         found[f"{stage} {precision}"] = grads
+    found["stale"] = [
+        word
+        for stage, offload in ((1, "cpu"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu"))
+        for precision in ("fp32", "bf16")
+        for word in stale_gradients(zero_stage=stage, offload=offload, precision=precision)
+    ]
     engine = start(Either(), zero_stage=2)
     engine.backward(engine(torch.ones(2, 4), swapped=rank == 1))
     with pytest.raises(DivergenceError) as error:
         engine.step()
     found["order"] = str(error.value)
+    found["wire"] = plain_defaults()
     return found
 
 
-def test_ranks_that_use_other_parameters() -> None:
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(2, ranks_that_differ, timeout=280)
+
+
+def stale_gradients(**options: Any) -> list[str]:
+    """Steps that use all parameters, some only in a later micro-batch, and not all: none sees the gradients before."""
+    engine = start("sometimes_used", **options)
+    entry, found = make("sometimes_used"), []
+    step(engine, "sometimes_used", [0])
+    for indices in ([1, 0], [1]):
+        model = entry.build(0)
+        with torch.no_grad():
+            for name, master in engine.full_state("master"):
+                model.get_parameter(name).copy_(master)
+        for index in engine.accumulate(indices):
+            engine.backward(entry.loss(engine, entry.batch(index)))
+            entry.loss(model, entry.batch(index)).backward()
+        engine.finish_gradients()
+        for name, got in engine.full_state("main_grad"):
+            own = model.get_parameter(name).grad
+            want = torch.zeros_like(got) if own is None else own * engine.world_size
+            if (got - want).norm() > (1e-5 if options["precision"] == "fp32" else 3e-2) * want.norm():
+                found.append(f"{options} {indices}: {name}")
+        engine.step()
+    return found
+
+
+def test_a_reduction_in_another_dtype_is_seen_on_the_wire(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert "travel as torch.bfloat16; the contract says torch.float32" in found["wire"]
+
+
+def test_parameters_that_not_every_rank_or_step_uses(two: list[dict[str, Any]]) -> None:
     entry = make("sometimes_used")
     model = entry.build(0)
     sum(entry.loss(model, entry.batch(index)) for index in (0, 1, 2)).backward()  # type: ignore[union-attr]
-    for found in run_ranks(2, ranks_that_differ):
+    for found in two:
         for case, tolerance in (("0 fp32", 1e-6), ("1 fp32", 1e-6), ("1 bf16", 2e-2)):
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
@@ -169,6 +204,7 @@ def test_ranks_that_use_other_parameters() -> None:
                 torch.testing.assert_close(
                     found[case][name], want, rtol=tolerance, atol=tolerance * float(want.abs().max())
                 )
+        assert not found["stale"]
         assert "of this step is backward(4 gradients, their order" in found["order"]
 
 

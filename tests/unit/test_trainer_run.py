@@ -167,7 +167,7 @@ def test_slurm_tasks_without_a_launcher_are_refused(tmp_path: Path) -> None:
     ((name, message),) = run_ranks(1, _in_slurm, str(tmp_path / "run"))
     assert name == "ConfigError"
     assert message.startswith("SLURM_NTASKS=2, but this process is not one of several tasks")
-    assert "start the ranks with torchrun" in message
+    assert "start the ranks with srun (launch/slurm.sbatch) or launch.num_processes" in message
     assert not (tmp_path / "run").exists()
 
 
