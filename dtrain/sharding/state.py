@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import UsageError
-from dtrain.precision.policy import Contract, is_fp32_class
+from dtrain.precision.policy import Contract
 from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
 from dtrain.sharding.buffer import ReplicaBuffer, ShardedReplica, UpdateSlice
 from dtrain.sharding.course import GatheredGroup
+from dtrain.sharding.decay import decayed_names
 from dtrain.sharding.gather import Gathering, GatherOptions
 from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
@@ -57,7 +58,7 @@ class ShardedState:
         self.reproducible = reproducible
         found = self._with_islands_in_root(find_groups(model, groups))
         self.groups = move_to_root(found, matching_parameters(model, gather.keep_gathered))
-        self._norms = {id(p) for m in model.modules() if is_fp32_class(m) for p in m.parameters(recurse=False)}
+        self._decayed = decayed_names(model)
         parameters = dict(model.named_parameters())
         layouts = [self._layouts_of(group) for group in self.groups]
         self.layouts = [layout for group in layouts for layout in group]
@@ -110,13 +111,10 @@ class ShardedState:
 
     def _layouts_of(self, group: ParamGroup) -> tuple[FlatLayout, ...]:
         specs = [
-            ParamSpec(name, tuple(p.shape), self._contract.replica_dtypes[name], self._is_decayed(p))
+            ParamSpec(name, tuple(p.shape), self._contract.replica_dtypes[name], name in self._decayed)
             for name, p in group.parameters
         ]
         return flat_layouts(group.name, specs, self._comm.world_size)
-
-    def _is_decayed(self, parameter: nn.Parameter) -> bool:
-        return parameter.dim() > 1 and id(parameter) not in self._norms
 
     def _gathered_groups(self) -> list[GatheredGroup]:
         sharded = [replica for replica in self.replicas if isinstance(replica, ShardedReplica)]

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain.train.run", "tests.helpers.ranks"])
+_ENGINES = ["dtrain.engine.native", "dtrain.engine.fsdp2", "dtrain.engine.ddp"]  # DeepSpeed's start is its own matter
+_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks"])
 
 
 class RankFailure(AssertionError):
