@@ -118,6 +118,7 @@ class _Word:
             raise RuntimeError("an earlier attempt to send it failed")
         self.work.wait()
 
+
 _REDUCTIONS = ("exchange_slices", "reduce_scatter_sum", "all_reduce_sum")
 
 

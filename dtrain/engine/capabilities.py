@@ -233,9 +233,7 @@ def able(settings: Mapping[str, Setting]) -> list[str]:
     ]
 
 
-def _refusal(
-    engine: str, settings: Mapping[str, Setting], reason: str, spelled: Callable[[str], str]
-) -> ConfigError:
+def _refusal(engine: str, settings: Mapping[str, Setting], reason: str, spelled: Callable[[str], str]) -> ConfigError:
     key, value = next(iter(settings.items()))
     values = [other for other in CAPABILITIES[engine].values(key) if other != value]
     words = " with ".join(f"{spelled(name)}={_word(setting)}" for name, setting in settings.items())

@@ -103,7 +103,7 @@ class ZeroState(ABC):
     def _cut(self) -> Iterator[Partition]:
         """The partitions as they lie in the optimizer."""
 
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> None:  # noqa: B027 - most have nothing to drop
         """Drops what of an earlier micro-batch this one's gradients would be added to by mistake."""
 
     def reduce(self) -> None:

@@ -127,7 +127,17 @@ def test_follows_the_oracle(world: int) -> None:
             assert results[rank][number].outcomes == got.outcomes, f"{where}: rank {rank} saw another outcome"
 
 
-ODD = ("attention", "conv_batch_norm", "gru", "object_output", "odd_sizes", "partly_frozen", "tied", "unused", "weight_norm")
+ODD = (
+    "attention",
+    "conv_batch_norm",
+    "gru",
+    "object_output",
+    "odd_sizes",
+    "partly_frozen",
+    "tied",
+    "unused",
+    "weight_norm",
+)
 
 
 def test_odd_models_train_like_the_oracle() -> None:

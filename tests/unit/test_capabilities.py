@@ -114,9 +114,9 @@ def test_the_defaults_of_every_engine_are_taken() -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["engine=ddp", "engine.zero_stage=1"], "cannot do zero_stage=1: every rank holds the whole model"),
-        (["engine=fsdp2", "engine.reproducible=true"], "cannot do reproducible=true: .* or engine=native$"),
-        (["engine=deepspeed", "optim.compile=true"], "cannot do compile=true"),
+        (["engine=ddp", "engine.zero_stage=1"], "cannot do engine.zero_stage=1: every rank holds the whole model"),
+        (["engine=fsdp2", "engine.reproducible=true"], "cannot do engine.reproducible=true: .* or engine=native$"),
+        (["engine=deepspeed", "optim.compile=true"], "cannot do optim.compile=true"),
     ],
 )
 def test_a_command_line_is_refused_likewise(overrides: list[str], reason: str) -> None:
