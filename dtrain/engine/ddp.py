@@ -6,8 +6,7 @@ The weights are FP32, autocast casts them in each forward, and every rank holds 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, is_dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +20,11 @@ from dtrain.engine.holding import Holding, Holdings, check_in_place
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.voting import VotingEngine
-from dtrain.errors import ModelError, UsageError
+from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.sharding.accumulate import Weight
 from dtrain.sharding.decay import decayed_names
+from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.param_group import find_groups
 
 
@@ -59,11 +59,9 @@ class DdpEngine(VotingEngine):
             for name, p in self._parameters.items()
         ]
         self._holdings = Holdings(parts, request.step.optimizer, (self.rank, self.world_size))
+        self._gradients = _Gradients(self.watch)
         for number, name in enumerate(self.backward_names):
-            self._parameters[name].register_hook(self._on_gradient(name, number))
-        self._weight: Weight | None = None  # of the backward under way
-        self._watched: int | None = None
-        self._wire: WireWatch | None = None
+            self._parameters[name].register_hook(self._gradients.hook(name, number))
         self._replicated: DistributedDataParallel | None = None
         if self.world_size > 1:
             self._replicated = self._replicate()
@@ -71,68 +69,61 @@ class DdpEngine(VotingEngine):
 
     def _replicate(self) -> DistributedDataParallel:
         replicated = DistributedDataParallel(
-            _Call(self._parameters.values()),
+            _Loss(self._parameters.values()),
             init_sync=False,  # the weights are equal already
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
         )
-        replicated.register_comm_hook(None, lambda _, bucket: self._sum(bucket.buffer()))
+        replicated.register_comm_hook(self._gradients, lambda gradients, bucket: gradients.sum(bucket.buffer()))
         return replicated
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _on_gradient(self, name: str, number: int) -> Callable[[Tensor], Tensor | None]:
-        def weigh(grad: Tensor) -> Tensor | None:
-            if self._weight is None:
-                raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-            if self._watched is not None:
-                self.watch.look(self._watched, number, [grad])
-            return None if self._weight.is_one else grad * self._weight.value
-
-        return weigh
-
-    def _sum(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
-        """Sums a bucket over the ranks; DistributedDataParallel would form the mean."""
-        if self._wire is not None:
-            self._wire.look("all", bucket)
-        future: Any = dist.all_reduce(bucket, async_op=True).get_future()
-        summed: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
-        return summed
-
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self._replicated is None or not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
-        with self._reducing(self._replicated):
-            return self._replicated(lambda: self.module(*args, **kwargs))
+        return self.module(*args, **kwargs)
 
-    def _reducing(self, replicated: DistributedDataParallel) -> AbstractContextManager[None]:
+    def _reducing(self) -> AbstractContextManager[None]:
         """The gradients are summed over the ranks after the last micro-batch alone."""
-        return nullcontext() if self._is_last else replicated.no_sync()
+        return nullcontext() if self._replicated is None or self._is_last else self._replicated.no_sync()
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
-        self._weight, self._watched = weight, None if alone else self._micro_batch
-        if self._replicated is None:
+        with self._gradients.weighted(weight, None if alone else self._micro_batch), self._reducing():
+            if self._replicated is not None and self._is_last:
+                # it looks for unused parameters from where backward starts, whatever led there; without a graph this
+                # rank gives zeros, for the others wait for its part in the sums
+                loss = self._replicated(loss if loss.requires_grad else None)
             if loss.requires_grad:
                 (loss * self.loss_scale.scale).backward()
-        else:
-            with self._reducing(self._replicated):
-                if not loss.requires_grad and self._is_last:
-                    loss = self._replicated(None)  # the other ranks wait for this one's part in the sums
-                if loss.requires_grad:
-                    (loss * self.loss_scale.scale).backward()
-        self._weight = None
 
     def finish_gradients(self) -> None:
-        """Completes the main grads: those that got no gradient in the step are zero."""
+        """Completes the main grads: those that got no gradient in the step are zero.
+
+        Raises:
+            ContractError: not all gradients were summed over the ranks, once.
+        """
+        if self._replicated is not None:
+            self._finish_sums(self._replicated)
         for part in self._holdings.parts:
             parameter = self._parameters[part.name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             part.main_grad = parameter.grad.view(-1)
-        if self._wire is not None and self._replicated is not None:
-            self._wire.require_seen()
-        self._wire = None
+        self._gradients.wire = None
+
+    def _finish_sums(self, replicated: DistributedDataParallel) -> None:
+        if not self._gradients.num_summed:  # the last micro-batch had no backward
+            with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
+                replicated(None).backward()
+        if self._gradients.wire is not None:
+            self._gradients.wire.require_seen()
+        total = sum(parameter.numel() for parameter in replicated.parameters())
+        if self._gradients.num_summed != total:
+            raise ContractError(
+                f"DistributedDataParallel summed {self._gradients.num_summed} elements of gradients over the ranks in "
+                f"step {self.attempted_steps}, expected {total}: the ranks would part; build a new engine and load a "
+                f"checkpoint"
+            )
 
     def _update(self, scalars: UpdateScalars) -> None:
         self._holdings.update(scalars)
@@ -145,6 +136,7 @@ class DdpEngine(VotingEngine):
             parameter.grad = None
         for part in self._holdings.parts:
             part.main_grad = torch.empty(0)
+        self._gradients.num_summed = 0
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +150,7 @@ class DdpEngine(VotingEngine):
 
     def _check_live(self) -> None:
         self.contract.check_parameters(self.module)
-        self._wire = WireWatch(self.policy)
+        self._gradients.wire = WireWatch(self.policy)
 
     def _check_step(self) -> None:
         super()._check_step()
@@ -182,8 +174,57 @@ class DdpEngine(VotingEngine):
         return {"compute": 0, "main_grad": held, "master": held, "moments": 2 * held}
 
 
-class _Call(nn.Module):
-    """What DistributedDataParallel wraps: it runs a forward that is given as a function.
+class _Gradients:
+    """What is done to gradients on their way: weighed as they leave backward, summed over the ranks bucket by bucket.
+
+    The hooks hold this and not the engine: they are kept by C++, where no garbage collector finds the way back.
+
+    Args:
+        watch: sees every gradient as it leaves this rank's backward.
+
+    Attributes:
+        wire: sees what is sent, in the first step.
+        num_summed: elements that were summed over the ranks in the step under way.
+    """
+
+    def __init__(self, watch: GradientWatch) -> None:
+        self.wire: WireWatch | None = None
+        self.num_summed = 0
+        self._watch = watch
+        self._weight: Weight | None = None  # of the backward under way
+        self._micro_batch: int | None = None
+
+    @contextmanager
+    def weighted(self, weight: Weight, micro_batch: int | None) -> Iterator[None]:
+        """Gradients of a backward inside count ``weight`` times; the watch sees those of a ``micro_batch``."""
+        self._weight, self._micro_batch = weight, micro_batch
+        yield
+        self._weight = None
+
+    def hook(self, name: str, number: int) -> Callable[[Tensor], Tensor | None]:
+        """For the parameter ``name``, the ``number``-th in backward."""
+
+        def weigh(grad: Tensor) -> Tensor | None:
+            if self._weight is None:
+                raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
+            if self._micro_batch is not None:
+                self._watch.look(self._micro_batch, number, [grad])
+            return None if self._weight.is_one else grad * self._weight.value
+
+        return weigh
+
+    def sum(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+        """Starts the sum of the gradients in ``bucket``, FP32 [n]; DistributedDataParallel would form the mean."""
+        if self.wire is not None:
+            self.wire.look("all", bucket)
+        self.num_summed += bucket.numel()
+        future: Any = dist.all_reduce(bucket, async_op=True).get_future()
+        summed: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
+        return summed
+
+
+class _Loss(nn.Module):
+    """What DistributedDataParallel wraps: it passes on the loss from which a backward will start.
 
     It knows the parameters and not the model, whose buffers stay each rank's own, as with the other engines.
 
@@ -197,25 +238,8 @@ class _Call(nn.Module):
         # DistributedDataParallel warns in every run in which it looks for unused parameters and there is none
         self.unused = nn.Parameter(torch.zeros(1, device=self.trained[0].device))
 
-    def forward(self, run: Callable[[], Any] | None) -> Any:
-        """What ``run`` returns; without one, a zero whose gradient is zero for every parameter."""
-        if run is not None:
-            output = run()
-            if torch.is_grad_enabled() and not _has_tensor(output):
-                raise ModelError(
-                    f"the model's forward returns a {type(output).__name__}, in which DistributedDataParallel finds no "
-                    f"tensor; return tensors, or dicts, lists, tuples or dataclasses of them"
-                )
-            return output
+    def forward(self, loss: Tensor | None) -> Tensor:
+        """``loss``; without one, a zero whose gradient is zero for every parameter."""
+        if loss is not None:
+            return loss
         return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in self.trained]).sum()
-
-
-def _has_tensor(output: Any) -> bool:
-    """Whether DistributedDataParallel, which looks no further, can find what a backward will start from."""
-    if isinstance(output, Tensor):
-        return True
-    if is_dataclass(output):
-        output = [getattr(output, item.name) for item in fields(output)]
-    elif isinstance(output, Mapping):
-        output = list(output.values())
-    return isinstance(output, (list, tuple)) and any(map(_has_tensor, output))

@@ -21,7 +21,7 @@ from dtrain.engine.holding import check_in_place
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.voting import MAIN_GRAD, MASTER, VotingEngine
-from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.errors import ContractError, ModelError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.sharding.accumulate import Weight
 from dtrain.sharding.decay import decayed_names
@@ -36,14 +36,9 @@ def build(request: EngineRequest) -> Engine:
 
     Raises:
         ConfigError: DeepSpeed was loaded for another kind of device.
-        ModelError: a parameter that DeepSpeed cannot cut.
+        ModelError: a parameter or a compiled module that fails at the stage.
     """
-    scalar = next((name for name, p in request.model.named_parameters() if not p.dim()), None)
-    if request.step.zero_stage == 3 and scalar is not None:
-        raise ModelError(
-            f"'{scalar}' has no dimensions, and DeepSpeed's stage 3 fails on such a parameter; give it the shape [1], "
-            f"or use zero_stage=2 or engine=native"
-        )
+    _check_model(request)
     held = deepspeed_config.weights_dtype(request.contract, request.step.zero_stage)
     trained = {name for name, p in request.model.named_parameters() if p.requires_grad}
     dtypes = {name: held if name in trained else dtype for name, dtype in request.contract.replica_dtypes.items()}
@@ -69,6 +64,9 @@ class DeepSpeedEngine(VotingEngine):
         stage = self.options.zero_stage
         self.forward_communicates = stage == 3
         self.library_config = deepspeed_config.generate(request)
+        for parameter in model.parameters():
+            # DeepSpeed takes no other memory format; a size of 1 hides one from contiguous()
+            parameter.data = parameter.data.reshape(-1).view(parameter.shape)
         originals = self._originals(trained)
         self._order: list[int] = []  # the numbers of this micro-batch's gradients as they were made
         self._watch_gradients(trained)
@@ -101,6 +99,11 @@ class DeepSpeedEngine(VotingEngine):
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(look, number))
 
+    @property
+    def dummies_need_graph(self) -> bool:
+        """See :class:`dtrain.engine.voting.VotingEngine`."""
+        return self._zero.reduces_each
+
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -108,11 +111,6 @@ class DeepSpeedEngine(VotingEngine):
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         if not loss.requires_grad:
-            if self._zero.reduces_each:
-                raise UsageError(
-                    f"a dummy loss without a graph at zero_stage={self.options.zero_stage}, where DeepSpeed reduces "
-                    f"each micro-batch's gradients over all ranks; take the loss of any input, with weight=0"
-                )
             return
         scaled = loss * self.loss_scale.scale
         self._deepspeed.set_gradient_accumulation_boundary(self._is_last)
@@ -222,6 +220,7 @@ class DeepSpeedEngine(VotingEngine):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """See :meth:`dtrain.engine.base.Engine.load`."""
+        self._zero.release()  # else the next forwards would compute with the weights from before
         with self._whole_frozen():
             return super().load(path)
 
@@ -259,6 +258,38 @@ class DeepSpeedEngine(VotingEngine):
             world_size=self.world_size,
         )
         return formula if self.options.zero_stage else formula | {"compute": 0}
+
+
+def _check_model(request: EngineRequest) -> None:
+    model, stage = request.model, request.step.zero_stage
+    scalar = next((name for name, p in model.named_parameters() if not p.dim()), None)
+    if stage == 3 and scalar is not None:
+        raise ModelError(
+            f"'{scalar}' has no dimensions, and DeepSpeed's stage 3 fails on such a parameter; give it the shape [1], "
+            f"or use zero_stage=2 or engine=native"
+        )
+    for name, module in model.named_modules():
+        is_wrapped = "_orig_mod" in module._modules  # by torch.compile(module), not module.compile()
+        if stage == 3 and is_wrapped:
+            raise ModelError(
+                f"the module '{name}' is a torch.compile wrapper, which hides its parameters' gathering from "
+                f"DeepSpeed's stage 3; use zero_stage=2 or engine=native, or do not compile it"
+            )
+        if not (is_wrapped or module._compiled_call_impl) or not request.contract.policy.is_low or not stage:
+            continue
+        full = next((other for other in request.contract.fp32_modules if _overlap(name, other)), None)
+        if full is not None:
+            raise ModelError(
+                f"the module '{name}' is compiled and '{full}' computes in FP32, on copies of the low weights that "
+                f"engine=deepspeed holds from stage 1 on; torch.compile does not see these copies. Compile only "
+                f"modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
+            )
+
+
+def _overlap(name: str, other: str) -> bool:
+    """Whether one of two modules is the other or lies in it."""
+    one, two = name.split(".") if name else [], other.split(".") if other else []
+    return all(a == b for a, b in zip(one, two, strict=False))
 
 
 def _decay_classes(

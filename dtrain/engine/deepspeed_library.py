@@ -30,11 +30,14 @@ def load(device: torch.device) -> ModuleType:
     Raises:
         ConfigError: it was imported for another kind of device before.
     """
+    is_chosen = "DS_ACCELERATOR" in os.environ
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read when it is imported
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator().device_name()
+    if not is_chosen:
+        del os.environ["DS_ACCELERATOR"]  # children may choose another
     if accelerator != device.type:
         raise ConfigError(
             f"DeepSpeed was loaded for {accelerator}, but this rank trains on {device}; set DS_ACCELERATOR="
@@ -42,7 +45,7 @@ def load(device: torch.device) -> ModuleType:
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)  # its calls, not ours
-    # it asks for one as it runs, and not every launcher gives it
+    # it asks for one as it runs, at stage 3 in forwards, and not every launcher gives it
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     ensure_group(device)
     _join(deepspeed)

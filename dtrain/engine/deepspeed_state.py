@@ -111,6 +111,9 @@ class ZeroState(ABC):
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.allreduce_gradients()
 
+    def release(self) -> None:  # noqa: B027 - only stage 3 gathers
+        """Frees the weights that forwards have left gathered."""
+
     @abstractmethod
     def main_grads(self) -> list[Tensor]:
         """The reduced gradient of each partition, FP32 [its elements]: live storage that the update will read."""
@@ -148,7 +151,6 @@ class _Replicated(ZeroState):
     def _cut(self) -> Iterator[Partition]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.data = parameter.data.contiguous()
                 yield Partition(parameter, (Part(self.names[id(parameter)], 0, parameter.numel(), 0),))
 
     def main_grads(self) -> list[Tensor]:
@@ -229,10 +231,15 @@ class _Flat(_FlatSums):
         """Nothing: it means to add to what it keeps."""
 
     def reduce(self) -> None:
+        optimizer = self.optimizer
         if not self.reduces_each:
             self._fill_gaps()
             ZeroState.reduce(self)
-        self.optimizer._wait_for_offload_copies()
+        elif optimizer.cpu_offload or not optimizer.is_gradient_accumulation_boundary():
+            # the last backward has not finished what it did not use, or anything where the loop was left before it
+            self.engine.set_gradient_accumulation_boundary(True)
+            optimizer.finalize_gradient_accumulation_boundary()
+        optimizer._wait_for_offload_copies()
 
     def _fill_gaps(self) -> None:
         """It leaves out what has no gradient on this rank, and would then add up different parameters of the ranks."""
@@ -302,6 +309,9 @@ class _Sharded(ZeroState):
             yield Partition(master, tuple(parts))
 
     def reduce(self) -> None:
+        # as at stage 2
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.optimizer.finalize_gradient_accumulation_boundary()
         # DeepSpeed has taken the mean
         for grad in self.main_grads():
             grad.mul_(self.engine.world_size)
@@ -327,11 +337,13 @@ class _Sharded(ZeroState):
     def refresh(self) -> None:
         for weights, partition in zip(self.weights(), self.partitions, strict=True):
             weights.copy_(partition.master)
-        # small ones stay gathered, and would be the old ones
+        # small ones stay gathered
         kept = [p for p in self.optimizer.persistent_parameters if p.requires_grad]
         if kept:
-            kept[0].partition(kept)
             kept[0].all_gather(kept)
+
+    def release(self) -> None:
+        self.optimizer.empty_partition_cache()
 
     def weights(self) -> list[Tensor]:
         return list(self.optimizer.fp16_partitioned_groups_flat)

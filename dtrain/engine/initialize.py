@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass, replace
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from dtrain.engine.base import Engine
 from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.engine.divergence import config_difference
 from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
+from dtrain.engine.voting import is_taken
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
@@ -32,8 +32,6 @@ from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable, short
 from dtrain.sharding.gather import GatherOptions
 from dtrain.sharding.placement import STAGES
-
-_UNDER_ENGINE: WeakSet[nn.Module] = WeakSet()
 
 
 def initialize(
@@ -71,8 +69,8 @@ def initialize(
         schedule: learning rate by applied steps; constant by default.
         engine: ``native``, ``fsdp2``, ``deepspeed`` or ``ddp``.
         zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded; None: 2, and 0 with ``ddp``. At
-            stage 3 a forward is a collective: all ranks run the same modules in the same order, in :meth:`Engine.eval`
-            too.
+            stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the same order, in
+            :meth:`Engine.eval` too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, or a policy.
         loss_scale: ``auto`` (dynamic for FP16, else none), ``none``, ``dynamic``, a number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
@@ -106,7 +104,7 @@ def initialize(
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     _check_arguments(engine, options, special, policy, reduce_dtype)
     rule = LossScale.of(loss_scale)
-    if model in _UNDER_ENGINE:
+    if is_taken(model):
         raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
     check_trainable(model)
     if reproducible:
@@ -115,6 +113,7 @@ def initialize(
         device = _rank_device(model)
         policy = policy.on(device)
         comm = connect(device)
+    _check_ranks(engine, comm)
     policy = _decided(engine, policy, comm.device, options, reduce_dtype)
     model.to(comm.device)
     contract = policy.resolve(model, CAPABILITIES[engine].held)
@@ -129,7 +128,6 @@ def initialize(
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
     request = EngineRequest(model, contract, comm, options, special, rule.start(), identity, config_text)
-    _UNDER_ENGINE.add(model)
     # imported by name: what one engine needs, another need not have
     built: Engine = import_module(f"dtrain.engine.{engine}").build(request)
     for line in built.contract.describe():
@@ -142,6 +140,15 @@ def _stage(engine: str, given: int | None) -> int:
         return given
     stages = CAPABILITIES[engine].values("zero_stage") if engine in CAPABILITIES else (2,)
     return 2 if 2 in stages else int(stages[0])
+
+
+def _check_ranks(engine: str, comm: Communicator) -> None:
+    everyone = dist.get_world_size() if dist.is_initialized() else 1
+    if engine != "native" and comm.world_size != everyone:
+        raise ConfigError(
+            f"engine={engine} trains with all ranks of the process group, {everyone}, and got a communicator of "
+            f"{comm.world_size}; use engine=native for a part of them"
+        )
 
 
 def _decided(

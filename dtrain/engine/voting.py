@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.checkpoint import Piece
 from dtrain.distributed.logging import logger
@@ -38,6 +39,13 @@ from dtrain.sharding.gradient_watch import GradientWatch
 
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_TAKEN: WeakSet[nn.Module] = WeakSet()
+
+
+def is_taken(model: nn.Module) -> bool:
+    """Whether an engine has taken ``model`` over; one that was refused before is what it was."""
+    return model in _TAKEN
 
 
 class VotingEngine(Engine):
@@ -62,6 +70,7 @@ class VotingEngine(Engine):
         self, request: EngineRequest, backward_names: Sequence[str], watch: GradientWatch | None = None
     ) -> None:
         super().__init__()
+        _TAKEN.add(request.model)
         self.module = request.model
         self.comm = request.comm
         self.policy = request.contract.policy
@@ -93,6 +102,11 @@ class VotingEngine(Engine):
         self._is_torn = False  # a backward has begun and not come to its end
 
     # -- what an engine says -----------------------------------------------------------------------------------------
+
+    @property
+    def dummies_need_graph(self) -> bool:
+        """Whether each rank must run the backward of every micro-batch, because it communicates there."""
+        return self.forward_communicates
 
     @abstractmethod
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -233,10 +247,10 @@ class VotingEngine(Engine):
                 "the loss has no graph, so there is nothing to train on; was it detached, or computed in "
                 "engine.eval()? Only a dummy with weight=0 may come without one"
             )
-        if not value.requires_grad and self.forward_communicates:
+        if not value.requires_grad and self.dummies_need_graph:
             raise UsageError(
-                f"a dummy loss without a graph at zero_stage={self.options.zero_stage}, where all ranks gather weights "
-                f"in the forward and backward of every micro-batch; take the loss of any input, with weight=0"
+                f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
+                f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
             )
         if self._tally.has(self._micro_batch):
             raise UsageError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,17 @@ from dtrain.sharding.leaves import LeafBuffer, LeafSpec, LeafStore
 from dtrain.sharding.param_group import ParamGroup, find_groups, matching_parameters, move_to_root
 from dtrain.sharding.placement import Placement, Placements
 from dtrain.sharding.reduction import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter's gradient goes: flat buffer and slot; its group and its number there."""
+
+    name: str
+    flat: int
+    slot: int
+    group: int
+    number: int
 
 
 class ShardedState:
@@ -82,7 +95,8 @@ class ShardedState:
         self._position = self._order_groups()
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
-        self._install_hooks(layouts, parameters, flats)
+        self._flats = flats
+        self._install_hooks(layouts, parameters)
         self.weight = Weight(torch.ones((), dtype=torch.float32, device=self._device), is_one=True)
         self.in_backward = False
 
@@ -186,42 +200,42 @@ class ShardedState:
             [by_group[i] for i in self._position], [counts[i] for i in self._position], self._comm, self.watch
         )
 
-    def _install_hooks(
-        self,
-        layouts: list[tuple[FlatLayout, ...]],
-        parameters: dict[str, nn.Parameter],
-        flats: list[FlatGradient],
-    ) -> None:
-        remaining = iter(flats)
-        for group_index, group_layouts in enumerate(layouts):
+    def _install_hooks(self, layouts: list[tuple[FlatLayout, ...]], parameters: dict[str, nn.Parameter]) -> None:
+        flat = 0
+        for group, group_layouts in enumerate(layouts):
             number = 0
             for layout in group_layouts:
-                flat = next(remaining)
                 for slot, place in enumerate(layout.slots):
-                    self._install_hook(parameters[place.spec.name], place.spec.name, flat, slot, group_index, number)
+                    self._install_hook(parameters[place.spec.name], _Place(place.spec.name, flat, slot, group, number))
                     number += 1
+                flat += 1
 
-    def _install_hook(
-        self, parameter: nn.Parameter, name: str, flat: FlatGradient, slot: int, group: int, number: int
-    ) -> None:
-        position = self._position[group]
+    def _install_hook(self, parameter: nn.Parameter, place: _Place) -> None:
+        owner = ref(self)  # a parameter that holds the state would close a circle that nothing frees
 
-        def on_gradient(_: Tensor) -> None:
+        def on_gradient(parameter: Tensor) -> None:
+            state = owner()
             grad, parameter.grad = parameter.grad, None
-            if not self.in_backward:
-                raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-            if self.reducer.is_duplicate(position, number):
+            if state is None or not state.in_backward:
                 raise UsageError(
-                    f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing does this, "
-                    f"use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    f"'{place.name}' got a gradient outside engine.backward; call engine.backward(loss) instead"
                 )
             assert grad is not None
-            flat.receive(slot, grad, self.weight)
-            self.reducer.complete(position, number)
-            if self.gathering is not None:
-                self.gathering.received(group)
+            state._receive(place, grad)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _receive(self, place: _Place, grad: Tensor) -> None:
+        position = self._position[place.group]
+        if self.reducer.is_duplicate(position, place.number):
+            raise UsageError(
+                f"'{place.name}' got a second gradient in one micro-batch; reentrant activation checkpointing does "
+                f"this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        self._flats[place.flat].receive(place.slot, grad, self.weight)
+        self.reducer.complete(position, place.number)
+        if self.gathering is not None:
+            self.gathering.received(place.group)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import dtrain
+from dtrain.distributed.collectives import Communicator
 from dtrain.engine.capabilities import CAPABILITIES
 from dtrain.engine.voting import VotingEngine
-from dtrain.errors import ContractError
+from dtrain.errors import ConfigError, ContractError
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
 from tests.helpers.ranks import run_ranks
 
@@ -111,3 +114,26 @@ CASES = [
 @pytest.mark.parametrize("engine", CAPABILITIES)
 def test_what_breaks_the_contract_is_noticed(tmp_path: Path, engine: str) -> None:
     run_ranks(WORLD, violate, tmp_path, [case for case in CASES if case[0] == engine])
+
+
+def initialize_with_a_part(rank: int, world: int) -> list[str]:
+    """With a communicator of this rank alone, under each engine; what each says."""
+    groups = [dist.new_group([other]) for other in range(world)]
+    said = []
+    for engine in CAPABILITIES:
+        comm = Communicator(groups[rank], torch.device("cpu"))
+        try:
+            dtrain.initialize(nn.Linear(4, 4), engine=engine, precision="fp32", seed=0, comm=comm)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def test_only_the_native_engine_trains_with_a_part_of_the_ranks() -> None:
+    """The libraries reduce over the whole process group, so two parts would add up each other's gradients."""
+    for native, *others in run_ranks(2, initialize_with_a_part):
+        assert native == ""
+        assert all(
+            "trains with all ranks of the process group, 2, and got a communicator of 1" in text for text in others
+        )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.engine.voting import VotingEngine
-from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.errors import ContractError, UsageError
 from tests.helpers.library_runs import assert_follows_the_oracle, assert_odd_models_follow, start, train_all
+from tests.helpers.oracle import normwise_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward
 from tests.helpers.zoo import ZOO
@@ -105,7 +109,7 @@ def buckets_of_two_steps(rank: int, world: int, run: Run) -> list[list[torch.dty
     engine: Any = start(run)
     counts = []
     for step in range(2):
-        wire = engine._wire = CountingBuckets()
+        wire = engine._gradients.wire = CountingBuckets()
         forward_backward(engine, run, step)
         engine.step()
         counts.append(wire.dtypes)
@@ -155,30 +159,131 @@ def test_misuse_is_named() -> None:
         engine.step()
 
 
-class Opaque(nn.Module):
-    """Returns its output in an object of a class of its own."""
+class Heads(nn.Module):
+    """A trunk and two heads, of which a forward uses one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 1)
+        self.trunk, self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 5)
 
-    def forward(self, x: Tensor) -> object:
-        return type("Output", (), {"value": self.linear(x)})()
-
-
-def forward_of_an_opaque_output(rank: int, world: int) -> str:
-    engine = dtrain.initialize(Opaque(), engine="ddp", precision="fp32", seed=0)
-    with engine.eval():
-        engine(torch.ones(2, 4))
-    with pytest.raises(ModelError) as raised:
-        engine(torch.ones(2, 4))
-    return str(raised.value)
+    def forward(self, x: Tensor, head: str = "left") -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        self.extra = self.right(hidden).pow(2).mean()
+        output: Tensor = getattr(self, head)(hidden).pow(2).mean()
+        return output
 
 
-def test_an_output_without_visible_tensors_is_named() -> None:
-    """DistributedDataParallel would take all parameters for unused, and fail in the backward without a cure."""
-    for text in run_ranks(2, forward_of_an_opaque_output):
-        assert "returns a Output, in which DistributedDataParallel finds no tensor; return tensors" in text
+class Opaque(Heads):
+    """Returns its output in an object of a class of its own."""
+
+    def forward(self, x: Tensor, head: str = "left") -> Any:
+        return type("Output", (), {"value": super().forward(x, head)})()
+
+
+def start_small(model: type[nn.Module], engine: str) -> Any:
+    torch.manual_seed(0)
+    return dtrain.initialize(
+        model(), optimizer=dtrain.AdamW(lr=1e-2), max_grad_norm=0.5, engine=engine, precision="fp32", seed=0
+    )
+
+
+def batch(rank: int, step: int, micro_batch: int) -> Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + 10 * micro_batch + rank))
+
+
+def l2(engine: Any) -> Tensor:
+    return 1e-2 * torch.stack([p.pow(2).sum() for p in engine.module.parameters()]).sum()
+
+
+LOSSES: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "the module itself": (Heads, lambda engine, x: engine.module(x)),
+    "two forwards": (Heads, lambda engine, x: engine(x, "left") + engine(2 * x, "right")),
+    "a loss kept on the module": (Heads, lambda engine, x: engine(x) + engine.module.extra),
+    "weights read outside a forward": (Heads, lambda engine, x: engine(x) + l2(engine)),
+    "a class of its own": (Opaque, lambda engine, x: engine(x).value),
+}
+
+
+def masters_of_both(rank: int, world: int, name: str) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    model, loss = LOSSES[name]
+    both = []
+    for engine in (start_small(model, "native"), start_small(model, "ddp")):
+        for step in range(3):
+            for index in engine.accumulate(range(1 + step % 2)):
+                engine.backward(loss(engine, batch(rank, step, index)), weight=1.0 + index)
+            assert engine.step().applied
+        both.append((engine.master_state(), [piece.data.clone() for piece in engine.held_pieces("master")]))
+    return both
+
+
+def assert_the_same_masters(ranks: list[list[tuple[dict[str, Tensor], list[Tensor]]]]) -> None:
+    """DDP's are native's, and every rank holds the same bits."""
+    (native, _), (masters, held) = ranks[0]
+    assert normwise_error(masters, native) < 1e-5
+    for other in ranks[1:]:
+        assert all(map(torch.equal, other[1][1], held))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_may_come_from_anywhere(name: str) -> None:
+    """DistributedDataParallel around the forward takes for unused what its output does not lead to."""
+    assert_the_same_masters(run_ranks(2, masters_of_both, name))
+
+
+def loops_left_early(rank: int, world: int, stops: list[int]) -> list[tuple[dict[str, Tensor], list[Tensor]]]:
+    both = []
+    for engine in (start_small(Heads, "native"), start_small(Heads, "ddp")):
+        for step, stop in enumerate(stops):
+            for index in engine.accumulate(range(3)):
+                engine.backward(engine(batch(rank, step, index), "left" if index % 2 else "right"), weight=1.0 + index)
+                if index == stop:
+                    break
+            with torch.no_grad():
+                assert engine.step().applied
+        both.append((engine.master_state(), [piece.data.clone() for piece in engine.held_pieces("master")]))
+    return both
+
+
+def test_a_loop_that_is_left_early_is_summed_all_the_same() -> None:
+    """In the first step, in a later one, and whole loops between and after them."""
+    assert_the_same_masters(run_ranks(2, loops_left_early, [0, 2, 1, 0, 2]))
+
+
+def a_step_without_sums(rank: int, world: int) -> list[str]:
+    engine = start_small(Heads, "ddp")
+    texts = []
+    for step in range(3):
+        if step:  # after the first step nothing watches the wire
+            engine._replicated.require_backward_grad_sync = False
+        engine.backward(engine(batch(rank, step, 0)))
+        try:
+            engine.step()
+        except ContractError as error:
+            texts.append(str(error))
+            break
+    return texts
+
+
+def test_a_step_that_was_not_summed_is_never_applied() -> None:
+    for (text,) in run_ranks(2, a_step_without_sums):
+        assert "summed 0 elements of gradients over the ranks in step 1, expected 61" in text
+
+
+def engines_that_are_dropped(rank: int, world: int) -> list[bool]:
+    freed = []
+    for _ in range(2):
+        engine = start_small(Heads, "ddp")
+        engine.backward(engine(batch(rank, 0, 0)))
+        engine.step()
+        watched = weakref.ref(engine), weakref.ref(engine.module), weakref.ref(engine._replicated)
+        del engine
+        gc.collect()
+        freed += [reference() is None for reference in watched]
+    return freed
+
+
+def test_an_engine_that_is_dropped_is_freed() -> None:
+    assert all(map(all, run_ranks(2, engines_that_are_dropped)))
 
 
 def test_memory_is_what_the_formula_says() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from typing import Any
@@ -36,6 +37,7 @@ def step(engine: DeepSpeedEngine, name: str, indices: list[int]) -> dtrain.StepO
 
 def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
+    assert "DS_ACCELERATOR" not in os.environ
     found: dict[str, Any] = {"configs": []}
     for stage in range(4):
         for precision in ("fp32", "bf16"):
@@ -64,9 +66,44 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
     found["scalar"] = str(error.value)
     engine = start(zero_stage=2)
     entry = make("mlp")
-    with pytest.raises(UsageError, match="a dummy loss without a graph at zero_stage=2"):
-        engine.backward(entry.loss(engine, entry.batch(0)).detach(), weight=0.0)
+    for index in engine.accumulate([0, 1]):
+        loss = entry.loss(engine, entry.batch(index))
+        if index == 1:
+            with pytest.raises(UsageError, match="a dummy loss without a graph with engine=deepspeed at zero_stage=2"):
+                engine.backward(loss.detach(), weight=0.0)
+            engine.backward(loss, weight=0.0)  # the cure
+        else:
+            engine.backward(loss)
+    assert engine.step().applied
+    found["compiled modules"] = {
+        case: compiled(*case) for case in itertools.product(("norm", "linear"), (False, True), (0, 1, 2, 3))
+    }
+    assert "DS_ACCELERATOR" not in os.environ
     return found
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).float().square().mean()
+
+
+def compiled(part: str, in_place: bool, stage: int) -> str:
+    """What a BF16 step does with one module compiled: a loss that was applied, or the refusal."""
+    model = Norms()
+    if in_place:
+        getattr(model, part).compile(backend="eager")
+    else:
+        setattr(model, part, torch.compile(getattr(model, part), backend="eager"))
+    try:
+        engine = start(model, zero_stage=stage, precision="bf16")
+    except ModelError as error:
+        return str(error)
+    engine.backward(engine(torch.ones(2, 4)))
+    return "applied" if engine.step().applied else "skipped"
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +138,16 @@ def test_memory_follows_the_formula(alone: dict[str, Any]) -> None:
 
 def test_engines_start_again_after_their_process_group_has_ended(alone: dict[str, Any]) -> None:
     assert alone["again"] == [True] * 4
+
+
+def test_compiled_modules_run_or_are_refused(alone: dict[str, Any]) -> None:
+    for (part, in_place, stage), got in alone["compiled modules"].items():
+        if stage == 3 and not in_place:
+            assert f"'{part}' is a torch.compile wrapper" in got
+        elif stage and part == "norm":
+            assert "'norm' is compiled and 'norm" in got
+        else:
+            assert got == "applied", (part, in_place, stage)
 
 
 def plain_defaults() -> str:
@@ -165,16 +212,19 @@ def two() -> list[dict[str, Any]]:
 
 
 def stale_gradients(**options: Any) -> list[str]:
-    """Steps that use all parameters, some only in a later micro-batch, and not all: none sees the gradients before."""
+    """Steps that use some parameters only in a later micro-batch, not at all, or not in the last, and one left early.
+
+    None sees the gradients before it, or loses its own.
+    """
     engine = start("sometimes_used", **options)
     entry, found = make("sometimes_used"), []
     step(engine, "sometimes_used", [0])
-    for indices in ([1, 0], [1]):
+    for indices, taken in (([1, 0], 2), ([1], 1), ([0, 1], 2), ([0, 1, 0], 2), ([1, 0], 2)):
         model = entry.build(0)
         with torch.no_grad():
             for name, master in engine.full_state("master"):
                 model.get_parameter(name).copy_(master)
-        for index in engine.accumulate(indices):
+        for _, index in zip(range(taken), engine.accumulate(indices), strict=False):
             engine.backward(entry.loss(engine, entry.batch(index)))
             entry.loss(model, entry.batch(index)).backward()
         engine.finish_gradients()
@@ -183,8 +233,30 @@ def stale_gradients(**options: Any) -> list[str]:
             want = torch.zeros_like(got) if own is None else own * engine.world_size
             if (got - want).norm() > (1e-5 if options["precision"] == "fp32" else 3e-2) * want.norm():
                 found.append(f"{options} {indices}: {name}")
-        engine.step()
+        assert engine.step().applied
     return found
+
+
+def channels_last(rank: int, world: int) -> list[str]:
+    """A convolution in that memory format, one of whose strides torch does not look at, against the native engine."""
+    found = []
+    for stage in range(4):
+        masters = []
+        for name in ("native", "deepspeed"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(3, 5, 2), nn.Conv2d(5, 4, 1)).to(memory_format=torch.channels_last)
+            engine = dtrain.initialize(model, engine=name, zero_stage=stage, precision="fp32", seed=0)
+            for number in range(2):
+                engine.backward(engine(torch.randn(2, 3, 4, 4)).square().mean() * (number + 1))
+                assert engine.step().applied
+            masters.append(engine.master_state())
+        want, got = masters
+        found += [f"{stage}: {key}" for key in want if (got[key] - want[key]).norm() > 1e-4 * want[key].norm()]
+    return found
+
+
+def test_weights_of_another_memory_format() -> None:
+    assert run_ranks(1, channels_last)[0] == []
 
 
 def test_a_reduction_in_another_dtype_is_seen_on_the_wire(two: list[dict[str, Any]]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +32,8 @@ class Noisy(nn.Module):
         return self.dropout(self.linear(x))
 
 
-def engine_on(model: nn.Module) -> NativeEngine:
-    engine = dtrain.initialize(model, precision="fp32", seed=0)
+def engine_on(model: nn.Module, stage: int = 2) -> NativeEngine:
+    engine = dtrain.initialize(model, zero_stage=stage, precision="fp32", seed=0)
     assert isinstance(engine, NativeEngine)
     return engine
 
@@ -91,6 +93,26 @@ def test_one_model_has_one_engine() -> None:
     engine_on(model)
     with pytest.raises(ModelError, match="under an engine already"):
         engine_on(model)
+
+
+def test_a_model_that_was_refused_is_still_free() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight.data = model[0].weight.data
+    for _ in range(2):
+        with pytest.raises(ModelError, match="two parameters over one storage"):
+            engine_on(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
+    """A sweep builds one after the other in a process."""
+    engine = engine_on(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), stage)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    held = [weakref.ref(thing) for thing in (engine, engine.state, engine.module)]
+    del engine
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
