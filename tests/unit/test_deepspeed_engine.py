@@ -176,7 +176,27 @@ class Either(nn.Module):
         return x.square().mean()
 
 
-def ranks_that_differ(rank: int, world: int) -> dict[str, Any]:
+def reloaded(folder: str) -> tuple[float, float]:
+    """A loss before a save, and after further steps, an evaluation, which leaves weights gathered, and a load."""
+    persistent, deepspeed_config.PERSISTENT = deepspeed_config.PERSISTENT, 0  # as for any model that is large enough
+    engine, entry = start(zero_stage=3), make("mlp")
+    deepspeed_config.PERSISTENT = persistent
+
+    def evaluate() -> float:
+        with engine.eval():
+            return float(entry.loss(engine, entry.batch(9)))
+
+    step(engine, "mlp", [0, 1])
+    engine.save(folder)
+    before = evaluate()
+    for index in (2, 4):
+        step(engine, "mlp", [index, index + 1])
+    assert evaluate() != before
+    engine.load(folder)
+    return before, evaluate()
+
+
+def ranks_that_differ(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Where a rank sums its own micro-batches first, the ranks may use other parameters; later their order matters."""
     found: dict[str, Any] = {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
@@ -197,6 +217,7 @@ def ranks_that_differ(rank: int, world: int) -> dict[str, Any]:
         for precision in ("fp32", "bf16")
         for word in stale_gradients(zero_stage=stage, offload=offload, precision=precision)
     ]
+    found["reloaded"] = reloaded(folder)
     engine = start(Either(), zero_stage=2)
     engine.backward(engine(torch.ones(2, 4), swapped=rank == 1))
     with pytest.raises(DivergenceError) as error:
@@ -207,8 +228,8 @@ def ranks_that_differ(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_ranks(2, ranks_that_differ, timeout=280)
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, ranks_that_differ, str(tmp_path_factory.mktemp("checkpoints")), timeout=280)
 
 
 def stale_gradients(**options: Any) -> list[str]:
@@ -257,6 +278,12 @@ def channels_last(rank: int, world: int) -> list[str]:
 
 def test_weights_of_another_memory_format() -> None:
     assert run_ranks(1, channels_last)[0] == []
+
+
+def test_weights_left_gathered_are_not_used_after_a_load(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        before, after = found["reloaded"]
+        assert after == before
 
 
 def test_a_reduction_in_another_dtype_is_seen_on_the_wire(two: list[dict[str, Any]]) -> None:
