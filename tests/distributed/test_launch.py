@@ -144,7 +144,7 @@ def test_signals_to_the_ranks_of_a_job(tmp_path: Path, data: str) -> None:
         assert job.wait() == 1  # torchrun's own
         assert exit_codes(job) == {0: 75, 1: 75}
         assert "by SIGTERM after saving" in job.said
-        assert job.processes() == []
+        assert job.gone(2.0)
     last = curve(run_dir)[-1]["step"]
     assert checkpoints(run_dir) == [f"step-{last:08d}"]
     assert newest_step(run_dir) == last
@@ -161,7 +161,7 @@ def test_sigterm_to_torchrun(tmp_path: Path, data: str) -> None:
         job.wait_for_step(run_dir, 3)
         os.kill(job.pid, signal.SIGTERM)
         job.wait(30)
-        assert job.processes() == []
+        assert job.gone(2.0)
     last = curve(run_dir)[-1]["step"]
     assert newest_step(run_dir) == last
     assert summary(run_dir)["steps"] == last
@@ -256,5 +256,5 @@ def test_error_in_the_model_on_one_rank_ends_all(tmp_path: Path, data: str) -> N
         assert "RuntimeError: the model broke" in job.said
         assert "in happen" in job.said  # with the traceback of the user's own code
         assert exit_codes(job)[1] == 1
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert newest_step(run_dir) == 4

@@ -72,7 +72,7 @@ def stopped_in_a_sweep(folder: Path, job: Job, number: signal.Signals) -> None:
     assert sorted(job.ranks()) == [0, 1]
     os.kill(job.pid, number)
     assert job.wait(30) == 75, job.said
-    assert job.processes() == []
+    assert job.gone(2.0)
     assert lines_of_dtrain(job) == []
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
     for run, steps in ((1, 2), (2, 100000)):
@@ -167,7 +167,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: s
         pid = job.ranks()[1]
         os.kill(pid, signal.SIGKILL)
         assert job.wait(30) == code, job.said
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert re.search(word.format(pid=pid), job.said), job.said
     assert re.search(rf"^dtrain: rank 1 \(process {pid}\) has ended, so this rank ends too; seen as: ", job.said, re.M)
     assert "Traceback" not in job.said
@@ -194,7 +194,7 @@ def test_torchrun_restarts_after_a_rank_was_killed(tmp_path: Path, data: str, re
         time.sleep(rng.uniform(0, 4))
         os.kill(second, signal.SIGKILL)
         assert job.wait(120) == 0, job.said
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert re.search(rf"^dtrain: .*rank {victim} \(process {pid}\) has ended, so this rank ends too; ", job.said, re.M)
     config[-1] = f"run_dir={tmp_path / 'whole'}"
     assert train(tmp_path / "whole", *config[:-1], world=2) == [0, 0]
@@ -272,7 +272,7 @@ def test_slurm_on_two_nodes(tmp_path: Path, data: str) -> None:
         job.wait_for_step(run_dir, 2)
         os.kill(job.pid, signal.SIGUSR1)
         assert job.wait(30) == 75, job.said
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert summary(run_dir)["world_size"] == 2
     assert newest_step(run_dir) == summary(run_dir)["steps"]
 

@@ -133,7 +133,7 @@ def test_all_processes_killed(tmp_path: Path, data: str, whole_on_two: Record) -
         job.wait_for_step(run_dir, 6)
         job.kill()
         assert job.wait() == -signal.SIGKILL
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert newest_step(run_dir) == 4
     with torchrun(tmp_path, *command) as job:
         assert job.wait() == 0, job.said
@@ -146,7 +146,7 @@ def test_one_rank_killed_in_a_save(tmp_path: Path, data: str, whole_on_two: Reco
     with torchrun(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("create", 2, rank=1).env()) as job:
         assert job.wait() == 1
         assert "exitcode  : -9" in job.said
-        assert job.processes() == []
+        assert job.gone(2.0)
     assert newest_step(run_dir) == 4
     assert len(checkpoints(run_dir)) == 2  # the other one was under way: rank 1 has not opened its file
     assert train(run_dir, *SMALL, data, world=2) == [0, 0]
