@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -49,8 +50,10 @@ def listening(job: Job) -> set[str]:
     """The addresses, in hexadecimal, on which processes of ``job`` listen."""
     inodes = set()
     for pid, _ in job.processes():
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            inodes.add(re.sub(r"socket:\[(\d+)\]", r"\1", os.readlink(entry)))
+        with contextlib.suppress(FileNotFoundError):  # a process that has ended since
+            for entry in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(FileNotFoundError):  # a file that it has closed since
+                    inodes.add(re.sub(r"socket:\[(\d+)\]", r"\1", os.readlink(f"/proc/{pid}/fd/{entry}")))
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
