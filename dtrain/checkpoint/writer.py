@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import manifest as manifests
 from dtrain.checkpoint import storage
-from dtrain.checkpoint.container import DTYPES, DamageError, dtype_name, encode_header
+from dtrain.checkpoint.container import DTYPES, DamageError
 from dtrain.checkpoint.directory import (
     committed,
     make_directories,
@@ -25,28 +22,15 @@ from dtrain.checkpoint.directory import (
     sweep,
     temporary_path,
 )
-from dtrain.checkpoint.fingerprint import MASK, fingerprint_bytes, host_blocks
+from dtrain.checkpoint.fingerprint import MASK
 from dtrain.checkpoint.integrity import examine
-from dtrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling, stored_shape
-from dtrain.checkpoint.snapshot import Piece, Snapshot, stored_state
+from dtrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.shard_file import Written, new_file, write_shard
+from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class _Written:
-    """What a rank reports of a piece: as in :class:`Piece`, with the key in its file ("" where it has no elements)."""
-
-    kind: str
-    name: str
-    dtype: str
-    shape: list[int]
-    start: int
-    stop: int
-    key: str
-    fingerprint: int
 
 
 def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: int = 2) -> Path:
@@ -81,7 +65,7 @@ def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: 
     def write() -> dict[str, Any]:
         if snapshot.step != attempt["step"]:
             raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {attempt['step']}")
-        return _write_file(temporary / f"r{comm.rank:04d}.safetensors", snapshot.pieces)
+        return write_shard(temporary / f"r{comm.rank:04d}.safetensors", snapshot.pieces)
 
     try:
         reports = on_every_rank(comm, what, write, CheckpointError)
@@ -119,68 +103,19 @@ def _begin(directory: Path, snapshot: Snapshot) -> dict[str, Any]:
     return {"temporary": temporary.name, "step": snapshot.step}
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Gives a function that appends to a new file, which is durable when the block ends without an error."""
-    descriptor = storage.create(path)
-    try:
-        yield lambda data: storage.write(descriptor, data)
-        storage.sync(descriptor)
-    finally:
-        storage.close(descriptor)
-
-
-def _keyed(pieces: Iterable[Piece]) -> dict[str, Piece]:
-    """The pieces that have elements by their key in the file, wide dtypes first so that all lie aligned."""
-    keyed: dict[str, Piece] = {}
-    for piece in sorted(pieces, key=lambda piece: -piece.dtype.itemsize):
-        if piece.start < piece.stop:
-            key = f"{piece.kind}:{piece.name}"
-            while key in keyed:
-                key += f"@{piece.start}"
-            keyed[key] = piece
-    return keyed
-
-
-def _write_file(path: Path, pieces: Iterable[Piece]) -> dict[str, Any]:
-    keyed = _keyed(pieces)
-    header = encode_header(
-        [(key, piece.dtype, stored_shape(piece.shape, piece.stop - piece.start)) for key, piece in keyed.items()]
-    )
-    digest, size, written = hashlib.sha256(header), len(header), []
-    with _new_file(path) as append:
-        append(header)
-        for key, piece in keyed.items():
-            total, index = 0, piece.start
-            for block in host_blocks(piece.data):
-                digest.update(block)  # of the memory, before it goes to the disk
-                total += fingerprint_bytes(block, piece.dtype.itemsize, index)
-                append(block)
-                index += len(block) // piece.dtype.itemsize
-                size += len(block)
-            written.append(_report(piece, key, total & MASK))
-    written += [_report(piece, "", 0) for piece in pieces if piece.start == piece.stop]
-    return {"file": path.name, "bytes": size, "sha256": digest.hexdigest(), "pieces": written}
-
-
-def _report(piece: Piece, key: str, fingerprint: int) -> dict[str, Any]:
-    dtype = dtype_name(piece.dtype)
-    return vars(_Written(piece.kind, piece.name, dtype, list(piece.shape), piece.start, piece.stop, key, fingerprint))
-
-
 def _assemble(snapshot: Snapshot, reports: Sequence[dict[str, Any]]) -> Manifest:
     files = tuple(FileEntry(report["file"], report["bytes"], report["sha256"]) for report in reports)
-    tensors: dict[tuple[str, str], list[tuple[int, _Written]]] = {}
+    tensors: dict[tuple[str, str], list[tuple[int, Written]]] = {}
     for rank, report in enumerate(reports):
         for item in report["pieces"]:
-            written = _Written(**item)
+            written = Written(**item)
             tensors.setdefault((written.kind, written.name), []).append((rank, written))
     saved_at = datetime.now(UTC).isoformat(timespec="seconds")
     entries = tuple(_entry(held, files) for _, held in sorted(tensors.items()))
     return Manifest(snapshot.step, saved_at, stored_state(snapshot.state), files, entries)
 
 
-def _entry(held: Sequence[tuple[int, _Written]], files: Sequence[FileEntry]) -> TensorEntry:
+def _entry(held: Sequence[tuple[int, Written]], files: Sequence[FileEntry]) -> TensorEntry:
     first_rank, first = held[0]
     label = f"{first.kind}:{first.name}"
     for rank, piece in held:
@@ -199,7 +134,7 @@ def _entry(held: Sequence[tuple[int, _Written]], files: Sequence[FileEntry]) -> 
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
-    with _new_file(temporary / manifests.FILE) as append:
+    with new_file(temporary / manifests.FILE) as append:
         append(manifest.encode())
     storage.sync_directory(temporary)
     storage.rename(temporary, target)

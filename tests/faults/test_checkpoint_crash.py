@@ -307,7 +307,7 @@ def test_failure_other_than_the_file_system_reaches_every_rank(tmp_path: Path, m
     def fail(tensor: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr("dtrain.checkpoint.writer.host_blocks", fail)
+    monkeypatch.setattr("dtrain.checkpoint.shard_file.host_blocks", fail)
     for error in save_threads(tmp_path, 100):
         assert "failed on rank 0 (and on 1 more): RuntimeError: CUDA error: an illegal memory access" in str(error)
     assert list(tmp_path.iterdir()) == []
