@@ -33,14 +33,14 @@ def train(argv: list[str]) -> int:
 
 
 def checkpoint(argv: list[str]) -> int:
-    """look at checkpoints: dtrain checkpoint verify|list PATH"""
+    """look at checkpoints and move them: dtrain checkpoint list|verify|diff|prune|export|import PATH"""
     from dtrain.checkpoint.cli import main as checkpoint_main
 
     return checkpoint_main(argv)
 
 
 def bench(argv: list[str]) -> int:
-    """measure speed and memory: dtrain bench engine|precision|optimizer|collectives|vote|report"""
+    """measure speed and memory: dtrain bench engine|precision|optimizer|collectives|checkpoint|vote|report"""
     from dtrain.bench.cli import main as bench_main
 
     return bench_main(argv)

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from dtrain.distributed.logging import logger
+from tests.helpers.fault_counts import FaultCounts, Tally
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the fault suite."""
+    group = parser.getgroup("faults")
+    group.addoption("--fault-counts", choices=("ci", "full"), default="ci", help="how many faults tests/faults tries")
+    group.addoption("--fault-results", type=Path, metavar="DIR", help="where each of these tests writes what it found")
+
+
+@pytest.fixture(scope="session")
+def tallies() -> dict[str, Tally]:
+    """What the tests of the fault suite have found so far."""
+    return {}
+
+
+@pytest.fixture
+def faults(request: pytest.FixtureRequest, tallies: dict[str, Tally]) -> FaultCounts:
+    """How many faults a test tries, and where it says what it found."""
+    full, folder = (request.config.getoption(name) for name in ("fault_counts", "fault_results"))
+    return FaultCounts(request.node.originalname, full=full == "full", folder=folder, tallies=tallies)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,14 @@ from dtrain.bench.peers import check_peers
 from dtrain.bench.records import Results, Timings, read_results, write_results
 from dtrain.bench.report import describe, update_document
 from dtrain.config.resolve import read_suite
-from dtrain.config.schema import BENCH_COLLECTIVES, BENCH_ENGINE, BENCH_OPTIMIZER, BENCH_PRECISION, BENCH_VOTE
+from dtrain.config.schema import (
+    BENCH_CHECKPOINT,
+    BENCH_COLLECTIVES,
+    BENCH_ENGINE,
+    BENCH_OPTIMIZER,
+    BENCH_PRECISION,
+    BENCH_VOTE,
+)
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError, nearest
 
@@ -24,6 +31,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
   precision    speed and memory of mixed precision against FP32
   optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
   collectives  each collective of a step, through sockets and through shared memory
+  checkpoint   how long training stands still for a save, and how long it takes, against torch's
   vote         what the vote and loss scaling take of a step
   report       writes the tables of results files into a document, between their markers
 
@@ -88,6 +96,16 @@ def _collectives(argv: Sequence[str]) -> int:
     return _finish(run_collectives_suite(config, _command("collectives", argv)), config.bench.out)
 
 
+def _checkpoint(argv: Sequence[str]) -> int:
+    config = read_suite(argv, BENCH_CHECKPOINT)
+    if config is None:
+        return 0
+    _require_one_process()
+    from dtrain.bench.checkpoint import run_checkpoint_suite
+
+    return _finish(run_checkpoint_suite(config, _command("checkpoint", argv)), config.bench.out)
+
+
 def _vote(argv: Sequence[str]) -> int:
     config = read_suite(argv, BENCH_VOTE)
     if config is None:
@@ -117,6 +135,7 @@ _SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "precision": _precision,
     "optimizer": _optimizer,
     "collectives": _collectives,
+    "checkpoint": _checkpoint,
     "vote": _vote,
     "report": _report,
 }

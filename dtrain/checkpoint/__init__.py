@@ -4,21 +4,62 @@ The package sits below the engines and knows nothing of them: a rank hands it pi
 intervals of logical tensors back. The format and its guarantees are described in ``docs/checkpoints.md``.
 """
 
-from dtrain.checkpoint.directory import NoCheckpointError
-from dtrain.checkpoint.reader import CheckpointReader, open_newest
-from dtrain.checkpoint.report import CheckpointReport, Report, list_checkpoints, verify
-from dtrain.checkpoint.snapshot import Piece, Snapshot
-from dtrain.checkpoint.writer import save
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.directory import NoCheckpointError
+    from dtrain.checkpoint.hf_export import export
+    from dtrain.checkpoint.hf_import import import_hf
+    from dtrain.checkpoint.places import Place
+    from dtrain.checkpoint.reader import CheckpointReader, open_newest
+    from dtrain.checkpoint.report import CheckpointReport, Report, list_checkpoints, verify
+    from dtrain.checkpoint.retention import Retention
+    from dtrain.checkpoint.saver import Saver
+    from dtrain.checkpoint.snapshot import Piece, Snapshot
+    from dtrain.checkpoint.writer import save
 
 __all__ = [
     "CheckpointReader",
     "CheckpointReport",
     "NoCheckpointError",
     "Piece",
+    "Place",
     "Report",
+    "Retention",
+    "Saver",
     "Snapshot",
+    "export",
+    "import_hf",
     "list_checkpoints",
     "open_newest",
     "save",
     "verify",
 ]
+
+# resolved at first use (PEP 562): torch takes seconds to import, and the command line must answer a mistake at once
+_HOMES = {
+    "directory": ("NoCheckpointError",),
+    "hf_export": ("export",),
+    "hf_import": ("import_hf",),
+    "places": ("Place",),
+    "reader": ("CheckpointReader", "open_newest"),
+    "report": ("CheckpointReport", "Report", "list_checkpoints", "verify"),
+    "retention": ("Retention",),
+    "saver": ("Saver",),
+    "snapshot": ("Piece", "Snapshot"),
+    "writer": ("save",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(import_module(f"{__name__}.{home}"), name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,6 +20,8 @@ import torch
 from dtrain.errors import CheckpointError
 
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library's own cap
+NUMBER_LIMIT = 1 << 63  # of what a file says: no file has so many bytes, and larger numbers are slow to handle or print
+_MESSAGE_LIMIT = 1000  # characters
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -42,7 +44,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class DamageError(CheckpointError):
-    """A checkpoint that must not be used.
+    """A checkpoint that must not be used. What its message quotes of it is cut short, and can steer no terminal.
 
     Args:
         file: the file at fault, relative to the checkpoint's directory.
@@ -51,10 +53,14 @@ class DamageError(CheckpointError):
     """
 
     def __init__(self, file: str, reason: str, why: str) -> None:
-        super().__init__(f"{file}: {reason}")
-        self.file = file
-        self.reason = reason
+        self.file = _shown(file)
+        self.reason = _shown(reason)
         self.why = why
+        super().__init__(f"{self.file}: {self.reason}")
+
+
+def _shown(text: str) -> str:
+    return "".join(char if char.isprintable() else "\ufffd" for char in text[:_MESSAGE_LIMIT])
 
 
 @dataclass(frozen=True)
@@ -135,10 +141,10 @@ def _span(file: str, key: str, value: Any, base: int) -> Span:
         raise DamageError(file, f"the header's entry of {key} is not dtype, shape, data_offsets", "header")
     dtype = DTYPES.get(str(value["dtype"]))
     if dtype is None:
-        raise DamageError(file, f"{key} has the unknown dtype {value['dtype']!r}", "header")
+        raise DamageError(file, f"{key} has the unknown dtype {value['dtype']!r:.200}", "header")
     shape, offsets = value["shape"], value["data_offsets"]
-    if not is_naturals(shape) or not is_naturals(offsets) or len(offsets) != 2:
-        raise DamageError(file, f"{key} has the shape {shape!r} and the offsets {offsets!r}", "header")
+    if not is_shape(shape) or not is_naturals(offsets) or len(offsets) != 2:
+        raise DamageError(file, f"{key} has the shape {shape!r:.200} and the offsets {offsets!r:.200}", "header")
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise DamageError(file, f"{key}: {value['dtype']} {shape} does not fill bytes {begin} to {end}", "header")
@@ -146,8 +152,20 @@ def _span(file: str, key: str, value: Any, base: int) -> Span:
 
 
 def is_naturals(value: Any) -> bool:
-    """Whether a JSON value is a list of whole numbers from 0 on."""
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    """Whether a JSON value is a list of whole numbers from 0 on, below ``NUMBER_LIMIT``."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < NUMBER_LIMIT for item in value)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether a JSON value is a tensor's shape whose number of elements is below ``NUMBER_LIMIT``."""
+    if not is_naturals(value):
+        return False
+    numel = int(0 not in value)
+    for size in value:
+        numel *= size
+        if numel >= NUMBER_LIMIT:
+            return False
+    return True
 
 
 def parse_json(data: bytes, file: str) -> dict[str, Any]:

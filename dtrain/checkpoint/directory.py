@@ -3,6 +3,7 @@
 step-00000200/              committed: it has this name only once it is complete on disk
 step-00000300.tmp-1f0c9a2b/ a save under way, or what a crash left of one; never read
 bad-step-00000100-sha256/   did not verify; renamed, never deleted
+lease-00000001.json         who may write here (dtrain.checkpoint.lease)
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import re
 import secrets
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from dtrain.checkpoint import storage
 from dtrain.errors import CheckpointError
 
-STEP_NAME = re.compile(r"step-(\d{8,})")
-_TEMPORARY = re.compile(r"step-\d{8,}\.tmp-[0-9a-f]+")
-_QUARANTINED = re.compile(r"bad-step-\d{8,}-.+")
+STEP_NAME = re.compile(r"step-([0-9]{8,})")
+_TEMPORARY = re.compile(r"step-[0-9]{8,}\.tmp-[0-9a-f]+")
+_QUARANTINED = re.compile(r"bad-step-[0-9]{8,}-.+")
 
 
 class NoCheckpointError(CheckpointError):
@@ -80,36 +82,53 @@ def make_directories(path: Path) -> None:
     Raises:
         OSError: what the file system says.
     """
-    if path.is_dir():
+    if path.is_dir():  # its name may not be on disk yet, where who made it was killed before its fsync
+        with suppress(OSError):  # such as of a parent that must not be read: not by who made it
+            storage.sync_directory(path.parent)
         return
     make_directories(path.parent)
-    storage.make_directory(path)
+    try:
+        storage.make_directory(path)
+    except FileExistsError:  # made by another job just now, or no directory
+        if not path.is_dir():
+            raise
     storage.sync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and what is in it; a link is removed, never followed.
+    """Removes a directory and what is in it, or a file; a link is removed, never followed.
 
     Raises:
         OSError: what the file system says.
     """
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        storage.remove_file(path)
+        return
     for name in sorted(os.listdir(path)):
-        inner = path / name
-        if stat.S_ISDIR(os.lstat(inner).st_mode):
-            remove_tree(inner)
-        else:
-            storage.remove_file(inner)
+        remove_tree(path / name)
     storage.remove_directory(path)
 
 
 def sweep(directory: Path) -> None:
-    """Removes what saves that never finished have left.
+    """Removes what saves that never finished have left; for the holder of the directory's lease alone.
+
+    Each loses its name first: where a job that has lost the lease is still at work in one, it cannot commit it from
+    then on, and opens no more files there. That is on disk before any file goes, as is the new name of a checkpoint
+    whose removal was cut short: no power cut gives it back its old one.
 
     Raises:
         OSError: what the file system says.
     """
+    graves = []
     for path in sorted(_matching(directory, _TEMPORARY)):
-        remove_tree(path)
+        grave = path.with_suffix(f".tmp-{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):  # its own save has just removed it
+            storage.rename(path, grave)
+            graves.append(grave)
+    if graves:
+        storage.sync_directory(directory)
+    for grave in graves:
+        remove_tree(grave)
 
 
 def retire(path: Path) -> None:

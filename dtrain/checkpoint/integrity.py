@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dtrain.checkpoint.fingerprint import MASK, fingerprint_bytes
 from dtrain.checkpoint.manifest import FileEntry, Manifest
 
 _READ_BYTES = 4 << 20
+_THREAD_BYTES = 1 << 20  # hashed by another thread from this size on; below, handing it over costs as much
 
 Sums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
 
@@ -118,24 +120,68 @@ def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = F
 
 def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, Span]) -> Sums:
     ordered = sorted(spans.items(), key=lambda item: item[1].begin)
-    digest = hashlib.sha256(read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes))
+    header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
     position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
-    buffer = memoryview(bytearray(_READ_BYTES))
     sums: Sums = {}
-    for key, span in ordered:
-        tensor, chunk = manifest.by_file[file.name][key]
-        itemsize, total = tensor.dtype.itemsize, 0
-        for begin in range(span.begin, span.end, _READ_BYTES):
-            block = buffer[: min(_READ_BYTES, span.end - begin)]
-            read_into(descriptor, file.name, begin, block)
-            digest.update(block)
-            total += fingerprint_bytes(block, itemsize, chunk.start + (begin - span.begin) // itemsize)
-        index = position[id(tensor)]
-        sums[index] = (sums.get(index, 0) + total) & MASK
-    if digest.hexdigest() != file.sha256:
-        reason = f"sha256 differs (expected {file.sha256}, got {digest.hexdigest()})"
-        raise DamageError(file.name, reason, "sha256")
+    with _Digest(header) as digest:
+        for key, span in ordered:
+            tensor, chunk = manifest.by_file[file.name][key]
+            itemsize, total = tensor.dtype.itemsize, 0
+            for begin in range(span.begin, span.end, _READ_BYTES):
+                block = digest.buffer(min(_READ_BYTES, span.end - begin))
+                read_into(descriptor, file.name, begin, block)
+                digest.update(block)
+                total += fingerprint_bytes(block, itemsize, chunk.start + (begin - span.begin) // itemsize)
+            index = position[id(tensor)]
+            sums[index] = (sums.get(index, 0) + total) & MASK
+        got = digest.hex()
+    if got != file.sha256:
+        raise DamageError(file.name, f"sha256 differs (expected {file.sha256}, got {got})", "sha256")
     return sums
+
+
+class _Digest:
+    """A sha256 that takes large blocks in another thread, while the caller weighs them and reads the next one.
+
+    Args:
+        data: its first bytes.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._digest = hashlib.sha256(data)
+        self._thread: threading.Thread | None = None
+        self._buffers = [memoryview(b""), memoryview(b"")]
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait()
+
+    def buffer(self, count: int) -> memoryview:
+        """Memory for the next block, of ``count`` bytes, which is used again for the one after the next."""
+        self._buffers.reverse()
+        if len(self._buffers[0]) < count:
+            self._buffers[0] = memoryview(bytearray(count))
+        return self._buffers[0][:count]
+
+    def update(self, block: memoryview) -> None:
+        """Takes the next block, of :meth:`buffer`; it may still be read after the return."""
+        self._wait()
+        if len(block) < _THREAD_BYTES:
+            self._digest.update(block)
+        else:
+            self._thread = threading.Thread(target=self._digest.update, args=(block,))
+            self._thread.start()
+
+    def hex(self) -> str:
+        """Of all blocks so far, in hex."""
+        self._wait()
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
 
 def check_fingerprints(manifest: Manifest, parts: Iterable[Sums]) -> None:

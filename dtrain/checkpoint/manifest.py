@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dtrain.checkpoint.container import DTYPES, DamageError, dtype_name, is_naturals, parse_json
+from dtrain.checkpoint.container import DTYPES, NUMBER_LIMIT, DamageError, dtype_name, is_shape, parse_json
 from dtrain.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -26,6 +26,8 @@ SIZE_LIMIT = 1 << 30  # bytes
 FILE_NAME = re.compile(r"[a-z0-9-]+\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_SAVED_AT = re.compile(r"[0-9T:.+-]{1,40}")
+_CUT = re.compile(r"(@[0-9]+)*")  # after the tensor's kind and name in a key
 _FIELDS = {"format": str, "version": int, "step": int, "saved_at": str, "state": dict, "files": list, "tensors": list}
 
 
@@ -99,6 +101,12 @@ class Manifest:
         """Line 1 of the file."""
         return self.encode().partition(b"\n")[0].decode()
 
+    def metric(self, name: str) -> float | None:
+        """``state["metrics"][name]``, such as ``val_loss``; None where the run stored none."""
+        metrics = self.state.get("metrics")
+        value = metrics.get(name) if isinstance(metrics, Mapping) else None
+        return value if isinstance(value, float) else None
+
     def encode(self) -> bytes:
         """The bytes of ``manifest.json``."""
         body = canonical_json(
@@ -141,12 +149,15 @@ class Manifest:
             reason = f"expected {FORMAT!r} version {VERSION}, got {got}; read it with the dtrain that wrote it"
             raise DamageError(FILE, reason, "version")
         _check_fields(raw, _FIELDS, "the manifest")
+        if not _SAVED_AT.fullmatch(raw["saved_at"]):
+            raise _bad(f"saved_at is {raw['saved_at']!r:.80}, which is no time")
         files = tuple(_file(item) for item in raw["files"])
         names = {file.name for file in files}
         if len(names) != len(files):
             raise _bad("a file is listed twice")
         tensors = tuple(_tensor(item, names) for item in raw["tensors"])
         manifest = Manifest(raw["step"], raw["saved_at"], raw["state"], files, tensors)
+        vars(manifest)["digest"] = actual  # as it stands there; to encode it again costs as much as to parse it
         num_chunks = sum(len(tensor.chunks) for tensor in tensors)
         if len(manifest.index) != len(tensors) or sum(map(len, manifest.by_file.values())) != num_chunks:
             raise _bad("a tensor or a key is listed twice")
@@ -193,7 +204,7 @@ def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
         got = sorted(raw) if isinstance(raw, dict) else raw
         raise _bad(f"{label} has not the fields {sorted(fields)} but {got!r:.200}")
     for name, kind in fields.items():
-        if type(raw[name]) is not kind or (kind is int and raw[name] < 0):
+        if type(raw[name]) is not kind or (kind is int and not 0 <= raw[name] < NUMBER_LIMIT):
             raise _bad(f"{label}: {name} is {raw[name]!r:.200}, expected {kind.__name__}")
 
 
@@ -211,9 +222,10 @@ def _tensor(raw: Any, files: set[str]) -> TensorEntry:
     _check_fields(raw, fields, "a tensor's entry")
     label = f"{raw['kind']}:{raw['name']}"
     dtype = DTYPES.get(raw["dtype"])
-    if dtype is None or not is_naturals(raw["shape"]) or not _FINGERPRINT.fullmatch(raw["fingerprint"]):
+    if dtype is None or not is_shape(raw["shape"]) or not _FINGERPRINT.fullmatch(raw["fingerprint"]):
         raise _bad(
-            f"{label} has dtype {raw['dtype']!r}, shape {raw['shape']!r}, fingerprint {raw['fingerprint']!r:.80}"
+            f"{label:.200} has dtype {raw['dtype']!r:.80}, shape {raw['shape']!r:.200}, fingerprint "
+            f"{raw['fingerprint']!r:.80}"
         )
     chunks = []
     for item in raw["chunks"]:
@@ -221,6 +233,9 @@ def _tensor(raw: Any, files: set[str]) -> TensorEntry:
         chunk = Chunk(**item)
         if chunk.file not in files or chunk.stop <= chunk.start:
             raise _bad(f"{label} has a chunk [{chunk.start}, {chunk.stop}) in {chunk.file!r:.80}, which cannot be")
+        # the files' hashes vouch for their keys, and so for the name under which a value is loaded
+        if not (chunk.key.startswith(label) and _CUT.fullmatch(chunk.key, len(label))):
+            raise _bad(f"{label} has a chunk under {chunk.key!r:.200}, which is another tensor's key")
         chunks.append(chunk)
     shape = tuple(raw["shape"])
     try:

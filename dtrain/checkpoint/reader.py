@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.container import DamageError, Span, read_into
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run, quarantine, quarantined
-from dtrain.checkpoint.fingerprint import MASK, byte_view, fingerprint
+from dtrain.checkpoint.fingerprint import MASK, fingerprints
 from dtrain.checkpoint.integrity import (
     check_files,
     check_fingerprints,
@@ -22,7 +22,8 @@ from dtrain.checkpoint.integrity import (
     read_spans,
     scan_file,
 )
-from dtrain.checkpoint.manifest import Chunk, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.manifest import FileEntry, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.places import Place, Segment, fill, segments
 from dtrain.checkpoint.snapshot import Piece
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
@@ -80,22 +81,28 @@ class CheckpointReader:
         """
         entry = self._entry(kind, name)
         stop = entry.numel if stop is None else stop
-        if not 0 <= start <= stop <= entry.numel:
-            raise CheckpointError(
-                f"{self.path}: [{start}, {stop}) is no interval of {entry.label} ({entry.numel} elements)"
-            )
+        self._require_interval(entry, start, stop)
         result = torch.empty(stop - start, dtype=entry.dtype)
-        if start == stop:
-            return result
-        target = byte_view(result)
-        for chunk in entry.chunks:
-            low, high = max(start, chunk.start), min(stop, chunk.stop)
-            if low < high:
-                size = entry.dtype.itemsize
-                self._read_chunk(
-                    chunk, (low - chunk.start) * size, target[(low - start) * size : (high - start) * size]
-                )
+        self.read_into([Place(kind, name, start, result)])
         return result
+
+    def read_into(self, places: Iterable[Place]) -> None:
+        """Fills each place's tensor and reads no other bytes; opens a file once, however many places lie in it.
+
+        Bytes go straight into contiguous CPU memory of the saved dtype. For any other tensor they pass through at most
+        4 MiB of staging memory, and are cast where the dtypes differ.
+
+        Raises:
+            CheckpointError: no such tensor or interval, or a file changed since it was verified.
+        """
+        wanted: dict[str, list[Segment]] = {}
+        for place in places:
+            entry = self._entry(place.kind, place.name)
+            self._require_interval(entry, place.start, place.start + place.data.numel())
+            for segment in segments(entry, place.start, place.data.detach()):
+                wanted.setdefault(segment.chunk.file, []).append(segment)
+        for name, held in wanted.items():
+            self._read_file(self._files[name], held)
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
         entry = self._manifest.index.get((kind, name))
@@ -104,14 +111,26 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path} holds no {kind}:{name}{hint}")
         return entry
 
-    def _read_chunk(self, chunk: Chunk, offset: int, target: memoryview) -> None:
-        file = self._files[chunk.file]
+    def _require_interval(self, entry: TensorEntry, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= entry.numel:
+            raise CheckpointError(
+                f"{self.path}: [{start}, {stop}) is no interval of {entry.label} ({entry.numel} elements)"
+            )
+
+    def _read_file(self, file: FileEntry, held: Iterable[Segment]) -> None:
         try:
             descriptor, _ = open_file(self.path, file)
             try:
                 if file.name not in self._spans:
                     self._spans[file.name] = read_spans(descriptor, self._manifest, file)
-                read_into(descriptor, file.name, self._spans[file.name][chunk.key].begin + offset, target)
+                begins = {key: span.begin for key, span in self._spans[file.name].items()}
+                for segment in sorted(held, key=lambda segment: begins[segment.chunk.key] + segment.offset):
+                    begin = begins[segment.chunk.key]
+
+                    def read(offset: int, target: memoryview, begin: int = begin) -> None:
+                        read_into(descriptor, file.name, begin + offset, target)
+
+                    fill(segment, read)
             finally:
                 os.close(descriptor)
         except DamageError as damage:
@@ -131,7 +150,7 @@ class CheckpointReader:
             CheckpointError: on every rank; names the tensor that differs, is not covered or is not in the checkpoint.
         """
         what = f"checking what was loaded from {self.path}"
-        reports = on_every_rank(comm, what, lambda: [self._measure(piece) for piece in pieces], CheckpointError)
+        reports = on_every_rank(comm, what, lambda: self._measure(pieces), CheckpointError)
         held: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
         for rank, report in enumerate(reports):
             for kind, name, start, stop, part in report:
@@ -141,14 +160,23 @@ class CheckpointReader:
             if entry.kind in kinds:
                 self._compare(entry, sorted(held.get((entry.kind, entry.name), [])))
 
-    def _measure(self, piece: Piece) -> list[Any]:
-        entry = self._entry(piece.kind, piece.name)
-        if (piece.dtype, piece.shape) != (entry.dtype, entry.shape):
-            raise CheckpointError(
-                f"{entry.label} was saved as {entry.dtype} {list(entry.shape)}, "
-                f"and is now {piece.dtype} {list(piece.shape)}"
-            )
-        return [piece.kind, piece.name, piece.start, piece.stop, fingerprint(piece.data, piece.start)]
+    def _measure(self, pieces: Iterable[Piece]) -> list[list[Any]]:
+        """Of each piece: kind, name, start, stop, fingerprint."""
+        held: list[list[Any]] = []
+
+        def checked() -> Iterator[tuple[Tensor, int]]:
+            for piece in pieces:
+                entry = self._entry(piece.kind, piece.name)
+                if (piece.dtype, piece.shape) != (entry.dtype, entry.shape):
+                    raise CheckpointError(
+                        f"{entry.label} was saved as {entry.dtype} {list(entry.shape)}, "
+                        f"and is now {piece.dtype} {list(piece.shape)}"
+                    )
+                held.append([piece.kind, piece.name, piece.start, piece.stop])
+                yield piece.data, piece.start
+
+        parts = list(fingerprints(checked()))
+        return [[*interval, part] for interval, part in zip(held, parts, strict=True)]
 
     def _compare(self, entry: TensorEntry, held: Sequence[tuple[int, int, int, int]]) -> None:
         intervals = [(start, stop, f"rank {rank}") for start, stop, rank, _ in held if start < stop]

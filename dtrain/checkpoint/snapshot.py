@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from dtrain.checkpoint.container import require_dtype
 from dtrain.errors import CheckpointError
 
+_ALIGNMENT = 64  # bytes, of a piece in a host copy: a line of the cache
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _SECRET_KEY = re.compile(
     r"secret|passw|passphrase|credential|webhook|bearer|(api|access|private|auth|encryption)[_-]?key|(^|[_-])tokens?$",
@@ -76,16 +78,63 @@ class Snapshot:
         pieces: what this rank holds. All ranks' pieces together tile every tensor exactly: what several ranks hold
             (buffers, frozen parameters, masters at stage 0) is given by one of them.
         state: plain JSON values (rank 0's is stored): run id, engine, world size, contract, versions, config, counters,
-            RNG, data cursor, aliases, extra. Secrets in ``state["config"]`` are blanked; all else returns as it was.
+            RNG, data cursor, aliases, metrics, extra. Secrets in ``state["config"]`` are blanked; all else returns as
+            it was.
+        ready: returns when the pieces may be read.
     """
 
     step: int
     pieces: tuple[Piece, ...]
     state: Mapping[str, Any]
+    ready: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.step < 0:
             raise CheckpointError(f"a checkpoint's step counts from 0; got {self.step}")
+
+
+class HostCopy:
+    """Copies snapshots into memory of the host, which is kept from one to the next: only the first pays for new pages.
+
+    Args:
+        device: of the pieces; the memory is pinned where it is a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, snapshot: Snapshot) -> None:
+        """Makes sure that there is memory for a copy of ``snapshot``.
+
+        Raises:
+            RuntimeError: it cannot be had.
+        """
+        *_, numel = _places(snapshot.pieces)
+        if numel > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of before there is more
+            self._memory = torch.empty(numel, dtype=torch.uint8, pin_memory=self._on_gpu)
+
+    def take(self, snapshot: Snapshot) -> Snapshot:
+        """The same with its pieces on the host, once there is memory for it; it holds until the next one is taken.
+
+        On a GPU the copies are queued on the current stream; ``ready`` of the result waits for them.
+        """
+        pieces = []
+        for piece, start in zip(snapshot.pieces, _places(snapshot.pieces), strict=False):
+            data = self._memory[start : start + piece.data.nbytes].view(piece.dtype)
+            pieces.append(replace(piece, data=data.copy_(piece.data, non_blocking=True)))
+        ready = snapshot.ready
+        if self._on_gpu:
+            copied: Any = torch.cuda.Event()
+            copied.record()
+            ready = copied.synchronize
+        return replace(snapshot, pieces=tuple(pieces), ready=ready)
+
+
+def _places(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece begins, in bytes, and at last where they end."""
+    return list(accumulate((-(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces), initial=0))
 
 
 def stored_state(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from dtrain.checkpoint import storage
 from dtrain.checkpoint.container import DTYPES, DamageError
 from dtrain.checkpoint.directory import (
     committed,
-    make_directories,
     quarantine,
     remove_tree,
     retire,
@@ -24,7 +25,9 @@ from dtrain.checkpoint.directory import (
 )
 from dtrain.checkpoint.fingerprint import MASK
 from dtrain.checkpoint.integrity import examine
+from dtrain.checkpoint.lease import hold
 from dtrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.retention import Retention, find_retired
 from dtrain.checkpoint.shard_file import Written, new_file, write_shard
 from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.collectives import Communicator
@@ -33,7 +36,36 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
 
-def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: int = 2) -> Path:
+@dataclass
+class Attempt:
+    """A save under way, as the thread that saves and another one see it.
+
+    Attributes:
+        failed: it cannot succeed: this rank's part has failed, whatever the others do.
+        given_up: asks this rank to stop writing, because the save fails for what another rank has met with.
+    """
+
+    failed: bool = False
+    given_up: bool = False
+
+    def proceed(self) -> None:
+        """Called before each block that is written; raises :class:`_GivenUpError` where it is in vain."""
+        if self.given_up:
+            raise _GivenUpError
+
+
+class _GivenUpError(Exception):
+    """Ends the writing of one rank; never seen outside: another rank's failure is what is reported."""
+
+
+def save(
+    directory: Path,
+    snapshot: Snapshot,
+    comm: Communicator,
+    *,
+    retention: Retention | None = None,
+    attempt: Attempt | None = None,
+) -> Path:
     """Writes ``directory/step-XXXXXXXX`` from the pieces of all ranks; collective and synchronous.
 
     On return the checkpoint is complete and durable, on every rank. On an error there is no trace of it under its
@@ -43,48 +75,59 @@ def save(directory: Path, snapshot: Snapshot, comm: Communicator, *, keep_last: 
         directory: of the checkpoints, on a file system that all ranks share; made where it does not exist.
         snapshot: this rank's pieces, of the same step on every rank; rank 0's state is stored.
         comm: the ranks that save.
-        keep_last: after the commit, older checkpoints than the newest ``keep_last`` are removed (1 or more). One that
-            is damaged is neither counted nor removed.
+        retention: which checkpoints stay after the commit; None: ``Retention()``. One that is damaged is neither
+            counted nor removed.
+        attempt: for another thread to follow it.
 
     Returns:
         The path of the committed checkpoint.
 
     Raises:
         CheckpointError: names the rank and the reason: the file system's, pieces that do not tile a tensor, state that
-            is not JSON, or a good checkpoint of this step that is there already.
+            is not JSON, a good checkpoint of this step that is there already, or another process that holds the
+            directory's lease.
     """
-    if keep_last < 1:
-        raise CheckpointError(f"keep_last={keep_last} would keep no checkpoint; use 1 or more")
+    attempt = attempt or Attempt()
     began = time.monotonic()
     directory = Path(directory)
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
-    attempt = on_rank_0(comm, what, lambda: _begin(directory, snapshot), CheckpointError)
-    temporary = directory / attempt["temporary"]
+    with ExitStack() as held:  # the lease, on rank 0
+        begun = on_rank_0(comm, what, lambda: _begin(directory, snapshot, held), CheckpointError)
+        temporary = directory / begun["temporary"]
 
-    def write() -> dict[str, Any]:
-        if snapshot.step != attempt["step"]:
-            raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {attempt['step']}")
-        return write_shard(temporary / f"r{comm.rank:04d}.safetensors", snapshot.pieces)
+        def write() -> dict[str, Any]:
+            try:
+                if snapshot.step != begun["step"]:
+                    raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {begun['step']}")
+                snapshot.ready()
+                return write_shard(temporary / f"r{comm.rank:04d}.safetensors", snapshot.pieces, attempt.proceed)
+            except _GivenUpError:
+                return {}
+            except Exception:
+                attempt.failed = True
+                raise
 
-    try:
-        reports = on_every_rank(comm, what, write, CheckpointError)
-        on_rank_0(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)), CheckpointError)
-    except CheckpointError:
+        try:
+            reports = on_every_rank(comm, what, write, CheckpointError)
+            on_rank_0(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)), CheckpointError)
+        except CheckpointError:
+            if comm.rank == 0:
+                _warn_on_failure(lambda: _discard(temporary), "removing the failed save")
+            raise
         if comm.rank == 0:
-            _warn_on_failure(lambda: remove_tree(temporary), "removing the failed save")
-        raise
-    if comm.rank == 0:
-        size = sum(report["bytes"] for report in reports)
-        seconds = time.monotonic() - began
-        logger.info("checkpoint: saved %s (%d bytes, %d files, %.1f s)", target, size, comm.world_size, seconds)
-        _warn_on_failure(lambda: _retain(directory, target, keep_last), "removing old checkpoints")
-    return target
+            size = sum(report["bytes"] for report in reports)
+            seconds = time.monotonic() - began
+            logger.info("checkpoint: saved %s (%d bytes, %d files, %.1f s)", target, size, comm.world_size, seconds)
+            _warn_on_failure(lambda: _retain(directory, target, retention or Retention()), "removing old checkpoints")
+        return target
 
 
-def _begin(directory: Path, snapshot: Snapshot) -> dict[str, Any]:
+def _begin(directory: Path, snapshot: Snapshot, held: ExitStack) -> dict[str, Any]:
     stored_state(snapshot.state)  # refuse what cannot be stored before anything is written
-    make_directories(directory)
+    lease = held.enter_context(hold(directory))
+    held.enter_context(lease.one_save)
+    lease.check()
     sweep(directory)
     target = directory / step_name(snapshot.step)
     if target in committed(directory):
@@ -101,6 +144,11 @@ def _begin(directory: Path, snapshot: Snapshot) -> dict[str, Any]:
     temporary = temporary_path(directory, snapshot.step)
     storage.make_directory(temporary)
     return {"temporary": temporary.name, "step": snapshot.step}
+
+
+def _discard(temporary: Path) -> None:
+    storage.sync_directory(temporary.parent)  # a rename that was taken back is so on disk, before any file goes
+    remove_tree(temporary)
 
 
 def _assemble(snapshot: Snapshot, reports: Sequence[dict[str, Any]]) -> Manifest:
@@ -134,10 +182,16 @@ def _entry(held: Sequence[tuple[int, Written]], files: Sequence[FileEntry]) -> T
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
-    with new_file(temporary / manifests.FILE) as append:
-        append(manifest.encode())
-    storage.sync_directory(temporary)
-    storage.rename(temporary, target)
+    with hold(target.parent) as lease:  # the one of this save
+        try:
+            with new_file(temporary / manifests.FILE) as append:
+                append(manifest.encode())
+            storage.sync_directory(temporary)
+            lease.check()
+            storage.rename(temporary, target)
+        except FileNotFoundError:
+            lease.check()  # whoever took it over has swept this save: that says more
+            raise
     try:
         storage.sync_directory(target.parent)
     except OSError:
@@ -145,21 +199,15 @@ def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
         raise
 
 
-def _retain(directory: Path, newest: Path, keep_last: int) -> None:
-    kept = 0
-    for path in reversed(committed(directory)):
-        try:
-            examine(path, fast=True)
-        except DamageError as damage:
-            logger.warning("checkpoint %s is damaged: %s: %s", path, damage.file, damage.reason)
-            continue
-        kept += 1
-        if kept > keep_last and path != newest:
-            retire(path)
+def _retain(directory: Path, newest: Path, retention: Retention) -> None:
+    with hold(directory) as lease:
+        lease.check()
+    for path in find_retired(directory, retention, newest=newest):
+        retire(path)
 
 
 def _warn_on_failure(work: Callable[[], None], what: str) -> None:
     try:
         work()
-    except OSError as error:
+    except (CheckpointError, OSError) as error:
         logger.warning("checkpoint: %s failed: %s", what, describe(error))

@@ -9,7 +9,11 @@ from typing import Any
 from dtrain.config.schema import (
     DEFAULT_FACTORY,
     FACTORY_FORM,
+    GPT2_FACTORY,
     GROUP_OPTIONS,
+    CheckpointBenchConfig,
+    CheckpointConfig,
+    CheckpointSuiteConfig,
     CollectivesBenchConfig,
     CollectivesSuiteConfig,
     DataConfig,
@@ -48,6 +52,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_optim(config.optim)
     _check_loss_scale(config.precision)
     _check_model(config.model)
+    _check_checkpoint(config.checkpoint)
     _check_launch(config.launch)
     _check_capabilities(config)
     if isinstance(config.engine, NativeEngineConfig):
@@ -67,7 +72,9 @@ def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
         raise ConfigError(re.sub(r"\bengine\.(?=\w)", f"engines.{engine}.", text)) from None
 
 
-def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig | ParitySuiteConfig) -> None:
+def check_suite(
+    config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig | CheckpointSuiteConfig | ParitySuiteConfig,
+) -> None:
     """Checks the configuration of a suite of ``dtrain bench``, or of ``dtrain parity``, likewise.
 
     Raises:
@@ -84,6 +91,8 @@ def check_suite(config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteCon
         unit = 1024 * bench.ranks
         if not bench.sizes or any(size < unit for size in bench.sizes):
             raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers, each at least {unit}")
+    if isinstance(bench, CheckpointBenchConfig) and (not bench.sizes or min(bench.sizes) < 1):
+        raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers of MB, each at least 1")
     if not isinstance(config, SuiteConfig):
         return
     _check_names(config)
@@ -190,7 +199,7 @@ def _used_scale_keys(precision: PrecisionConfig) -> set[str]:
 def _check_model(model: ModelConfig) -> None:
     if not FACTORY_FORM.fullmatch(model.factory):
         raise ConfigError(f"model.factory={model.factory} must be package.module:function, such as {DEFAULT_FACTORY}")
-    if model.factory != DEFAULT_FACTORY:
+    if model.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
         return
     if model.args:
         raise ConfigError(
@@ -201,6 +210,14 @@ def _check_model(model: ModelConfig) -> None:
             f"model.hidden_dim={model.hidden_dim} does not divide by model.num_heads={model.num_heads}; "
             "each head takes the same share"
         )
+    if model.factory == GPT2_FACTORY:
+        for key in ("num_kv_heads", "rope_theta"):
+            if getattr(model, key) != getattr(ModelConfig(), key):
+                raise ConfigError(
+                    f"model.{key}={getattr(model, key)} is not used with model.factory={GPT2_FACTORY}, which has no "
+                    "grouped queries and learned positions; remove it"
+                )
+        return
     if model.hidden_dim // model.num_heads % 2:
         raise ConfigError(
             f"model.hidden_dim={model.hidden_dim} / model.num_heads={model.num_heads} gives heads of odd dim "
@@ -210,6 +227,14 @@ def _check_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.num_heads={model.num_heads} does not divide by model.num_kv_heads={model.num_kv_heads}; "
             "each key-value head serves the same number of heads"
+        )
+
+
+def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    if checkpoint.when_busy == "skip" and not checkpoint.asynchronous:
+        raise ConfigError(
+            "checkpoint.when_busy=skip is used with checkpoint.asynchronous=true only: a synchronous save has ended "
+            "before the next one is due; remove it, or set checkpoint.asynchronous=true"
         )
 
 

@@ -115,6 +115,8 @@ class PrecisionConfig:
 
 
 DEFAULT_FACTORY = "dtrain.models.transformer:build"
+GPT2_FACTORY = "dtrain.models.gpt2:build"
+VOCAB_MULTIPLE = 64  # to which their vocabulary is padded
 FACTORY_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """package.module:function"""
 
@@ -129,8 +131,9 @@ class ModelConfig:
     hidden_dim: int = _at_least(256, 1)
     num_heads: int = _at_least(4, 1)
     num_kv_heads: int | None = _at_least(None, 1)  # null: as many as num_heads
-    ffn_dim: int | None = _at_least(None, 1)  # null: 8/3 of hidden_dim, rounded up to a multiple of 64
+    ffn_dim: int | None = _at_least(None, 1)  # null: 8/3 of hidden_dim, rounded up to 64; gpt2: 4 x hidden_dim
     max_seq_len: int = _at_least(256, 1)
+    vocab_size: int | None = _at_least(None, 1)  # null: the data's; else at least as many
     dropout: float = _between(0.0, 0.0, 1.0)
     tie_embeddings: bool = True
     rope_theta: float = _at_least(10000.0, 1.0)
@@ -242,9 +245,13 @@ class TensorboardConfig(TrackerConfig):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which checkpoints are kept."""
+    """How checkpoints are saved, and which are kept."""
 
-    keep_last: int = _at_least(2, 1)
+    asynchronous: bool = True  # training goes on while they are written; takes host memory for one more shard
+    when_busy: str = _one_of("wait", "skip")  # where one is due while another is being written
+    keep_last: int = _at_least(2, 1)  # the newest so many
+    keep_every: int = _at_least(0, 0)  # those of every so many steps, for ever; 0: none
+    keep_best: int = _at_least(0, 0)  # so many of the least validation loss; above 0 each save comes after a validation
     save_at_end: bool = True
 
 
@@ -398,6 +405,26 @@ class CollectivesSuiteConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointBenchConfig:
+    """A save: how long training stands still for it, and how long it takes until it is complete on the disk."""
+
+    ranks: int = _at_least(1, 1)
+    threads_per_rank: int = _at_least(1, 1)
+    device: str = _one_of("auto", "cpu", "cuda")
+    sizes: list[int] = field(default_factory=lambda: [131])  # MB (10^6 bytes) of masters and moments a rank
+    dir: str = "."  # on the disk to measure; a folder is made there, and removed at the end
+    rounds: int = _at_least(10, 1)
+    out: str | None = None  # the JSON; null: runs/bench-<suite>-<date>_<time>.json
+
+
+@dataclass(frozen=True)
+class CheckpointSuiteConfig:
+    """``dtrain bench checkpoint``."""
+
+    bench: CheckpointBenchConfig = field(default_factory=CheckpointBenchConfig)
+
+
+@dataclass(frozen=True)
 class ParityConfig:
     """What is compared, over how many steps, and how far apart is too far."""
 
@@ -468,6 +495,7 @@ Root = TypeVar(
     VoteSuiteConfig,
     OptimizerSuiteConfig,
     CollectivesSuiteConfig,
+    CheckpointSuiteConfig,
 )
 
 
@@ -485,6 +513,7 @@ BENCH_ENGINE = Primary("bench-engine", "bench engine", EngineSuiteConfig)
 BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteConfig)
 BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteConfig)
 BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
+BENCH_CHECKPOINT = Primary("bench-checkpoint", "bench checkpoint", CheckpointSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
 PARITY = Primary("parity", "parity", ParitySuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
@@ -494,6 +523,7 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_PRECISION,
     BENCH_OPTIMIZER,
     BENCH_COLLECTIVES,
+    BENCH_CHECKPOINT,
     BENCH_VOTE,
 )
 

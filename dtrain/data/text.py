@@ -74,9 +74,14 @@ class TextDataset:
     vocab_size: int = VOCAB_SIZE
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """The text of 1-D ``tokens``; bytes that are not UTF-8 become U+FFFD, an end of document ``<|end|>``."""
+        """The text of 1-D ``tokens``; an end of document is ``<|end|>``.
+
+        Bytes that are not UTF-8 become U+FFFD, and so do tokens beyond the data's, which a larger ``model.vocab_size``
+        has.
+        """
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        return b"".join(b"<|end|>" if v == END_OF_DOCUMENT else bytes((v,)) for v in values).decode(errors="replace")
+        parts = {END_OF_DOCUMENT: b"<|end|>"} | {value: bytes((value,)) for value in range(END_OF_DOCUMENT)}
+        return b"".join(parts.get(value, b"\xff") for value in values).decode(errors="replace")
 
 
 def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -149,6 +150,20 @@ class Communicator:
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
         self._word = _Word(self.announce)
+        self._siblings: list[Communicator] = []
+
+    def sibling(self) -> Communicator:
+        """A communicator of the same ranks for another thread, whose collectives never meet this one's; all ranks call.
+
+        It goes over gloo and takes CPU tensors, whatever this one does. It is released with this one: by then its
+        thread must have ended.
+        """
+        group = None
+        if self.world_size > 1:
+            with _named_failure(f"rank {self.rank}: a second process group"):
+                group = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
+        self._siblings.append(Communicator(group, torch.device("cpu"), shared_memory=False))
+        return self._siblings[-1]
 
     def release(self) -> None:
         """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
@@ -156,6 +171,8 @@ class Communicator:
         A thread of gloo that still holds a tensor when the interpreter ends aborts the process. After a failure the
         threads may wait for a rank that never answers, and so would this.
         """
+        for sibling in self._siblings:
+            sibling.release()
         self._group = None
         self._memory = None
 
@@ -343,15 +360,15 @@ class Communicator:
 
     def exchange_text(self, text: str) -> list[str]:
         """Returns the text of every rank, in rank order. As padded UTF-8 bytes: nothing is ever pickled."""
-        payload = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
+        payload = text.encode()
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        padded[: payload.numel()] = payload
         if not max(sizes):
             return [""] * self.world_size
-        rows = self.gather_rows(padded, label="text").cpu()
-        return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, sizes, strict=True)]
+        # no list of Python numbers: another thread may train meanwhile
+        padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
+        rows = self.gather_rows(padded.to(self.device), label="text").cpu()
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

@@ -29,8 +29,10 @@ class Peers:
 
     def __init__(self, comm: Communicator) -> None:
         self._rank = comm.rank
-        here = _host()
-        processes = [json.loads(text) for text in comm.exchange_text(json.dumps([here, os.getpid(), _started("self")]))]
+        here = host_identity()
+        processes = [
+            json.loads(text) for text in comm.exchange_text(json.dumps([here, os.getpid(), process_start("self")]))
+        ]
         self._others = {
             rank: (pid, started)
             for rank, (host, pid, started) in enumerate(processes)
@@ -39,7 +41,7 @@ class Peers:
 
     def ended(self) -> dict[int, int]:
         """The ranks of this host whose process has ended, with its pid; a zombie has."""
-        return {rank: pid for rank, (pid, started) in self._others.items() if _started(str(pid)) != started}
+        return {rank: pid for rank, (pid, started) in self._others.items() if process_start(str(pid)) != started}
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -51,7 +53,7 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            if _is_lost_connection(error):
+            if is_lost_connection(error):
                 raise self._explain(error) from error
             raise
         except CommunicationError as error:
@@ -68,11 +70,13 @@ class Peers:
         return CommunicationError(f"{names} has ended, so this rank ends too; seen as: {reason}")
 
 
-def _is_lost_connection(error: RuntimeError) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective has failed, a library's too: another rank has gone, or does not answer."""
+    lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
+    return lost or isinstance(error, CommunicationError)
 
 
-def _host() -> list[str] | None:
+def host_identity() -> list[str] | None:
     """What ranks that see the same processes have in common; None where the system does not say."""
     try:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
@@ -80,7 +84,7 @@ def _host() -> list[str] | None:
         return None
 
 
-def _started(process: str) -> str | None:
+def process_start(process: str) -> str | None:
     """When a process started, in the kernel's ticks; None where it has ended or cannot be seen."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

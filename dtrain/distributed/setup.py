@@ -80,6 +80,9 @@ def connect(
     """
     if dist.is_initialized():
         _check_backend(device)
+        env = LaunchEnv.read()
+        if env.launched and env.one_host:  # for a group that is added to it
+            _stay_on_loopback()
         return Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     env = LaunchEnv.read()
     if env.world_size == 1:

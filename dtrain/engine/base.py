@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dtrain.checkpoint import Retention
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import UsageError
 from dtrain.precision.policy import Contract, PrecisionPolicy
@@ -271,18 +272,53 @@ class Engine(ABC):
         *,
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
-        keep_last: int = 2,
-    ) -> Path:
+        metrics: Mapping[str, float | None] | None = None,
+        retention: Retention | None = None,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
+    ) -> Path | None:
         """Writes a checkpoint under ``directory``; all ranks call. Returns its path.
+
+        An asynchronous save returns once this rank's part is copied to host memory, which is kept for the next one; a
+        thread of each rank writes it. One save is under way at a time. Where it fails, every rank raises the same
+        ``CheckpointError``, once: from the :meth:`step` whose vote tells of it, from the next :meth:`save` or
+        :meth:`load`, or from :meth:`wait_for_save`. The engine can go on. On CPU the step that raises it is done; on a
+        GPU, where a vote is read one step later, it is not and can be called again: see ``attempted_steps``. A process
+        that ends without :meth:`wait_for_save` waits for the thread.
 
         Args:
             directory: usually ``run/checkpoints``.
             extra: the caller's own JSON.
             config: the run's configuration, stored redacted.
-            keep_last: committed checkpoints kept.
+            metrics: losses to be listed; what is None or not finite is left out. ``val_loss`` is what ``keep_best``
+                compares.
+            retention: which checkpoints are kept; None: ``Retention()``, the newest two.
+            asynchronous: see above.
+            when_busy: where the save before it is still under way, ``wait`` for it, or ``skip`` this one.
+
+        Returns:
+            The path, at which an asynchronous save is not visible yet; None where it is left out.
 
         Raises:
             CheckpointError: any rank failed; no checkpoint became visible.
+        """
+
+    @abstractmethod
+    def wait_for_save(self) -> Path | None:
+        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call.
+
+        Raises:
+            CheckpointError: it failed on any rank.
+        """
+
+    @abstractmethod
+    def leave_save(self, *, give_up: bool = False) -> None:
+        """Returns when an asynchronous save under way has ended on this rank, however it does; asks no other rank.
+
+        For a rank that stops training by an exception and is about to leave the process group.
+
+        Args:
+            give_up: stop writing at once: a rank has gone, so that it cannot be committed.
         """
 
     @abstractmethod

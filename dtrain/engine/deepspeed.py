@@ -213,7 +213,7 @@ class DeepSpeedEngine(VotingEngine):
             return self._zero.main_grads()
         return [self._optimizer.state[partition.master][kind] for partition in partitions]
 
-    def save(self, *args: Any, **kwargs: Any) -> Path:
+    def save(self, *args: Any, **kwargs: Any) -> Path | None:
         """See :meth:`dtrain.engine.base.Engine.save`."""
         with self._whole_frozen():
             return super().save(*args, **kwargs)

@@ -8,6 +8,7 @@ import math
 import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import checkpoint
-from dtrain.checkpoint import CheckpointReader, Piece, Snapshot
+from dtrain.checkpoint import CheckpointReader, Piece, Place, Snapshot
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
@@ -26,17 +27,17 @@ if TYPE_CHECKING:
 
 
 _TRAINED = ("master", "exp_avg", "exp_avg_sq")
+_CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
 
-def save(
+def snapshot_of(
     engine: VotingEngine,
-    directory: Path,
     *,
     extra: Mapping[str, Any] | None,
     config: Mapping[str, Any] | None,
-    keep_last: int,
-) -> Path:
-    """Writes what this rank owns; see :meth:`dtrain.engine.base.Engine.save`."""
+    metrics: Mapping[str, float | None] | None,
+) -> Snapshot:
+    """What this rank owns, where it lies now, and the state; see :meth:`dtrain.engine.base.Engine.save`."""
     pieces = [*_owned_pieces(engine)]
     if engine.rank == 0:
         pieces += _replicated_pieces(engine)
@@ -56,12 +57,14 @@ def save(
         "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
         "data_cursor": engine.data_cursor,
         "aliases": aliases(engine.module),
+        "metrics": {
+            name: float(value) for name, value in (metrics or {}).items() if value is not None and math.isfinite(value)
+        },
         "config": dict(config or {}),
         "config_hash": _config_hash(config or {}),
         "extra": dict(extra or {}),
     }
-    snapshot = Snapshot(engine.attempted_steps, tuple(pieces), state)
-    return checkpoint.save(directory, snapshot, engine.comm, keep_last=keep_last)
+    return Snapshot(engine.attempted_steps, tuple(pieces), state)
 
 
 def _config_hash(config: Mapping[str, Any]) -> str:
@@ -103,10 +106,9 @@ def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
 
 
 def _read_into_place(engine: VotingEngine, reader: CheckpointReader) -> None:
-    for piece in _held_pieces(engine):
-        piece.data.copy_(reader.read(piece.kind, piece.name, piece.start, piece.stop))
-    for kind, name, tensor in _replicated_tensors(engine.module):
-        tensor.copy_(reader.read(kind, name).view(tensor.shape))
+    held = (Place(piece.kind, piece.name, piece.start, piece.data) for piece in _held_pieces(engine))
+    replicated = (Place(kind, name, 0, tensor) for kind, name, tensor in _replicated_tensors(engine.module))
+    reader.read_into(chain(held, replicated))
 
 
 def _proofs(engine: VotingEngine, reader: CheckpointReader) -> Iterator[Piece]:
@@ -124,19 +126,21 @@ def _proofs(engine: VotingEngine, reader: CheckpointReader) -> Iterator[Piece]:
         if dtype == piece.dtype:
             yield piece
             continue
-        values = reader.read(piece.kind, piece.name)
-        cast = values.to(piece.dtype)
-        if not torch.equal(cast.view(torch.uint8), piece.data.cpu().view(torch.uint8)):
-            raise CheckpointError(
-                f"after loading {reader.path}, {piece.kind} '{piece.name}' differs from what was saved"
-            )
-        yield replace(piece, dtype=dtype, data=values)
+        for start in range(0, piece.stop, _CAST_ELEMENTS):
+            live = piece.data[start : start + _CAST_ELEMENTS]
+            stop = start + live.numel()
+            values = reader.read(piece.kind, piece.name, start, stop)
+            if not torch.equal(values.to(piece.dtype).view(torch.uint8), live.cpu().view(torch.uint8)):
+                raise CheckpointError(
+                    f"after loading {reader.path}, {piece.kind} '{piece.name}' differs from what was saved"
+                )
+            yield replace(piece, dtype=dtype, start=start, stop=stop, data=values)
 
 
 def _owned_pieces(engine: VotingEngine) -> Iterator[Piece]:
-    """What this rank writes: its share of masters and moments."""
-    for kind in _TRAINED:
-        yield from engine.own_pieces(kind)
+    """What this rank writes: its share of masters and moments, those of one parameter together."""
+    for pieces in zip(*(engine.own_pieces(kind) for kind in _TRAINED), strict=True):
+        yield from pieces
 
 
 def _held_pieces(engine: VotingEngine) -> Iterator[Piece]:

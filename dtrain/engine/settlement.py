@@ -64,6 +64,7 @@ class Settlement:
         config_text: what all ranks must agree on, as text that can be shown.
         at_once: whether a step is settled when it is posted.
         applied_steps: updates of the masters.
+        save_failed: whether a rank has said that the save under way has failed; whoever collects the failure clears it.
     """
 
     comm: Communicator
@@ -73,6 +74,7 @@ class Settlement:
     config_text: str
     at_once: bool
     applied_steps: int = 0
+    save_failed: bool = False
     _last: _Step | None = field(default=None, init=False)
     _readback: Readback = field(init=False)
 
@@ -117,6 +119,7 @@ class Settlement:
         if step.divergence is not None:
             raise step.divergence  # for ever: nothing durable comes of an engine whose ranks have parted
         verdict = step.peek()
+        self.save_failed = self.save_failed or verdict.save_failed
         if verdict.reason == "bad_weight":
             step.outcome = _outcome(verdict, step.known, None)
             self.suspects.clear()

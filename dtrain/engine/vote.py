@@ -33,7 +33,7 @@ NEVER = 2**62
 class VoteRecord:
     """One rank's word on one step. Integers are 63 bits wide at most.
 
-    The host knows the first fields (``MUST_AGREE`` and ``stop_requested``); the device fills the others.
+    The host knows the first fields (``MUST_AGREE``, ``stop_requested``, ``save_failed``); the device fills the others.
 
     Attributes:
         step: attempted steps before this one.
@@ -44,6 +44,7 @@ class VoteRecord:
         lr: learning rate of this step.
         loss_scale: in force during this step's backward.
         stop_requested: 1 if this rank wants to stop after this step.
+        save_failed: 1 if this rank knows that the save under way has failed.
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
@@ -63,6 +64,7 @@ class VoteRecord:
     lr: float
     loss_scale: float
     stop_requested: int
+    save_failed: int
     sum_weights: float
     sum_weighted_loss: float
     sum_squares: float
@@ -94,7 +96,7 @@ def _float(bits: int) -> float:
 
 _COLUMNS = {field.name: number for number, field in enumerate(fields(VoteRecord))}
 _FLOATS = {field.name for field in fields(VoteRecord) if field.type == "float"}
-_NUM_HOST = _COLUMNS["stop_requested"] + 1
+_NUM_HOST = _COLUMNS["save_failed"] + 1
 _DEVICE_FLOATS = slice(_COLUMNS["sum_weights"], _COLUMNS["num_bad_losses"])
 NUM_FIELDS = len(_COLUMNS)
 
@@ -221,6 +223,11 @@ class Verdict:
     def stop_requested(self) -> bool:
         """Whether any rank wants to stop after this step."""
         return any(record.stop_requested for record in self.records)
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the save under way has failed on any rank."""
+        return any(record.save_failed for record in self.records)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import Piece
+from dtrain import checkpoint
+from dtrain.checkpoint import Piece, Retention, Saver
 from dtrain.distributed.logging import logger
 from dtrain.engine import persistence
 from dtrain.engine.base import Engine, StepOutcome
@@ -96,6 +97,7 @@ class VotingEngine(Engine):
             request.config_text,
             at_once=self.device.type == "cpu",
         )
+        self._saver = Saver(self.comm)
         self._has_old_gradients = False  # of a step that is done
         self._is_unseen = True  # no forward since set-up or load has been observed
         self._half_loaded = False
@@ -264,6 +266,7 @@ class VotingEngine(Engine):
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host waits for nothing of it."""
         self._settle()
+        self._raise_failed_save()
         self._require_whole("step")
         if not self._tally:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
@@ -292,7 +295,14 @@ class VotingEngine(Engine):
         outcome = self._settlement.outcome()
         if self.settles_at_once:
             self._settle()
+            self._raise_failed_save()
         return outcome
+
+    def _raise_failed_save(self) -> None:
+        """Raises the failure of a save that the vote has told of: the ranks take note of a vote in one place."""
+        if self._settlement.save_failed:
+            self._settlement.save_failed = False
+            self._saver.fail()
 
     def _vote(self, lr: float) -> Decision:
         squares = self._squares()
@@ -305,6 +315,7 @@ class VotingEngine(Engine):
             lr=lr,
             loss_scale=self.loss_scale.scale,
             stop_requested=int(self._stop_requested),
+            save_failed=int(self._saver.has_failed),
             sum_weights=0.0,
             sum_weighted_loss=0.0,
             sum_squares=0.0,
@@ -399,19 +410,40 @@ class VotingEngine(Engine):
         *,
         extra: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
-        keep_last: int = 2,
-    ) -> Path:
+        metrics: Mapping[str, float | None] | None = None,
+        retention: Retention | None = None,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
+    ) -> Path | None:
         """Writes a checkpoint under ``directory``; all ranks call. Returns its path."""
         self._require_whole("save")
         self._require_between_steps("save")
+        if when_busy not in ("wait", "skip"):
+            raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
         self._settle()
-        return persistence.save(self, Path(directory), extra=extra, config=config, keep_last=keep_last)
+        if when_busy == "skip" and self._saver.is_busy():
+            return None
+        self.wait_for_save()
+        snapshot = persistence.snapshot_of(self, extra=extra, config=config, metrics=metrics)
+        if asynchronous:
+            return self._saver.start(Path(directory), snapshot, retention)
+        return checkpoint.save(Path(directory), snapshot, self.comm, retention=retention)
+
+    def wait_for_save(self) -> Path | None:
+        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
+        self._settle()
+        self._settlement.save_failed = False  # what the vote has told of is raised here
+        return self._saver.wait()
+
+    def leave_save(self, *, give_up: bool = False) -> None:
+        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
+        self._saver.leave(give_up=give_up)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
         self._require_untorn("load")
         self._require_between_steps("load")
-        self._settle()
+        self.wait_for_save()
         reader = persistence.open_checkpoint(self, Path(path))
         self._half_loaded = True
         extra = persistence.fill(self, reader)

@@ -16,17 +16,35 @@ from dtrain.config.schema import FACTORY_FORM, ModelConfig
 from dtrain.errors import ConfigError, nearest
 
 
+def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
+    """The number of tokens that the model knows: ``config.vocab_size``, or the data's where that is null.
+
+    Raises:
+        ConfigError: fewer than the data has, whose larger tokens would have no embedding.
+    """
+    if config.vocab_size is None:
+        return data_vocab_size
+    if config.vocab_size < data_vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size} is smaller than the data's vocabulary of {data_vocab_size} tokens; "
+            f"make it {data_vocab_size} or more, or null"
+        )
+    return config.vocab_size
+
+
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     """Calls ``config.factory(config, vocab_size)`` with torch's generators seeded by ``seed``.
 
+    ``vocab_size`` is the data's; the factory gets that of :func:`vocabulary`.
     The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
     or configuration, never from a checkpoint. Its module may lie in the working directory.
 
     Raises:
         ConfigError: the factory is not of the form ``package.module:function``, cannot be imported, does not exist, or
-            does not return an ``nn.Module``. What the factory itself raises is passed on.
+            does not return an ``nn.Module``; or as :func:`vocabulary`. What the factory itself raises is passed on.
     """
     factory = _load(config.factory)
+    vocab_size = vocabulary(config, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = factory(config, vocab_size)

@@ -1,16 +1,13 @@
 """The default model: a decoder-only transformer.
 
 RMSNorm before each sub-layer (Zhang and Sennrich, 2019), rotary positions (Su et al., 2021), SwiGLU (Shazeer, 2020),
-grouped-query attention (Ainslie et al., 2023), no biases. The vocabulary is padded to a multiple of 64 for the Tensor
-Cores; padded entries are cut off before anything can see their logits.
+grouped-query attention (Ainslie et al., 2023), no biases.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,24 +15,10 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
+from dtrain.models.causal_lm import ModelOutput, draw_seed, init_weights, judge, padded, refuse_args
 from dtrain.sharding.layout import round_up
 
-IGNORE_INDEX = -100
-
-_INIT_STD = 0.02
-_VOCAB_MULTIPLE = 64
 _FFN_MULTIPLE = 64
-
-
-class ModelOutput(NamedTuple):
-    """What the model returns.
-
-    ``logits`` is FP32 [B, T, vocab_size] (padding removed); ``loss`` is the FP32 mean cross entropy over the targets
-    that are not ``IGNORE_INDEX`` (0 where there are none), or None without targets.
-    """
-
-    logits: Tensor
-    loss: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -162,35 +145,17 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         dims = Dims.of(config)
-        # one draw before any layer takes from the generator: the weights depend on the seed and their names alone
-        init_seed = int(torch.randint(2**62, (), device="cpu"))
+        init_seed = draw_seed()
         self.config = config
         self.vocab_size = vocab_size
-        padded = round_up(vocab_size, _VOCAB_MULTIPLE)
-        self.embed = nn.Embedding(padded, dims.hidden)
+        self.embed = nn.Embedding(padded(vocab_size), dims.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
         self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)
-        self.head = nn.Linear(dims.hidden, padded, bias=False)
+        self.head = nn.Linear(dims.hidden, padded(vocab_size), bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
-        self._init_weights(init_seed)
-
-    @torch.no_grad()
-    def _init_weights(self, seed: int) -> None:
-        """Normal(0, 0.02); projections into the residual stream / sqrt(2 num_layers) (GPT-2, Radford et al., 2019)."""
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                continue  # norms keep their ones
-            residual = name.endswith(("attn.out.weight", "ffn.down.weight"))
-            std = _INIT_STD / math.sqrt(2 * self.config.num_layers) if residual else _INIT_STD
-            digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-            generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
-            # drawn on the CPU whatever the device of the model: the same weights everywhere
-            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(
-                0, std, generator=generator
-            )
-            parameter.copy_(values)
+        init_weights(self, init_seed, dims.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
         """Predicts the next token at each position.
@@ -205,11 +170,7 @@ class Transformer(nn.Module):
         x = self.dropout(self.embed(tokens))
         for block in self.blocks:
             x = block(x, rotation)
-        logits = self.head(self.norm(x))[..., : self.vocab_size].float()
-        if targets is None:
-            return ModelOutput(logits, None)
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
+        return judge(self.head(self.norm(x))[..., : self.vocab_size], targets)
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
@@ -218,9 +179,5 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     Raises:
         ConfigError: sizes that do not fit together, or free ``model.args``, which this model does not read.
     """
-    if config.args:
-        raise ConfigError(
-            f"model.args={dict(config.args)} would be ignored: the default transformer takes none; remove it or set "
-            "model.factory=package.module:function"
-        )
+    refuse_args(config)
     return Transformer(config, vocab_size)

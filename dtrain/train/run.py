@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +19,7 @@ from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.peers import Peers
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.base import Engine
-from dtrain.models import build_model, generate, train_flops_per_token
+from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, write_atomically, write_summary
 from dtrain.telemetry.throughput import device_name, mfu
@@ -76,8 +78,8 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     with StopSignals() as stop, torch_settings_restored():
         try:
             configure_logging(comm.rank)
-            with Peers(comm).named():
-                exit_code = _train(config, comm, job, stop)
+            with Peers(comm).named(), ExitStack() as held:
+                exit_code = _train(config, comm, job, stop, held)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written
                 comm.barrier()
@@ -99,14 +101,17 @@ def check_run(config: RunConfig) -> None:
     check_tracker(config.tracker)
 
 
-def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals) -> int:
+def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals, held: ExitStack) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
+    # what is stored names the vocabulary: a checkpoint's weights show only that it was padded
+    vocab_size = vocabulary(config.model, dataset.vocab_size)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
-    run_dir = open_run_dir(config, comm, job)  # not before: what is refused up to here leaves no folder behind
+    run_dir = open_run_dir(config, comm, job, held)  # not before: what is refused up to here leaves no folder behind
     if run_dir.finished:
         logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)
         return EXIT_DONE
@@ -203,8 +208,7 @@ def _make_trainer(
         run_dir.checkpoints,
         settings=config_to_dict(config),  # the checkpoint blanks the secrets
         extra={_DATA_FINGERPRINT: dataset.fingerprint},
-        keep_last=config.checkpoint.keep_last,
-        at_end=config.checkpoint.save_at_end,
+        config=config.checkpoint,
     )
     return Trainer(engine, feed, train, saving, stop=stop, sinks=sinks)
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.directory import committed, is_single, of_run, quarantined, step_name
+from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name
 from dtrain.checkpoint.integrity import load_manifest
+from dtrain.checkpoint.lease import hold
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
@@ -57,22 +59,26 @@ def check_resume(config: RunConfig) -> None:
         _find_checkpoints(config.resume)
 
 
-def open_run_dir(config: RunConfig, comm: Communicator, job: int | None) -> RunDir:
+def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: ExitStack) -> RunDir:
     """Chooses the run directory on rank 0, creates it there, and tells the other ranks, which create nothing.
 
     Args:
         config: the run; without ``run_dir`` it is ``runs/<date>_<time>``.
         comm: the ranks.
         job: the number of this job in a sweep: each has a folder of its own in the run directory.
+        held: as long as it is open, rank 0 holds the lease of the run's checkpoints.
 
     Raises:
-        ConfigError: on every rank: it cannot be created, it holds a run that ``resume`` does not let continue, or the
-            checkpoint to continue from is of another model.
+        ConfigError: on every rank: it cannot be created, another job is at work in it, it holds a run that ``resume``
+            does not let continue, or the checkpoint to continue from is of another model.
     """
 
     def decide() -> tuple[str, str | None, bool]:
         path = _create(config, job)
         load_from, finished = _starting_point(config, path)
+        if not finished:
+            _hold(path, held)
+            load_from, finished = _starting_point(config, path)  # the job before may have saved until now
         if load_from is not None:
             _compare_with_checkpoint(load_from, redacted(config))
         return str(path), str(load_from) if load_from else None, finished
@@ -123,7 +129,12 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
         for path, old, new in _differences(before, now, "")
         if path.partition(".")[0] not in HASH_EXCLUDES
     ]
-    fatal = [c for c in changes if c[0].startswith("model.") and not c[0].startswith(_MAY_CHANGE)]
+    fatal = [
+        (path, old, new)
+        for path, old, new in changes
+        # older checkpoints do not name their vocabulary; the engine compares the shapes
+        if path.startswith("model.") and not path.startswith(_MAY_CHANGE) and (path, old) != ("model.vocab_size", None)
+    ]
     if fatal:
         listed = ", ".join(f"{path}={old} (now {new})" for path, old, new in fatal)
         raise ConfigError(
@@ -150,19 +161,22 @@ def redacted(config: RunConfig) -> dict[str, Any]:
 
 def _create(config: RunConfig, job: int | None) -> Path:
     parts = [] if job is None else [str(job)]
+    path = stamped = Path(config.run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}", *parts).absolute()
+    attempts = itertools.count(2)
+    while config.run_dir is None and path.exists():  # two runs of one second
+        path = stamped.with_name(f"{stamped.name}-{next(attempts)}")
     try:
-        if config.run_dir is not None:
-            path = Path(config.run_dir, *parts).absolute()
-            path.mkdir(parents=True, exist_ok=True)
-            return path
-        path = stamped = Path("runs", f"{datetime.now():%Y-%m-%d_%H-%M-%S}", *parts).absolute()
-        attempts = itertools.count(2)
-        while path.exists():  # two runs of one second
-            path = stamped.with_name(f"{stamped.name}-{next(attempts)}")
-        path.mkdir(parents=True)
-        return path
+        make_directories(path)  # durably: a checkpoint outlives a power cut only if its directories do
     except OSError as error:
-        raise ConfigError(f"run_dir={error.filename} cannot be created: {error.strerror}; choose another") from error
+        raise ConfigError(f"run_dir={path} cannot be created: {error.strerror}; choose another") from error
+    return path
+
+
+def _hold(path: Path, held: ExitStack) -> None:
+    try:
+        held.enter_context(hold(path / CHECKPOINTS))
+    except CheckpointError as error:
+        raise ConfigError(f"run_dir={path} is not free: {error}") from error
 
 
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
@@ -197,8 +211,8 @@ def _compare_with_checkpoint(load_from: Path, now: dict[str, Any]) -> None:
     except (DamageError, OSError):
         return  # the engine will name the damage, and take an older one if there is one
     before = manifest.state.get("config")
-    if before:
-        compare_configs(before, now, manifest.step)
+    if before:  # of what the checkpoint does not tell nothing has changed: an imported one tells its model alone
+        compare_configs(before, {group: now[group] for group in now if group in before}, manifest.step)
 
 
 def _find_checkpoints(resume: str) -> Path:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.config.schema import TrainConfig
+from dtrain.checkpoint import Retention
+from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
+from dtrain.distributed.peers import is_lost_connection
 from dtrain.engine.base import Engine, StepOutcome
 from dtrain.errors import ModelError, NonFiniteError
 from dtrain.precision.forward import find_loss
@@ -43,13 +45,12 @@ class Feed:
 
 @dataclass(frozen=True)
 class Saving:
-    """Where checkpoints go and what goes with them."""
+    """Where checkpoints go, what goes with them, and how."""
 
     directory: Path
     settings: dict[str, Any]  # the resolved config
     extra: dict[str, Any]
-    keep_last: int
-    at_end: bool
+    config: CheckpointConfig
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,11 @@ class Trainer:
         self._timer = StepTimer()  # the clock starts here, not where the trainer was built
         try:
             return self._run()
-        except NonFiniteError as error:  # the skip that ends the run has a line and a file too
-            last = [(self._engine.attempted_steps, error.outcome)] if isinstance(error.outcome, StepOutcome) else []
-            for step, outcome in self._unseen or last:
-                self._report(step, outcome)
+        except BaseException as error:
+            # the save under way holds a good state, whatever has ended the run
+            self._engine.leave_save(give_up=is_lost_connection(error))
+            if isinstance(error, NonFiniteError):
+                self._report_last(error)
             raise
 
     def _run(self) -> Result:
@@ -115,17 +117,18 @@ class Trainer:
             stop = self._look(self._step())
             step = engine.attempted_steps
             if stop and step < config.steps:
-                self._save(step)
+                self._save(step, asynchronous=False, when_busy="wait")
                 return self._result(finished=False)
             if _due(step, config.eval_every):
                 self._evaluate(step)
             if _due(step, config.save_every):
-                self._save(step)
+                self._save_judged(step, when_busy=self._saving.config.when_busy)
         # save before the last evaluation: nothing that comes after training can lose it
         step = engine.attempted_steps
-        if self._saving.at_end:
-            self._save(step)
+        if self._saving.config.save_at_end:
+            self._save_judged(step, when_busy="wait")
         self._evaluate(step)
+        engine.wait_for_save()
         return self._result(finished=True)
 
     def _step(self) -> StepOutcome:
@@ -187,6 +190,12 @@ class Trainer:
         for sink in self._sinks:
             sink.step(metrics)
 
+    def _report_last(self, error: NonFiniteError) -> None:
+        """The skip that ends the run has a line and a file too."""
+        last = [(self._engine.attempted_steps, error.outcome)] if isinstance(error.outcome, StepOutcome) else []
+        for step, outcome in self._unseen or last:
+            self._report(step, outcome)
+
     def _evaluate(self, step: int) -> None:
         if self._val_loss is not None and self._val_loss[0] == step:
             return
@@ -196,14 +205,29 @@ class Trainer:
         for sink in self._sinks:
             sink.validation(step, loss)
 
-    def _save(self, step: int) -> None:
+    def _save_judged(self, step: int, *, when_busy: str) -> None:
+        """Saves; where the best are kept, with the validation loss of just this step."""
+        if self._saving.config.keep_best and self._saved_step != step:
+            self._evaluate(step)
+        self._save(step, asynchronous=self._saving.config.asynchronous, when_busy=when_busy)
+
+    def _save(self, step: int, *, asynchronous: bool, when_busy: str) -> None:
         if self._saved_step == step:
             return
-        saving = self._saving
+        saving, config = self._saving, self._saving.config
+        val_loss = self._val_loss[1] if self._val_loss is not None and self._val_loss[0] == step else None
         with self._timer.paused():
-            extra = {**saving.extra, TOKENS: self._tokens}
-            self._engine.save(saving.directory, extra=extra, config=saving.settings, keep_last=saving.keep_last)
-        self._saved_step = step
+            path = self._engine.save(
+                saving.directory,
+                extra={**saving.extra, TOKENS: self._tokens},
+                config=saving.settings,
+                metrics={"train_loss": self._train_loss, "val_loss": val_loss},
+                retention=Retention(config.keep_last, config.keep_every, config.keep_best),
+                asynchronous=asynchronous,
+                when_busy=when_busy,
+            )
+        if path is not None:
+            self._saved_step = step
 
     def _result(self, *, finished: bool) -> Result:
         step_s = self._timer.total().step_s or None

@@ -14,7 +14,7 @@ import yaml
 from dtrain.config.compose import config_folder
 from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
 from dtrain.config.resolve import compose
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig
+from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, GROUP_OPTIONS, RunConfig
 from tests.config.regenerate_golden import GOLDEN, cases, resolved
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +72,7 @@ def test_model_presets_have_the_published_shapes() -> None:
         model = compose([f"model={name}"]).model
         assert tuple(getattr(model, key) for key in keys) == shape
         assert model.tie_embeddings is tied
+        assert model.factory == (GPT2_FACTORY if name == "gpt2-124m" else DEFAULT_FACTORY)
 
 
 def test_overrides_reach_the_records() -> None:

@@ -103,6 +103,11 @@ IMPOSSIBLE = [
 
 CONTRADICTIONS = [
     (
+        "checkpoint.when_busy=skip checkpoint.asynchronous=false",
+        "checkpoint.when_busy=skip is used with checkpoint.asynchronous=true only: a synchronous save has ended before "
+        "the next one is due; remove it, or set checkpoint.asynchronous=true",
+    ),
+    (
         "engine.prefetch=2",
         "engine.prefetch=2 is used with engine.zero_stage=3 only, and engine.zero_stage=2; remove it, or set "
         "engine.zero_stage=3",
@@ -174,6 +179,22 @@ CONTRADICTIONS = [
         "model.factory=mine:Class.build must be package.module:function, such as dtrain.models.transformer:build",
     ),
     ("model.args.depth=3", "model.args.depth is for a model.factory of your own; the built-in one takes none"),
+    (
+        "model=gpt2-124m model.num_kv_heads=4",
+        "model.num_kv_heads=4 is not used with model.factory=dtrain.models.gpt2:build, which has no grouped queries "
+        "and learned positions; remove it",
+    ),
+    (
+        "model=gpt2-124m model.rope_theta=500",
+        "model.rope_theta=500.0 is not used with model.factory=dtrain.models.gpt2:build, which has no grouped queries "
+        "and learned positions; remove it",
+    ),
+    (
+        "model=gpt2-124m model.num_heads=5",
+        "model.hidden_dim=768 does not divide by model.num_heads=5; each head takes the same share",
+    ),
+    ("model=gpt2-124m model.args.a=1", "model.args.a is for a model.factory of your own; the built-in one takes none"),
+    ("model.vocab_size=0", "model.vocab_size=0 is too small; it must be at least 1"),
 ]
 
 SYNTAX_AND_INTERPOLATION = [

@@ -61,7 +61,7 @@ def test_another_world_size_has_the_same_curve(
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, data: str, plain: Path) -> None:
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap("vote", 11).env()) is None
-    assert checkpoints(run_dir) == ["step-00000004", "step-00000008"]
+    assert checkpoints(run_dir) == ["lease-00000001.json", "step-00000004", "step-00000008"]
     file = run_dir / "checkpoints/step-00000008/r0000.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -30,10 +30,12 @@ SEAM = (
     "make_directory",
     "create",
     "write",
+    "overwrite",
     "sync",
     "close",
     "sync_directory",
     "rename",
+    "link",
     "remove_file",
     "remove_directory",
 )
@@ -45,6 +47,7 @@ class Seam:
 
     def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[int, Call], None] = lambda index, call: None) -> None:
         self.calls: list[Call] = []
+        self._files: dict[int, str] = {}
         self._lock = threading.Lock()
         for name in SEAM:
             patch.setattr(storage, name, self._wrap(name, getattr(storage, name), act))
@@ -55,9 +58,19 @@ class Seam:
                 index = len(self.calls)
                 self.calls.append((name, args))
             act(index, (name, args))
-            return real(*args)
+            result = real(*args)
+            if name == "create":
+                self._files[result] = args[0].name
+            return result
 
         return call
+
+    def is_at(self, call: Call, function: str, what: str) -> bool:
+        """Whether a call is one of ``function`` for a file whose name begins with ``what``."""
+        name, (target, *_) = call
+        if name == "sync_directory" and (target / "step-00000300").exists():
+            return (function, what) == COMMITTED
+        return name == function and (target.name if isinstance(target, Path) else self._files[target]).startswith(what)
 
 
 def prepare(directory: Path) -> None:
@@ -100,11 +113,25 @@ def test_order_of_the_protocol(points: list[Call]) -> None:
     """Bytes, then their names, then the commit, then the proof of the commit, and only then anything old goes."""
     names = names_of(points)
     temporary = next(name.split()[1] for name in names if name.startswith("make_directory"))
-    writes = len([name for name in names if name.startswith("write")])
-    order = [
+    begin, manifest = names.index(f"make_directory {temporary}"), names.index("create manifest.json")
+    taking, order = names[:begin], names[begin : manifest + 7]
+    assert taking.pop(0).startswith("sync_directory ")  # of the directory's own name, whoever made it
+    lease = taking[0].split()[1]
+    assert re.fullmatch(r"lease-00000001\.tmp-[0-9a-f]{8}", lease)
+    assert taking[:5] == [
+        f"create {lease}",
+        "write ",
+        "sync ",
+        f"link {lease} lease-00000001.json",
+        f"remove_file {lease}",
+    ]
+    assert re.fullmatch(r"rename step-00000250\.tmp-ab12cd34 step-00000250\.tmp-[0-9a-f]{8}", taking[5])
+    assert taking[6] == "sync_directory points0"
+    assert {name.split()[0] for name in taking[7:]} == {"remove_file", "remove_directory"}  # the sweep
+    assert order == [
         f"make_directory {temporary}",
         "create r0000.safetensors",
-        *["write "] * (writes - 1),
+        *["write "] * (manifest - begin - 4),
         "sync ",
         "close ",
         "create manifest.json",
@@ -115,13 +142,11 @@ def test_order_of_the_protocol(points: list[Call]) -> None:
         f"rename {temporary} step-00000300",
         "sync_directory points0",
     ]
-    begin = names.index(order[0])
-    assert names[begin : begin + len(order)] == order
-    assert {name.split()[0] for name in names[:begin]} == {"remove_file", "remove_directory"}  # the sweep
-    retired, synced, *removals = names[begin + len(order) :]
+    retired, synced, *removals, release, closed = names[begin + len(order) :]
     assert retired.startswith("rename step-00000100 step-00000100.tmp-")  # no longer visible before it is incomplete
     assert synced == "sync_directory points0"
     assert all(name.startswith("remove_") for name in removals)
+    assert [release, closed] == ["remove_file lease-00000001.json", "close "]
     assert len(names) >= 24
 
 
@@ -195,23 +220,40 @@ def test_killed_in_the_first_save_of_a_run(tmp_path: Path) -> None:
     assert 20 < index < 60
 
 
+COMMITTED = ("sync_directory", "the commit")
 FAULTS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT]
+LEASE = [
+    ("create", "lease-"),
+    ("write", "lease-"),
+    ("sync", "lease-"),
+    ("link", "lease-"),
+    ("remove_file", "lease-"),
+]
 UNTIL_COMMIT = [
+    ("rename", "step-00000250.tmp"),
+    ("sync_directory", "checkpoints"),
+    ("remove_file", "r0000"),
+    ("remove_directory", "nested"),
     ("make_directory", "step-"),
     ("create", "r0000"),
     ("create", "r0001"),
     ("create", "manifest"),
-    ("write", ""),
-    ("sync", ""),
+    ("write", "r0000"),
+    ("write", "r0001"),
+    ("write", "manifest"),
+    ("sync", "r0000"),
+    ("sync", "r0001"),
+    ("sync", "manifest"),
     ("sync_directory", "step-"),
     ("rename", "step-00000300.tmp"),
-    ("sync_directory", "checkpoints"),
+    COMMITTED,
 ]
+SWEEP = UNTIL_COMMIT[:4]
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda code: errno.errorcode[code])
-@pytest.mark.parametrize(("function", "what"), UNTIL_COMMIT)
+@pytest.mark.parametrize(("function", "what"), LEASE + UNTIL_COMMIT)
 def test_failure_reaches_every_rank_and_hurts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str, fault: int, lasting: bool
 ) -> None:
@@ -220,24 +262,27 @@ def test_failure_reaches_every_rank_and_hurts_nothing(
     failed = threading.Event()
 
     def act(index: int, call: Call) -> None:
-        name, args = call
-        hit = name == function and (not what or Path(args[0]).name.startswith(what))
-        if (lasting and failed.is_set() and name != "close") or (hit and not failed.is_set()):
+        hit = seam.is_at(call, function, what)
+        if (lasting and failed.is_set() and call[0] != "close") or (hit and not failed.is_set()):
             failed.set()
             raise OSError(fault, os.strerror(fault))
 
     with monkeypatch.context() as patch:
-        Seam(patch, act)
+        seam = Seam(patch, act)
         results = save_threads(directory, 300)
     assert all(isinstance(error, CheckpointError) for error in results), results
     assert len({str(error) for error in results}) == 1
     assert re.search(r"step-00000300 failed on rank [01]( \(and on 1 more\))?: ", str(results[0]))
     assert what != "r0001" or lasting or "failed on rank 1: " in str(results[0])
+    assert (function, what) not in LEASE + SWEEP or "failed on rank 0: " in str(results[0])
     assert f"{os.strerror(fault)} (errno {fault})" in str(results[0])
     # where even taking the commit's rename back fails, the checkpoint is there, and whole
-    stays = lasting and (function, what) == ("sync_directory", "checkpoints")
+    stays = lasting and (function, what) == COMMITTED
     if not lasting:
-        assert sorted(path.name for path in directory.iterdir()) == ["step-00000100", "step-00000200"]
+        left = sorted(path.name for path in directory.iterdir())
+        visible = [name for name in left if ".tmp-" not in name]
+        assert visible == ["step-00000100", "step-00000200"]
+        assert left == visible or (function, what) in LEASE + SWEEP
     assert verify(directory).ok
     assert open_newest(directory, ALONE).step == (300 if stays else 200)
     if not stays:

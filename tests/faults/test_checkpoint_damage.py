@@ -1,6 +1,5 @@
 """Every kind of damage is refused by file name, and the checkpoint before it is used."""
 
-import hashlib
 import json
 import os
 import re
@@ -14,79 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import open_newest, verify
-from dtrain.checkpoint.manifest import canonical_json
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, on_threads, save_good
-
-R0, R1, MANIFEST = "r0000.safetensors", "r0001.safetensors", "manifest.json"
-Damage = Callable[[Path], None]
-
-
-def change(file: str, edit: Callable[[bytearray], Any]) -> Damage:
-    """Edits the bytes of one file, and nothing that vouches for them."""
-
-    def apply(path: Path) -> None:
-        data = bytearray((path / file).read_bytes())
-        replaced = edit(data)
-        (path / file).write_bytes(data if replaced is None else replaced)
-
-    return apply
-
-
-def flip(file: str, where: float) -> Damage:
-    def edit(data: bytearray) -> None:
-        data[min(int(where * len(data)), len(data) - 1)] ^= 0x10
-
-    return change(file, edit)
-
-
-def sealed(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Edits the manifest and gives it the right hash."""
-
-    def apply(path: Path) -> None:
-        manifest = json.loads((path / MANIFEST).read_bytes().partition(b"\n")[2])
-        replaced = edit(manifest)
-        body = replaced if isinstance(replaced, bytes) else canonical_json(manifest)
-        (path / MANIFEST).write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-
-    return apply
-
-
-def vouched(file: str, edit: Callable[[bytes], bytes]) -> Damage:
-    """Edits a data file and gives the manifest its new size and hash: only what the bytes mean is wrong."""
-
-    def apply(path: Path) -> None:
-        data = edit((path / file).read_bytes())
-        (path / file).write_bytes(data)
-
-        def reseal(manifest: dict[str, Any]) -> None:
-            entry = next(entry for entry in manifest["files"] if entry["name"] == file)
-            entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-        sealed(reseal)(path)
-
-    return apply
-
-
-def header(edit: Callable[[dict[str, Any]], Any], file: str = R0) -> Damage:
-    """Edits the JSON header of a data file for which everything else vouches."""
-
-    def rewrite(data: bytes) -> bytes:
-        length = int.from_bytes(data[:8], "little")
-        fields = json.loads(data[8 : 8 + length])
-        replaced = edit(fields)
-        text = replaced if isinstance(replaced, bytes) else json.dumps(fields).encode()
-        return len(text).to_bytes(8, "little") + text + data[8 + length :]
-
-    return vouched(file, rewrite)
-
-
-def tensor(manifest: dict[str, Any], kind: str = "master", name: str = "weight") -> dict[str, Any]:
-    return next(entry for entry in manifest["tensors"] if (entry["kind"], entry["name"]) == (kind, name))
-
-
-def put(place: dict[str, Any], **values: Any) -> None:
-    place.update(values)
+from tests.helpers.damage import MANIFEST, R0, R1, Damage, change, flip, header, put, sealed, tensor, vouched
 
 
 def swap(path: Path) -> None:
@@ -183,11 +112,17 @@ CASES: dict[str, tuple[Damage, str, str]] = {
     ),
     "chunk-of-another-file": (sealed(lambda m: put(tensor(m)["chunks"][0], file=R1)), MANIFEST, "listed twice"),
     "chunk-of-no-file": (sealed(lambda m: put(tensor(m)["chunks"][0], file="r9.safetensors")), MANIFEST, "cannot be"),
-    "wrong-key": (sealed(lambda m: put(tensor(m)["chunks"][0], key="nope")), R0, "lists master:weight"),
+    "wrong-key": (sealed(lambda m: put(tensor(m)["chunks"][0], key="master:weight@7")), R0, "lists master:weight"),
+    "wrong-name": (sealed(lambda m: put(tensor(m), name="weigh")), MANIFEST, "'master:weight', which is another"),
+    "exchanged-kinds": (
+        sealed(lambda m: (put(tensor(m, "exp_avg"), kind="exp"), put(tensor(m, "exp_avg_sq"), kind="exp_avg"),
+                          put(tensor(m, "exp"), kind="exp_avg_sq"))),
+        MANIFEST, "under 'exp_avg[a-z_]*:weight', which is another tensor's key",
+    ),
     "exchanged-keys": (
         sealed(lambda m: (put(tensor(m, "exp_avg")["chunks"][0], key="exp_avg_sq:weight"),
                           put(tensor(m, "exp_avg_sq")["chunks"][0], key="exp_avg:weight"))),
-        MANIFEST, "exp_avg:weight has the fingerprint",
+        MANIFEST, "exp_avg:weight has a chunk under 'exp_avg_sq:weight', which is another tensor's key",
     ),
     "wrong-dtype": (sealed(lambda m: put(tensor(m), dtype="I32")), R0, "is torch.float32 .18., the manifest says"),
     "unknown-dtype": (sealed(lambda m: put(tensor(m), dtype="F4")), MANIFEST, "has dtype 'F4'"),

@@ -80,6 +80,7 @@ INSTANTS = [
     ("create", 3),
     ("write", 1),
     ("write", 40),
+    ("sync", 3),
     ("rename", 2),
     ("sync_directory", 5),
     ("summary", 1),
@@ -96,8 +97,35 @@ def test_killed_at_one_place(tmp_path: Path, data: str, whole: Record, place: st
     assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
 
 
+# the thread that saves step 4 stands still there while training goes on, until the process dies
+IN_THE_THREAD = [("create", 2), ("write", 15), ("sync", 3), ("rename", 1), ("sync_directory", 4)]
+
+
+@pytest.mark.parametrize(("place", "count"), IN_THE_THREAD)
+def test_killed_in_a_save_while_training_goes_on(
+    tmp_path: Path, data: str, whole: Record, place: str, count: int
+) -> None:
+    run_dir = tmp_path / "run"
+    assert train(run_dir, *SMALL, data, env=Mishap(place, count, "linger").env()) is None
+    assert curve(run_dir)[-1]["step"] > 4
+    assert newest_step(run_dir) == (4 if place == "sync_directory" else 0), "the commit is the rename"
+    assert "saved" not in said(run_dir)
+    assert train(run_dir, *SMALL, data) == [0]
+    assert record_of(run_dir) == whole
+    assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
+
+
+def test_killed_in_a_reduction(tmp_path: Path, data: str, whole_on_two: Record) -> None:
+    run_dir = tmp_path / "run"
+    assert train(run_dir, *SMALL, data, world=2, env=Mishap("reduction", 70, rank=1).env()) is None
+    assert newest_step(run_dir) >= _last_reported(run_dir)
+    assert 0 < curve(run_dir)[-1]["step"] < STEPS
+    assert train(run_dir, *SMALL, data, world=2) == [0, 0]
+    assert record_of(run_dir) == whole_on_two
+
+
 def test_every_place_is_covered() -> None:
-    assert {place for place, _ in INSTANTS} == set(PLACES)
+    assert {place for place, _ in INSTANTS} | {"reduction"} == set(PLACES)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -170,6 +198,17 @@ def test_stopped_in_a_step(
     assert "stopped at step 7" in said(run_dir)
     assert train(run_dir, *SMALL, data, world=world) == [0] * world
     assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
+
+
+def test_stopped_while_a_save_is_under_way(tmp_path: Path, data: str, whole: Record) -> None:
+    """The signal comes while a thread saves step 4: that save is committed, then the step that has ended."""
+    run_dir = tmp_path / "run"
+    assert train(run_dir, *SMALL, data, env=Mishap("create", 2, "SIGTERM").env()) == [75]
+    steps = [int(name.removeprefix("step-")) for name in checkpoints(run_dir)]
+    assert steps == [4, curve(run_dir)[-1]["step"]]
+    assert steps[1] > 4
+    assert train(run_dir, *SMALL, data) == [0]
+    assert record_of(run_dir) == whole
 
 
 def test_second_signal_ends_a_step_that_hangs(tmp_path: Path, data: str, whole: Record) -> None:

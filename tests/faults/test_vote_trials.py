@@ -134,6 +134,7 @@ class Trial:
     differs: dict[str, Any] = field(default_factory=dict)  # fields of the record of ``odd_rank``
     odd_rank: int = 0
     stop: int | None = None  # the rank that wants to stop
+    failed_save: int | None = None  # the rank whose save has failed
 
     @staticmethod
     def clean(dice: random.Random) -> Trial:
@@ -147,6 +148,7 @@ class Trial:
             [[dice.uniform(1, 4) for _ in range(number)] for _ in range(world)],
             [[float(dice.randint(1, 5)) for _ in range(number)] for _ in range(world)],
             stop=dice.randrange(world) if dice.random() < 0.1 else None,
+            failed_save=dice.randrange(world) if dice.random() < 0.1 else None,
         )
 
     @property
@@ -341,7 +343,7 @@ def known_record(trial: Trial, rank: int) -> VoteRecord:
     values = {
         "step": 7, "config_hash": 1 << 54, "num_micro_batches": trial.num_micro_batches, "schedule_hash": 99,
         "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "stop_requested": int(trial.stop == rank),
-        "sum_weights": 0.0, "sum_weighted_loss": 0.0, "sum_squares": 0.0,
+        "save_failed": int(trial.failed_save == rank), "sum_weights": 0.0, "sum_weighted_loss": 0.0, "sum_squares": 0.0,
     }  # fmt: skip
     return VoteRecord(**{**values, **(trial.differs if rank == trial.odd_rank else {})})
 
@@ -468,6 +470,7 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     expected, norm, ranks, results = take(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
     assert len({repr((rank.settlement.scale, rank.settlement.applied_steps)) for rank in ranks}) == 1
+    assert [rank.settlement.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
     first, settlement, result = ranks[0], ranks[0].settlement, results[0]
     code = 0 if expected.reason is None else 1 + REASONS.index(expected.reason)
     assert [rank.decision.code.item() for rank in ranks] == [code] * trial.world

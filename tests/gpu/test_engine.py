@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +17,13 @@ import torch
 import torch.distributed as dist
 
 import dtrain
+from dtrain.checkpoint import Piece, Snapshot, open_newest, storage
+from dtrain.checkpoint.snapshot import HostCopy
 from dtrain.config.schema import ModelConfig
+from dtrain.distributed.collectives import Communicator
 from dtrain.engine.base import LazyOutcome
 from dtrain.engine.native import NativeEngine
+from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.sharding.placement import STAGES
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
@@ -177,6 +185,73 @@ def test_resume_is_bit_exact(tmp_path: Path) -> None:
     train(resumed, 3, start=3)
     for name, tensor in straight.master_state().items():
         assert torch.equal(resumed.master_state()[name], tensor), name
+
+
+@contextmanager
+def _writing(patch: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
+    real = storage.write
+    storage.write = patch(real)
+    try:
+        yield
+    finally:
+        storage.write = real
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path: Path, stage: int) -> None:
+    engine = make_engine("bf16", stage, reproducible=True)
+    outcomes = train(engine, 2)
+    for start in (2, 5):  # the second save goes into the memory of the first
+        expected = {name: tensor.clone() for name, tensor in engine.full_state("exp_avg")}
+        path = engine.save(tmp_path, asynchronous=True)
+        outcomes += train(engine, 3, start=start)  # nothing waits for the copy, nor looks at an outcome
+        assert engine.wait_for_save() == path
+        reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))
+        assert reader.step == start
+        for name, tensor in expected.items():
+            assert torch.equal(reader.read("exp_avg", name), tensor.cpu().flatten()), name
+    assert engine._saver._copy._memory.is_pinned()
+    straight = make_engine("bf16", stage, reproducible=True)
+    assert [outcome.loss for outcome in train(straight, 8)] == [outcome.loss for outcome in outcomes]
+
+
+def test_a_save_that_fails_is_raised_by_a_step_that_can_be_called_again(tmp_path: Path) -> None:
+    engine = make_engine("bf16", 2)
+    train(engine, 1)
+
+    def full(real: Callable[..., None]) -> Callable[..., None]:
+        def write(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return write
+
+    with _writing(full):
+        engine.save(tmp_path, asynchronous=True)
+        deadline = time.monotonic() + 30
+        while not engine._saver.has_failed:
+            assert time.monotonic() < deadline
+    train(engine, 1, start=1)  # its vote says so, and nobody has read it
+    with pytest.raises(CheckpointError, match="failed on rank 0: No space left on device"):
+        train(engine, 1, start=2)
+    assert engine.step().applied
+    assert engine.save(tmp_path, asynchronous=True) == engine.wait_for_save() == tmp_path / "step-00000003"
+
+
+def test_the_host_does_not_wait_for_the_copy() -> None:
+    """It is queued behind work that takes long; what changes the tensor after it is queued behind it."""
+    data = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    snapshot = Snapshot(1, (Piece("weight", "master", (1 << 20,), torch.float32, 0, 1 << 20, data),), {})
+    copy = HostCopy(data.device)
+    copy.reserve(snapshot)
+    torch.cuda._sleep(1_000_000_000)  # about half a second
+    slow = torch.cuda.Event()
+    slow.record()
+    taken = copy.take(snapshot)
+    data.zero_()
+    assert not slow.query()
+    taken.ready()
+    assert slow.query()
+    assert torch.equal(taken.pieces[0].data, torch.arange(1 << 20, dtype=torch.float32))
 
 
 def test_memory_on_the_device_follows_the_formula() -> None:

@@ -30,6 +30,7 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 PLACES = {
     "forward": "dtrain.models.transformer:Attention.forward",
     "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
+    "reduction": "dtrain.distributed.collectives:Communicator.exchange_slices",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.adamw:FlatAdamW.update",
     "gather": "dtrain.distributed.collectives:Communicator.all_gather",
@@ -37,6 +38,7 @@ PLACES = {
     "validation": "dtrain.train.trainer:validation_loss",
     "create": "dtrain.checkpoint.storage:create",
     "write": "dtrain.checkpoint.storage:write",
+    "sync": "dtrain.checkpoint.storage:sync",
     "rename": "dtrain.checkpoint.storage:rename",
     "sync_directory": "dtrain.checkpoint.storage:sync_directory",
     "summary": "dtrain.train.run:write_summary",
@@ -50,7 +52,8 @@ class Mishap:
     Attributes:
         place: a key of ``PLACES``; at ``write`` and ``metrics`` half of the bytes are written first.
         count: which call.
-        action: the name of a signal that the process sends itself, ``raise``, or ``sleep``.
+        action: the name of a signal that the process sends itself, ``raise``, ``sleep``, or ``linger``: SIGKILL after
+            0.2 s, while other threads go on.
         rank: the rank it happens on; None: on all.
     """
 
@@ -68,6 +71,9 @@ class Mishap:
             raise RuntimeError("the model broke")
         if self.action == "sleep":
             time.sleep(1.5 if self.place == "summary" else 60)
+        elif self.action == "linger":
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
         else:
             os.kill(os.getpid(), signal.Signals[self.action])
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_ENGINES = ["dtrain.engine.native", "dtrain.engine.fsdp2", "dtrain.engine.ddp"]  # DeepSpeed's start is its own matter
-_context.set_forkserver_preload(["torch", "torch.distributed", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks"])
+_ENGINES = [f"dtrain.engine.{name}" for name in ("native", "fsdp2", "ddp", "deepspeed")]
+_context.set_forkserver_preload(["tests.helpers.preload", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks"])
 
 
 class RankFailure(AssertionError):
@@ -39,10 +39,11 @@ def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[...,
             dist.destroy_process_group()
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 2.0) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on ``world`` processes and returns what each returned, in rank order.
 
-    ``fn`` is a module-level function; it finds a gloo process group (none at world 1) and one thread.
+    ``fn`` is a module-level function; it finds a gloo process group (none at world 1) and one thread. Once a rank has
+    failed, each of the others has ``grace`` seconds to say what it saw; then it is killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -54,7 +55,7 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, timeout)
+            return _collect(pipes, timeout, grace)
         finally:
             for process in processes:
                 process.join(timeout=0.5)
@@ -63,14 +64,13 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 1
                     process.join()
 
 
-def _collect(pipes: list[Connection], timeout: float) -> list[Any]:
+def _collect(pipes: list[Connection], timeout: float, grace: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     deadline = time.monotonic() + timeout
     while len(results) + len(failures) < len(pipes):
         pending = [p for i, p in enumerate(pipes) if i not in results and i not in failures]
-        # once one rank has failed, the others may wait for it for ever: give them a moment to say what they saw
-        remaining = min(deadline - time.monotonic(), 2.0 if failures else timeout)
+        remaining = min(deadline - time.monotonic(), grace if failures else timeout)  # others may wait for it for ever
         ready = wait(pending, timeout=max(remaining, 0))
         if not ready:
             break

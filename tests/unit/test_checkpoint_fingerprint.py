@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.checkpoint.fingerprint import MASK, fingerprint, host_blocks
+from dtrain.checkpoint.fingerprint import MASK, fingerprint, fingerprints, host_blocks
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int64]
 
@@ -36,6 +36,20 @@ def test_agrees_with_the_definition(dtype: torch.dtype) -> None:
     data = random_bits(300, dtype)
     assert fingerprint(data) == oracle(data)
     assert fingerprint(data, 2**40 + 3) == oracle(data, 2**40 + 3)
+
+
+@pytest.mark.parametrize("start", [2**30 - 301, 2**30 - 300, 2**30 - 150, 2**30 - 1, 2**30, 2**64 - 7])
+def test_agrees_where_the_weights_have_another_short_cut(start: int) -> None:
+    data = random_bits(300 if start < 2**63 else 7, torch.float32)
+    assert fingerprint(data, start) == oracle(data, start)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from([1, 7, 40_000]), st.sampled_from([0, 5]), st.integers(0, 2)), max_size=25))
+def test_tensors_that_share_weights_have_the_same_fingerprints(parts: list[tuple[int, int, int]]) -> None:
+    dtypes = (torch.float32, torch.int32, torch.bfloat16)
+    made = [(random_bits(n, dtypes[kind], seed), start) for seed, (n, start, kind) in enumerate(parts)]
+    assert list(fingerprints(iter(made))) == [fingerprint(data, start) for data, start in made]
 
 
 def test_known_value_of_the_stored_format() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Piece, Snapshot, open_newest, save
+from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Piece, Retention, Snapshot, open_newest, save
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import (
@@ -152,9 +152,9 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save_good(tmp_path, step, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
-    save_good(tmp_path, 50, 1, keep_last=1)
+    save_good(tmp_path, 50, 1, retention=Retention(keep_last=1))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000050"]
-    save_good(tmp_path, 45, 1, keep_last=1)  # what was just saved stays, whatever its number
+    save_good(tmp_path, 45, 1, retention=Retention(keep_last=1))  # what was just saved stays, whatever its number
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000045", "step-00000050"]
 
 
@@ -233,7 +233,7 @@ def test_bad_state_and_bad_options_fail_before_anything_is_written(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"rank 0: state\['loss'\] is nan"):
         save(tmp_path / "a", Snapshot(1, (), {"loss": float("nan")}), ALONE)
     with pytest.raises(CheckpointError, match="keep_last=0"):
-        save(tmp_path / "a", Snapshot(1, (), {}), ALONE, keep_last=0)
+        save(tmp_path / "a", Snapshot(1, (), {}), ALONE, retention=Retention(keep_last=0))
     assert list(tmp_path.iterdir()) == []
 
 

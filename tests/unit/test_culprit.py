@@ -16,7 +16,7 @@ from dtrain.engine.vote import Verdict, VoteRecord
 from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import CHUNK, FlatLayout, Interval, ParamSpec, flat_layouts
 
-RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 2.0, 4.0, 100.0)
+RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 0, 2.0, 4.0, 100.0)
 
 
 def verdict(*ranks: dict[str, Any]) -> Verdict:

@@ -28,7 +28,7 @@ def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> Skip:
     """Of a step with four micro-batches on each rank, ``bad_losses`` of which are not finite."""
     records = [
         VoteRecord(
-            0, 0, 4, 0, 0, 1e-3, 8.0, 0, 4.0, 8.0, 1.0, num_bad_losses=number, bad_micro_batch=min(number, 1) - 1
+            0, 0, 4, 0, 0, 1e-3, 8.0, 0, 0, 4.0, 8.0, 1.0, num_bad_losses=number, bad_micro_batch=min(number, 1) - 1
         )
         for number in bad_losses
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.checkpoint import CheckpointReader, open_newest
+from dtrain.checkpoint import CheckpointReader, Place, open_newest
 from dtrain.errors import CheckpointError, UsageError
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.one_rank import build, masters, start, train_step, unchanged
@@ -89,17 +90,18 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
     train_step(engine)
     path = engine.save(folder)
     said = []
-    read = CheckpointReader.read
+    read_into = CheckpointReader.read_into
 
-    def broken(self: CheckpointReader, kind: str, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        if rank == world - 1 and kind == "frozen":
+    def broken(self: CheckpointReader, places: Iterable[Place]) -> None:
+        wanted = list(places)
+        if rank == world - 1 and any(place.kind == "frozen" for place in wanted):
             raise OSError(5, "Input/output error")
-        return read(self, kind, name, start, stop)
+        read_into(self, wanted)
 
-    CheckpointReader.read = broken  # type: ignore[method-assign]
+    CheckpointReader.read_into = broken  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as failure:
         engine.load(path)
-    CheckpointReader.read = read  # type: ignore[method-assign]
+    CheckpointReader.read_into = read_into  # type: ignore[method-assign]
     said.append(str(failure.value))
     with pytest.raises(UsageError) as refusal:
         train_step(engine)

@@ -24,6 +24,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         "import dtrain.errors, dtrain.config.schema",
         "from dtrain.__main__ import main; assert main(['--help']) == 0",
         "from dtrain.__main__ import main; assert main(['trian']) == 2",
+        "from dtrain.__main__ import main; assert main(['checkpoint', 'export', 'a', 'b', '--dtype', 'fp8']) == 2",
+        "import dtrain.checkpoint; dir(dtrain.checkpoint)",
     ],
 )
 def test_no_torch(code: str) -> None:

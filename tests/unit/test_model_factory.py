@@ -10,7 +10,7 @@ from torch import nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models import build_model
+from dtrain.models import build_model, vocabulary
 from dtrain.models.transformer import Transformer
 
 MODULE = """
@@ -57,6 +57,20 @@ def test_a_module_in_the_working_directory_is_found() -> None:
     model = build("factory_of_mine:build_net", width=7)
     assert isinstance(model, nn.Linear)
     assert (model.in_features, model.out_features) == (10, 7)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 10), (10, 10), (64, 64)])
+def test_a_vocabulary_of_its_own_may_be_larger_than_the_datas(own: int | None, expected: int) -> None:
+    config = ModelConfig(factory="factory_of_mine:build_net", vocab_size=own)
+    assert vocabulary(config, 10) == expected
+    assert build_model(config, 10, 0).in_features == expected
+
+
+def test_a_vocabulary_smaller_than_the_datas_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model.vocab_size=9 is smaller than the data's vocabulary of 10 tokens; make"
+    ):
+        build_model(ModelConfig(vocab_size=9), 10, 0)
 
 
 def test_the_seed_decides_the_weights_and_the_callers_generator_is_left_alone() -> None:

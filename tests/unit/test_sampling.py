@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+import tracemalloc
 from itertools import chain
 from typing import Any
 
@@ -83,6 +85,26 @@ def test_seeking_far_into_a_billion_samples_computes_those_alone(monkeypatch: py
     assert 1000 <= computed < 2000  # a few land outside of the range and are walked on
     assert len(set(ids.tolist())) == 1000
     assert 0 <= ids.min() <= ids.max() < 10**9
+
+
+BILLION = 10**9
+
+
+@pytest.mark.parametrize("cursor", [0, BILLION - 12, BILLION, 7 * BILLION - 1, 10**15 + 5], ids=str)
+def test_a_loader_goes_on_at_any_cursor_of_a_billion_samples_at_once(cursor: int) -> None:
+    """An epoch ends at some of them. To shuffle or to skip would take minutes, and gigabytes."""
+    tracemalloc.start()
+    began = time.process_time()
+    loaders = [BatchLoader(Numbers(BILLION), 5, 4, 3, rank, 2, cursor) for rank in range(2)]
+    batches = [next(loader) for loader in loaders]
+    seconds = time.process_time() - began
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seconds < 0.5
+    assert peak < 1 << 20
+    ids = torch.cat([batches[rank][micro]["ids"] for micro in range(3) for rank in range(2)]).tolist()
+    assert ids == [sample_id(5, index, BILLION) for index in range(cursor, cursor + 24)]
+    assert {loader.cursor for loader in loaders} == {cursor + 24}
 
 
 @quick

@@ -154,6 +154,7 @@ def test_any_bytes_are_text(tmp_path: Path) -> None:
     assert data.vocab_size == 257
     assert data.decode(torch.tensor([104, 105, END_OF_DOCUMENT, 195, 169, 255])) == "hi<|end|>é�"
     assert data.decode([104, 105]) == "hi"
+    assert data.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary
 
 
 def test_a_glob_without_a_match_is_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,18 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.config.schema import TrainConfig
+from dtrain.checkpoint import Retention
+from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.collectives import Communicator
 from dtrain.engine.base import Culprit, Engine, LazyOutcome, StepOutcome
-from dtrain.errors import ModelError, NonFiniteError
+from dtrain.errors import CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import Feed, Result, Saving, Trainer, validation_loss
 from tests.helpers.ranks import run_ranks
 
 _BATCH = 4
+RETENTION = Retention(keep_last=3, keep_every=7)
+SYNCHRONOUS = CheckpointConfig(asynchronous=False, keep_last=3, keep_every=7)
 
 
 class _Source:
@@ -68,6 +72,8 @@ class _CountingEngine:
         self.events: list[str] = []
         self.cursors: list[int] = []
         self.saved_cursors: list[int] = []
+        self.metrics: list[dict[str, float | None]] = []
+        self.busy_until = 0  # the step from which no save is under way
         self._stop = False
 
     def accumulate(self, batch: list[Any]) -> Iterator[Any]:
@@ -106,12 +112,31 @@ class _CountingEngine:
     def eval(self) -> Iterator[None]:
         yield
 
-    def save(self, directory: Path, *, extra: Any, config: Any, keep_last: int) -> Path:
-        assert (config, keep_last) == ({"c": 1}, 3)
+    def save(
+        self,
+        directory: Path,
+        *,
+        extra: Any,
+        config: Any,
+        metrics: dict[str, float | None],
+        retention: Retention,
+        asynchronous: bool,
+        when_busy: str,
+    ) -> Path | None:
+        assert (config, retention) == ({"c": 1}, RETENTION)
         assert extra == {"e": 1, "tokens": 1000 + 10 * (self.applied_steps - self.loaded_steps)}
-        self.events.append(f"save {self.attempted_steps}")
+        if when_busy == "skip" and self.busy_until > self.attempted_steps:
+            return None
+        self.events.append(f"{'start' if asynchronous else 'save'} {self.attempted_steps}")
         self.saved_cursors.append(self.data_cursor)
+        self.metrics.append(metrics)
         return directory
+
+    def wait_for_save(self) -> None:
+        self.events.append("wait")
+
+    def leave_save(self, *, give_up: bool) -> None:
+        self.events.append("give up" if give_up else "leave")
 
 
 class _Ear:
@@ -130,7 +155,12 @@ class _Ear:
 
 
 def _train(
-    engine: _CountingEngine, *, stop_at: int | None = None, at_end: bool = True, ear: _Ear | None = None, **config: int
+    engine: _CountingEngine,
+    *,
+    stop_at: int | None = None,
+    saving: CheckpointConfig = SYNCHRONOUS,
+    ear: _Ear | None = None,
+    **config: int,
 ) -> tuple[Result, _Ear]:
     stop, ear = _Stop(), ear or _Ear(engine.events)
     loader = BatchLoader(_Source(), 0, 2, _BATCH // 2, cursor=engine.data_cursor)
@@ -148,7 +178,7 @@ def _train(
         cast(Engine, engine),
         Feed(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=10, tokens_before=1000),
         TrainConfig(**config),
-        Saving(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, keep_last=3, at_end=at_end),
+        Saving(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
         stop=stop,
         sinks=[ear],
     )
@@ -160,7 +190,7 @@ def test_cadence() -> None:
     result, ear = _train(engine, steps=7, log_every=3, eval_every=2, save_every=3)
     assert result.finished
     assert [m.step for m in ear.steps] == [3, 6, 7]
-    assert engine.events == ["eval 2", "save 3", "eval 4", "eval 6", "save 6", "save 7", "eval 7"]
+    assert engine.events == ["eval 2", "save 3", "eval 4", "eval 6", "save 6", "save 7", "eval 7", "wait"]
     assert engine.cursors == [0, 4, 8, 12, 16, 20, 24]
     assert engine.saved_cursors == [12, 24, 28]  # what comes next, not what was
     assert result.train_loss == 1 / 7
@@ -170,13 +200,93 @@ def test_cadence() -> None:
 def test_the_end_is_evaluated_and_saved_once(every: int) -> None:
     engine = _CountingEngine()
     _train(engine, steps=4, log_every=1, eval_every=every, save_every=every)
-    assert sorted(engine.events) == ["eval 4", "save 4"]
+    assert sorted(engine.events) == ["eval 4", "save 4", "wait"]
 
 
 def test_nothing_is_saved_at_the_end_where_that_is_not_wanted() -> None:
     engine = _CountingEngine()
-    _train(engine, steps=4, eval_every=0, save_every=3, at_end=False)
-    assert engine.events == ["save 3", "eval 4"]
+    _train(engine, saving=replace(SYNCHRONOUS, save_at_end=False), steps=4, eval_every=0, save_every=3)
+    assert engine.events == ["save 3", "eval 4", "wait"]
+
+
+# -- asynchronous saves ------------------------------------------------------------------------------------------------
+
+ASYNCHRONOUS = replace(SYNCHRONOUS, asynchronous=True)
+
+
+def test_the_last_evaluation_overlaps_the_last_save() -> None:
+    engine = _CountingEngine()
+    result, _ = _train(engine, saving=ASYNCHRONOUS, steps=5, eval_every=0, save_every=3)
+    assert engine.events == ["start 3", "start 5", "eval 5", "wait"]
+    assert result.finished
+
+
+def test_what_a_stop_saves_is_committed_when_the_loop_returns() -> None:
+    """The engine waits for the one before it by itself."""
+    engine = _CountingEngine()
+    result, _ = _train(engine, stop_at=4, saving=ASYNCHRONOUS, steps=9, eval_every=0, save_every=3)
+    assert engine.events == ["start 3", "save 4"]
+    assert not result.finished
+
+
+@pytest.mark.parametrize("steps", [9, 8])
+def test_a_save_is_left_out_while_another_is_under_way(steps: int) -> None:
+    """But not the last one, nor that of a stop."""
+    engine = _CountingEngine()
+    engine.busy_until = 100
+    skipping = replace(ASYNCHRONOUS, when_busy="skip")
+    _train(engine, saving=skipping, steps=steps, eval_every=0, save_every=3)
+    assert engine.events == [f"start {steps}", f"eval {steps}", "wait"]
+    stopped = _CountingEngine()
+    stopped.busy_until = 100
+    _train(stopped, stop_at=6, saving=skipping, steps=steps, eval_every=0, save_every=3)
+    assert stopped.events == ["save 6"]
+
+
+def test_a_checkpoint_has_the_losses_of_its_own_step() -> None:
+    engine = _CountingEngine(skip=(6,))
+    _train(engine, steps=6, eval_every=4, save_every=2)
+    loss = 24.5  # of all samples
+    assert [metrics["train_loss"] for metrics in engine.metrics] == [1 / 2, 1 / 4, 1 / 5]  # the last applied step's
+    assert [metrics["val_loss"] for metrics in engine.metrics] == [None, pytest.approx(loss, abs=25), None]
+
+
+def test_where_the_best_are_kept_each_save_follows_an_evaluation() -> None:
+    engine = _CountingEngine()
+    saving = replace(ASYNCHRONOUS, keep_last=3, keep_every=7, keep_best=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.RETENTION", Retention(3, 7, 1))
+        _train(engine, saving=saving, steps=5, eval_every=4, save_every=2)
+    assert engine.events == ["eval 2", "start 2", "eval 4", "start 4", "eval 5", "start 5", "wait"]
+    assert all(metrics["val_loss"] is not None for metrics in engine.metrics)
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        (ValueError("the model broke"), "leave"),
+        (RuntimeError("CUDA error: an illegal memory access"), "leave"),
+        (CommunicationError("another rank has died"), "give up"),
+        (RuntimeError("[../third_party/gloo/...] Connection closed by peer"), "give up"),
+    ],
+)
+def test_a_run_that_fails_leaves_no_thread_behind(error: Exception, event: str) -> None:
+    engine = _CountingEngine()
+    backward = engine.backward
+
+    def broken(output: dict[str, Tensor]) -> None:
+        if engine.attempted_steps == 4:
+            raise error
+        backward(output)
+
+    engine.backward = broken  # type: ignore[method-assign]
+    with pytest.raises(type(error)) as raised:
+        _train(engine, saving=ASYNCHRONOUS, steps=9, eval_every=0, save_every=3)
+    assert raised.value is error
+    assert engine.events == ["start 3", event]
+
+
+# -- what is told ------------------------------------------------------------------------------------------------------
 
 
 def test_every_skip_is_logged_with_its_culprit() -> None:
@@ -274,20 +384,20 @@ def test_a_stop_in_the_last_step_finishes_the_run() -> None:
     engine = _CountingEngine()
     result, _ = _train(engine, stop_at=4, steps=4, eval_every=0, save_every=0)
     assert result.finished
-    assert engine.events == ["save 4", "eval 4"]
+    assert engine.events == ["save 4", "eval 4", "wait"]
 
 
 def test_a_run_continues_where_it_was_loaded() -> None:
     engine = _CountingEngine(attempted_steps=5)
     _train(engine, steps=7, eval_every=0, save_every=5)
     assert engine.cursors == [20, 24]
-    assert engine.events == ["save 7", "eval 7"]
+    assert engine.events == ["save 7", "eval 7", "wait"]
 
 
 def test_a_run_with_no_steps_left_only_evaluates() -> None:
     engine = _CountingEngine(attempted_steps=9)
     result, ear = _train(engine, steps=7, eval_every=1, save_every=1)
-    assert engine.events == ["eval 9"]
+    assert engine.events == ["eval 9", "wait"]
     assert ear.steps == []
     assert (result.finished, result.train_loss, result.tokens_per_s) == (True, None, None)
 

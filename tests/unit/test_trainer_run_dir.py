@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,40 +38,46 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
     return path
 
 
+def opened(config: RunConfig, comm: Communicator = ALONE, job: int | None = None) -> RunDir:
+    """What a job would find; it leaves again at once."""
+    with ExitStack() as held:
+        return open_run_dir(config, comm, job, held)
+
+
 def test_a_name_is_chosen_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = (open_run_dir(RunConfig(), ALONE, None).path for _ in range(2))
+    first, second = (opened(RunConfig()).path for _ in range(2))
     assert first != second
     assert {first.parent, second.parent} == {tmp_path / "runs"}
 
 
 def test_each_job_of_a_sweep_has_its_folder(tmp_path: Path) -> None:
     config = RunConfig(run_dir=str(tmp_path / "sweep"))
-    assert open_run_dir(config, ALONE, 3).path == tmp_path / "sweep" / "3"
+    assert opened(config, job=3).path == tmp_path / "sweep" / "3"
 
 
 def test_auto_continues_from_the_runs_own_checkpoints(tmp_path: Path) -> None:
     config = RunConfig(run_dir=str(tmp_path))
-    assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, None, False)
+    assert opened(config) == RunDir(tmp_path, None, False)
     _checkpoint(tmp_path, 100)
-    assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+    assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
 
 
 def test_a_finished_run_is_finished_until_it_gets_more_steps(tmp_path: Path) -> None:
     write_summary(tmp_path, replace(SUMMARY, steps=100))
     config = RunConfig(run_dir=str(tmp_path), train=TrainConfig(steps=100))
-    assert open_run_dir(config, ALONE, None).finished
-    assert not open_run_dir(replace(config, train=TrainConfig(steps=101)), ALONE, None).finished
+    assert opened(config).finished
+    assert not opened(replace(config, train=TrainConfig(steps=101))).finished
     write_summary(tmp_path, replace(SUMMARY, steps=100, finished=False))
-    assert not open_run_dir(config, ALONE, None).finished
+    assert not opened(config).finished
 
 
 def test_none_never_overwrites(tmp_path: Path) -> None:
     config = RunConfig(run_dir=str(tmp_path), resume="none")
-    assert open_run_dir(config, ALONE, None).load_from is None
+    assert opened(config).load_from is None
     _checkpoint(tmp_path, 7)
     with pytest.raises(ConfigError, match=r"already holds checkpoints up to step 7; continue it with resume=auto"):
-        open_run_dir(config, ALONE, None)
+        opened(config)
 
 
 def test_a_path_is_a_checkpoint_a_directory_of_them_or_a_run(tmp_path: Path) -> None:
@@ -79,7 +86,7 @@ def test_a_path_is_a_checkpoint_a_directory_of_them_or_a_run(tmp_path: Path) -> 
     for resume in (path, path.parent, tmp_path / "old"):
         config = RunConfig(run_dir=str(tmp_path / "new"), resume=str(resume))
         check_resume(config)
-        found.append(open_run_dir(config, ALONE, None).load_from)
+        found.append(opened(config).load_from)
     assert found == [path, path.parent, path.parent]
 
 
@@ -115,10 +122,10 @@ def test_a_run_whose_checkpoints_were_all_set_aside_does_not_begin_anew(tmp_path
     (tmp_path / "checkpoints" / "bad-step-00000100-sha256").mkdir(parents=True)
     config = RunConfig(run_dir=str(tmp_path), resume=resume)
     if resume == "auto":  # the engine will say that none verifies
-        assert open_run_dir(config, ALONE, None) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+        assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
     else:
         with pytest.raises(ConfigError, match="already holds bad-step-00000100-sha256"):
-            open_run_dir(config, ALONE, None)
+            opened(config)
 
 
 def test_a_save_that_never_finished_is_no_place_to_resume_from(tmp_path: Path) -> None:
@@ -146,6 +153,15 @@ def test_another_model_is_refused_and_other_changes_are_said(
         compare_configs(before, redacted(RunConfig(model=ModelConfig(hidden_dim=512))), 7)
 
 
+def test_another_vocabulary_is_another_model_where_the_checkpoint_names_its_own() -> None:
+    now = redacted(RunConfig(model=ModelConfig(vocab_size=300)))
+    with pytest.raises(ConfigError, match=r"holds another model: model.vocab_size=257 \(now 300\)"):
+        compare_configs(redacted(RunConfig(model=ModelConfig(vocab_size=257))), now, 7)
+    unnamed = redacted(RunConfig())
+    del unnamed["model"]["vocab_size"]
+    compare_configs(unnamed, now, 7)
+
+
 def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, None, False)
     config = RunConfig(tracker=WandbConfig(), model=ModelConfig(args={"api_key": "canary", "depth": 3}))
@@ -163,7 +179,7 @@ def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
     import torch.distributed as dist
 
     comm = Communicator(dist.group.WORLD, torch.device("cpu"))
-    opened = open_run_dir(RunConfig(run_dir=f"{folder}/run"), comm, None)
+    run_dir = opened(RunConfig(run_dir=f"{folder}/run"), comm)
 
     def refuse() -> None:
         raise PermissionError(13, "Permission denied", "/closed")
@@ -175,7 +191,7 @@ def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
         decide_on_rank_0(comm, refuse)
     with pytest.raises(KeyError if rank == 0 else CommunicationError) as breakdown:
         decide_on_rank_0(comm, break_down)
-    return str(opened.path), str(refusal.value), str(breakdown.value)
+    return str(run_dir.path), str(refusal.value), str(breakdown.value)
 
 
 def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
@@ -188,4 +204,4 @@ def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be created"):
-        open_run_dir(RunConfig(run_dir=str(tmp_path / "file" / "run")), ALONE, None)
+        opened(RunConfig(run_dir=str(tmp_path / "file" / "run")))

@@ -49,6 +49,7 @@ def record(**values: Any) -> VoteRecord:
         "lr": 1e-3,
         "loss_scale": 8.0,
         "stop_requested": 0,
+        "save_failed": 0,
         "sum_weights": 2.0,
         "sum_weighted_loss": 4.0,
         "sum_squares": 100.0,
@@ -88,7 +89,7 @@ def test_a_row_holds_every_bit(sent: VoteRecord) -> None:
 
 @given(any_record, any_record)
 def test_host_and_device_fill_one_row(known: VoteRecord, seen: VoteRecord) -> None:
-    host = {*MUST_AGREE, "stop_requested"}
+    host = {*MUST_AGREE, "stop_requested", "save_failed"}
     device = [field.name for field in fields(VoteRecord) if field.name not in host]
     floats = [getattr(seen, name) for name in device if name in FLOATS]
     integers = [getattr(seen, name) for name in device if name not in FLOATS]
@@ -189,8 +190,8 @@ def test_the_earliest_cause_is_named_first() -> None:
 def test_what_may_differ_is_no_disagreement() -> None:
     free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
     assert free == {
-        "stop_requested", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss", "num_bad_losses",
-        "bad_micro_batch", "bad_weight", "bad_gradient",
+        "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
+        "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
     }  # fmt: skip
     other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
     assert find_disagreement([record(), other]) is None
@@ -249,6 +250,14 @@ def test_any_rank_can_ask_to_stop(rank: int) -> None:
     assert verdict_on(records).stop_requested
     assert verdict_on(records).reason is None
     assert not verdict_on([record(), record()]).stop_requested
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_can_say_that_a_save_has_failed(rank: int) -> None:
+    records = [record(save_failed=int(rank == other)) for other in range(2)]
+    assert verdict_on(records).save_failed
+    assert verdict_on(records).reason is None
+    assert not verdict_on([record(), record(stop_requested=1)]).save_failed
 
 
 LOSS = {"num_bad_losses": 1, "bad_micro_batch": 1, "bad_loss": math.nan, "sum_weighted_loss": math.nan}

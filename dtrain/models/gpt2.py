@@ -1,0 +1,119 @@
+"""The shape of GPT-2 (Radford et al., 2019), as ``model.factory=dtrain.models.gpt2:build``.
+
+LayerNorm before each sub-layer, learned positions, GELU in its tanh form, biases everywhere but in the head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.config.schema import ModelConfig
+from dtrain.errors import ConfigError
+from dtrain.models.causal_lm import ModelOutput, draw_seed, init_weights, judge, padded, refuse_args
+
+
+class Attention(nn.Module):
+    """Causal self-attention; queries, keys and values in one matmul."""
+
+    def __init__(self, hidden_dim: int, num_heads: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim)
+        self.out = nn.Linear(hidden_dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """``down(gelu(up(x)))``."""
+
+    def __init__(self, hidden_dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden_dim, ffn_dim)
+        self.down = nn.Linear(ffn_dim, hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm layer: attention, then the feed-forward network, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+        self.attn = Attention(config.hidden_dim, config.num_heads, config.dropout)
+        self.ffn_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config.hidden_dim, ffn_dim(config))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps [B, T, hidden] to [B, T, hidden]."""
+        x = x + self.dropout(self.attn(self.attn_norm(x)))
+        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return out
+
+
+class GPT2(nn.Module):
+    """A causal language model over ``vocab_size`` tokens and at most ``config.max_seq_len`` positions.
+
+    Raises:
+        ConfigError: the heads do not divide the hidden dimension.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        if config.hidden_dim % config.num_heads:
+            raise ConfigError(
+                f"model.hidden_dim={config.hidden_dim} is not a multiple of model.num_heads={config.num_heads}"
+            )
+        init_seed = draw_seed()
+        self.vocab_size = vocab_size
+        self.embed = nn.Embedding(padded(vocab_size), config.hidden_dim)
+        self.positions = nn.Embedding(config.max_seq_len, config.hidden_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_dim, padded(vocab_size), bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.embed.weight
+        init_weights(self, init_seed, config.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+        """Predicts the next token at each position.
+
+        Args:
+            tokens: int64 [B, T], T at most ``max_seq_len``.
+            targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
+        """
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.embed(tokens) + self.positions(positions))
+        for block in self.blocks:
+            x = block(x)
+        return judge(self.head(self.norm(x))[..., : self.vocab_size], targets)
+
+
+def ffn_dim(config: ModelConfig) -> int:
+    """The hidden dimension of the feed-forward network: 4 x ``hidden_dim`` where ``config`` does not say."""
+    return 4 * config.hidden_dim if config.ffn_dim is None else config.ffn_dim
+
+
+def build(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """A ``model.factory``.
+
+    Raises:
+        ConfigError: sizes that do not fit together, or free ``model.args``, which this model does not read.
+    """
+    refuse_args(config)
+    return GPT2(config, vocab_size)

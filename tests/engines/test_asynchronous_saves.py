@@ -1,0 +1,328 @@
+"""Saves while training goes on, under every engine: the bits of the instant of the save, and failures on all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtrain
+from dtrain.checkpoint import Retention, list_checkpoints, open_newest, storage
+from dtrain.engine.native import NativeEngine
+from dtrain.engine.voting import VotingEngine
+from dtrain.errors import CheckpointError, CommunicationError
+from tests.engines.helpers import digest, start, state_digests, train_step
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.host_reads import like_a_gpu
+from tests.helpers.launch import Job
+from tests.helpers.ranks import RankFailure, run_ranks
+
+MICRO_BATCHES = 4
+ENGINES = [("native", 1), ("native", 3), ("fsdp2", 3), ("ddp", 0), ("deepspeed", 3)]
+
+
+@contextmanager
+def instead(name: str, act: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """A function of the storage seam replaced in this process."""
+    real = getattr(storage, name)
+    setattr(storage, name, act(real))
+    try:
+        yield
+    finally:
+        setattr(storage, name, real)
+
+
+@contextmanager
+def held_up(name: str = "create") -> Iterator[None]:
+    """Calls of a function of the storage seam wait until the block ends."""
+    gate = threading.Event()
+
+    def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            assert gate.wait(60)
+            return real(*args)
+
+        return call
+
+    with instead(name, waiting):
+        try:
+            yield
+        finally:
+            gate.set()
+
+
+def failing(code: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def replace(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            raise OSError(code, os.strerror(code))
+
+        return call
+
+    return replace
+
+
+def contents(path: Path) -> dict[str, str]:
+    """Digests of masters, moments and buffers in a checkpoint, as :func:`state_digests` gives them of an engine."""
+    reader = open_newest(path, ALONE)
+    return {
+        tensor.label: digest(reader.read(tensor.kind, tensor.name).view(tensor.shape))
+        for tensor in reader.tensors
+        if tensor.kind != "frozen"
+    }
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as error:
+        call()
+    return str(error.value)
+
+
+def slow(seconds: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def replace(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            time.sleep(seconds)
+            return real(*args)
+
+        return call
+
+    return replace
+
+
+def save_through_steps(engine: VotingEngine, directory: Path, **options: Any) -> tuple[dict[str, str], Path]:
+    """Two steps between the start of a save and its first file; the state at the start, and the path."""
+    before = state_digests(engine)
+    with held_up():
+        path = engine.save(directory, asynchronous=True, **options)
+        for _ in range(2):
+            assert train_step(engine, MICRO_BATCHES).applied
+        assert path is not None
+        assert not path.exists()
+    assert engine.wait_for_save() == path
+    assert state_digests(engine) != before
+    return before, path
+
+
+# -- every engine ------------------------------------------------------------------------------------------------------
+
+
+def _train_through_saves(rank: int, world: int, name: str, stage: int, directory: Path) -> list[Any]:
+    engine = start(name, stage, dropout=0.1)
+    train_step(engine, MICRO_BATCHES)
+    pairs = []
+    for _ in range(2):  # the second into the memory of the first
+        before, path = save_through_steps(engine, directory)
+        pairs.append((before, contents(path) if rank == 0 else before))
+    with instead("write", failing(errno.ENOSPC)) if rank == world - 1 else instead("write", slow(0.3)):
+        engine.save(directory, asynchronous=True)
+        if rank == world - 1:
+            until(lambda: engine._saver.has_failed)
+        began = time.monotonic()
+        failure = raised(lambda: train_step(engine, MICRO_BATCHES))
+        waited = time.monotonic() - began
+    steps = engine.attempted_steps
+    assert train_step(engine, MICRO_BATCHES).applied
+    assert engine.save(directory, asynchronous=True, retention=Retention(keep_last=1)) == engine.wait_for_save()
+    return [pairs, failure, waited, steps, state_digests(engine)]
+
+
+def _train_only(rank: int, world: int, name: str, stage: int) -> dict[str, str]:
+    engine = start(name, stage, dropout=0.1)
+    for _ in range(7):
+        train_step(engine, MICRO_BATCHES)
+    return state_digests(engine)
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_any_engine_saves_while_it_trains(tmp_path: Path, name: str, stage: int) -> None:
+    results = run_ranks(2, _train_through_saves, name, stage, tmp_path)
+    for before, found in results[0][0]:
+        assert found == before
+    failures = {result[1] for result in results}
+    assert len(failures) == 1
+    path = tmp_path / "step-00000005"
+    assert failures.pop().startswith(f"saving {path} failed on rank 1: No space left on device (errno 28)")
+    assert max(result[2] for result in results) < 6, "the other rank writes on in vain"
+    assert [result[3] for result in results] == [6, 6], "the step that has raised it is done"
+    assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000007"]
+    if name == "native":  # no other random number, no other order of sums
+        assert [result[4] for result in results] == run_ranks(2, _train_only, name, stage)
+
+
+# -- one save at a time ------------------------------------------------------------------------------------------------
+
+
+def _saves_while_one_is_under_way(rank: int, world: int, directory: Path) -> None:
+    engine = start("native", 2)
+    assert engine.wait_for_save() is None
+    train_step(engine, MICRO_BATCHES)
+    with held_up() if rank == world - 1 else instead("write", slow(0)):  # busy on one rank alone
+        first = engine.save(directory, asynchronous=True)
+        train_step(engine, MICRO_BATCHES)
+        assert engine.save(directory, asynchronous=True, when_busy="skip") is None
+        assert engine.save(directory, when_busy="skip") is None
+    second = engine.save(directory)  # waits for the first, and is not asynchronous itself
+    assert second is not None
+    assert second.exists()
+    assert engine.wait_for_save() == first == directory / "step-00000001"
+    train_step(engine, MICRO_BATCHES)
+    third = engine.save(directory, asynchronous=True, when_busy="skip")  # nothing is under way
+    assert engine.load(directory) == {}
+    assert third == directory / "step-00000003", "a load waits for the save before it"
+    assert engine.attempted_steps == 3
+    with pytest.raises(dtrain.errors.UsageError, match="expected 'wait' or 'skip'"):
+        engine.save(directory, when_busy="later")
+
+
+def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
+    run_ranks(2, _saves_while_one_is_under_way, tmp_path)
+    assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def _failures(rank: int, world: int, directory: Path) -> list[str]:
+    engine = start("native", 2)
+    train_step(engine, MICRO_BATCHES)
+    engine.save(directory, asynchronous=True, metrics={"val_loss": 2.0, "train_loss": float("nan"), "other": None})
+    engine.wait_for_save()
+    messages = []
+    for collect in (engine.wait_for_save, lambda: engine.save(directory), lambda: engine.load(directory)):
+        train_step(engine, MICRO_BATCHES)
+        with instead("rename" if rank == 0 else "write", failing(errno.EIO) if rank == 0 else slow(0)):
+            engine.save(directory, asynchronous=True)
+            engine._saver._thread.join()  # type: ignore[union-attr]
+        messages.append(raised(collect))
+        assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
+    state = {"when": object()} if rank == 0 else {}
+    messages.append(raised(lambda: engine.save(directory, asynchronous=True, extra=state)))
+    extra = {"list": [1]}
+    path = engine.save(directory, asynchronous=True, extra=extra)
+    extra["list"].append(2)
+    assert engine.wait_for_save() == path
+    assert engine.load(directory) == {"list": [1]}
+    return messages
+
+
+def test_a_failure_is_raised_once_and_by_all(tmp_path: Path) -> None:
+    results = run_ranks(2, _failures, tmp_path)
+    assert results[0] == results[1]
+    *committing, copying = results[0]
+    for step, message in zip((2, 4, 6), committing, strict=True):
+        assert f"saving {tmp_path}/step-{step:08d} failed on rank 0: Input/output error (errno 5)" in message
+    assert "copying step 7 to the host failed on rank 0: state['extra']['when'] is <object" in copying
+    assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000007"]
+    assert open_newest(tmp_path / "step-00000001", ALONE).state["metrics"] == {"val_loss": 2.0}
+
+
+def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, str]:
+    engine = start("native", 2, dropout=0.1)
+    assert isinstance(engine, NativeEngine)
+    looks = like_a_gpu(engine)
+    train_step(engine, MICRO_BATCHES)
+    for collect_early in (False, True):
+        with instead("write", failing(errno.EIO) if rank == world - 1 else slow(0)):
+            engine.save(directory, asynchronous=True)
+            if rank == world - 1:
+                until(lambda: engine._saver.has_failed)
+            outcome = train_step(engine, MICRO_BATCHES)  # its vote says so
+            assert looks[-1] != engine.attempted_steps - 1, "nobody has looked at it yet"
+            if rank == 0:
+                assert outcome.applied  # the ranks look at other times
+            if collect_early:
+                assert "failed on rank 1" in raised(engine.wait_for_save)
+        if not collect_early:
+            assert "failed on rank 1" in raised(lambda: train_step(engine, MICRO_BATCHES))
+            assert engine.step().applied, "the step that has raised it is called again"
+    assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
+    return state_digests(engine)
+
+
+def test_where_outcomes_are_read_late_a_failure_comes_one_step_later(tmp_path: Path) -> None:
+    results = run_ranks(2, _fails_behind_a_device, tmp_path)
+    assert results[0] == results[1]
+    assert list_checkpoints(tmp_path) == []
+
+
+def _frozen_and_counted(rank: int, world: int, directory: Path) -> None:
+    """Buffers change in every forward, and frozen weights may be overwritten by their owner."""
+    engine = start("ddp", 0)
+    train_step(engine, MICRO_BATCHES)
+    before = {name: digest(p) for name, p in engine.module.named_parameters() if not p.requires_grad}
+    with held_up():
+        engine.save(directory, asynchronous=True)
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data.zero_()
+    engine.wait_for_save()
+    if rank == 0:
+        reader = open_newest(directory, ALONE)
+        frozen = [tensor for tensor in reader.tensors if tensor.kind == "frozen"]
+        assert {t.name: digest(reader.read(t.kind, t.name).view(t.shape)) for t in frozen} == before
+    engine.comm.barrier()
+
+
+def test_frozen_weights_are_those_of_the_save(tmp_path: Path) -> None:
+    run_ranks(2, _frozen_and_counted, tmp_path)
+
+
+def train_steps(engine: VotingEngine, count: int) -> None:
+    for _ in range(count):
+        train_step(engine, MICRO_BATCHES)
+
+
+def _dies_while_saving(rank: int, world: int, directory: Path) -> None:
+    engine = start("native", 2)
+    train_step(engine, MICRO_BATCHES)
+    with instead("write", slow(0.3)):
+        engine.save(directory, asynchronous=True)
+        if rank == world - 1:
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(CommunicationError):
+            train_steps(engine, 50)
+        began = time.monotonic()
+        engine.leave_save(give_up=True)
+        assert time.monotonic() - began < 2, "it writes on in vain"
+    assert not any(thread.name == "dtrain-save" for thread in threading.enumerate())
+
+
+def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, _dies_while_saving, tmp_path)
+    assert "rank 1:\nthe process died without a word" in str(failure.value)
+    assert "rank 0" not in str(failure.value)
+    assert [path.name[:18] for path in tmp_path.glob("step-*")] == ["step-00000001.tmp-"]
+
+
+@pytest.mark.parametrize(("how", "codes"), [("end", [0, 0]), ("raise", [1, 1])])
+def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str, codes: list[int]) -> None:
+    """At the end of the interpreter, where a thread that still communicates would abort the process."""
+    with ExitStack() as running:
+        jobs = [
+            running.enter_context(
+                Job([sys.executable, "-m", "tests.helpers.leaves_early", str(rank), str(tmp_path), how], tmp_path)
+            )
+            for rank in range(2)
+        ]
+        assert [job.wait() for job in jobs] == codes, [job.said for job in jobs]
+        if how == "raise":
+            assert "ValueError: a bug of the script" in jobs[1].said
+            assert "CommunicationError" in jobs[0].said
+    assert [item.path.name for item in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]

@@ -1,0 +1,41 @@
+"""One state through a chain of world sizes and engines, each loading what the one before it saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.engines.helpers import start, train_step
+from tests.engines.test_checkpoints_across import fingerprints
+from tests.helpers.ranks import run_ranks
+
+CHAIN = [
+    ("native", 2, 1),
+    ("deepspeed", 2, 2),
+    ("fsdp2", 3, 4),
+    ("ddp", 0, 1),
+    ("native", 3, 3),
+]  # engine, stage, ranks
+
+
+def train_and_save(rank: int, world: int, name: str, stage: int, target: Path) -> None:
+    engine = start(name, stage)
+    for _ in range(2):
+        assert train_step(engine, 1).applied
+    engine.save(target)
+
+
+def load_and_save(rank: int, world: int, name: str, stage: int, source: Path, target: Path) -> None:
+    engine = start(name, stage, seed=7)
+    engine.load(source)
+    engine.save(target)
+
+
+def test_fingerprints_stay_from_link_to_link(tmp_path: Path) -> None:
+    (name, stage, world), *rest = CHAIN
+    run_ranks(world, train_and_save, name, stage, tmp_path / "0")
+    expected = fingerprints(tmp_path / "0")
+    assert len({fingerprint for fingerprint, _, _ in expected.values()}) > 10
+    for number, (name, stage, world) in enumerate(rest):
+        source, target = tmp_path / f"{number}", tmp_path / f"{number + 1}"
+        run_ranks(world, load_and_save, name, stage, source, target)
+        assert fingerprints(target) == expected, (name, stage, world)

@@ -1,0 +1,221 @@
+"""Faults of the file system where a save is not alone: in the thread that saves, and in the lease."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.checkpoint import Snapshot, open_newest, verify
+from dtrain.checkpoint.lease import Contender, Pace, hold
+from dtrain.checkpoint.lease_file import look
+from dtrain.checkpoint.saver import Saver
+from dtrain.config.schema import RunConfig
+from dtrain.distributed.collectives import Communicator
+from dtrain.errors import CheckpointError, ConfigError
+from dtrain.train.run_dir import open_run_dir
+from tests.faults.test_checkpoint_crash import FAULTS, LEASE, SWEEP, UNTIL_COMMIT, Call, Seam, assert_sound, prepare
+from tests.helpers.checkpoints import (
+    ALONE,
+    ThreadCommunicator,
+    make_tensors,
+    on_threads,
+    pieces_of,
+    save_good,
+    save_threads,
+)
+
+NAMES = [errno.errorcode[fault] for fault in FAULTS]
+
+
+class TwoThreads(ThreadCommunicator):
+    """A rank whose saves run in a thread with a communicator of its own."""
+
+    def __init__(self, comm: Communicator, barrier: threading.Barrier, board: list[str]) -> None:
+        assert isinstance(comm, ThreadCommunicator)
+        super().__init__(comm.rank, comm.world_size, comm._barrier, comm._board)
+        self._sibling = ThreadCommunicator(comm.rank, comm.world_size, barrier, board)
+
+    def sibling(self) -> Communicator:
+        return self._sibling
+
+
+def save_in_threads(directory: Path, step: int) -> list[Any]:
+    """What the thread of each of two ranks got, or raised, and whether the rank knew of it before it asked."""
+    barrier, board, tensors = threading.Barrier(2, timeout=30), ["", ""], make_tensors(step)
+
+    def work(comm: Communicator) -> Path | None:
+        saver = Saver(TwoThreads(comm, barrier, board))
+        saver.start(directory, Snapshot(step, pieces_of(tensors, comm.rank, 2), {}), None)
+        try:
+            return saver.wait()
+        finally:
+            saver.leave(give_up=False)
+
+    return on_threads(2, work)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize(("function", "what"), LEASE + UNTIL_COMMIT)
+def test_failure_in_the_thread_that_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str, fault: int
+) -> None:
+    directory = tmp_path / "checkpoints"
+    prepare(directory)
+    failed = threading.Event()
+
+    def act(index: int, call: Call) -> None:
+        if seam.is_at(call, function, what) and not failed.is_set():
+            failed.set()
+            raise OSError(fault, os.strerror(fault))
+
+    with monkeypatch.context() as patch:
+        seam = Seam(patch, act)
+        results = save_in_threads(directory, 300)
+    assert all(isinstance(error, CheckpointError) for error in results), results
+    assert len({str(error) for error in results}) == 1
+    assert re.search(r"step-00000300 failed on rank [01]( \(and on 1 more\))?: ", str(results[0]))
+    assert f"{os.strerror(fault)} (errno {fault})" in str(results[0])
+    left = sorted(path.name for path in directory.iterdir())
+    visible = [name for name in left if ".tmp-" not in name]
+    assert visible == ["step-00000100", "step-00000200"]
+    assert left == visible or (function, what) in LEASE + SWEEP
+    assert open_newest(directory, ALONE).step == 200
+    assert save_in_threads(directory, 300) == [directory / "step-00000300"] * 2
+    assert_sound(directory, newest=300)
+
+
+def test_short_writes_of_a_lease_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, overwrite = os.write, os.pwrite
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", lambda descriptor, data: write(descriptor, memoryview(data)[:7]))
+        patch.setattr("os.pwrite", lambda descriptor, data, at: overwrite(descriptor, memoryview(data)[:7], at))
+        with hold(tmp_path) as lease:
+            lease.beat()
+            lease.check()
+            assert look(tmp_path).holder.counter == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+@pytest.mark.parametrize("function", ["overwrite", "sync"])
+def test_signs_of_life_that_fail_are_said_and_cost_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str, fault: int
+) -> None:
+    """While nobody takes it over the lease is held: saves go on, and so do the signs of life, once they can."""
+    failures = threading.Semaphore(0)
+
+    def act(index: int, call: Call) -> None:
+        if call[0] == function and threading.current_thread().name == "lease":
+            failures.release()
+            raise OSError(fault, os.strerror(fault))
+
+    with hold(tmp_path, Pace(heartbeat_s=0.005)) as lease:
+        with monkeypatch.context() as patch:
+            Seam(patch, act)
+            for _ in range(3):
+                assert failures.acquire(timeout=10)
+            save_good(tmp_path, 100)
+            lease.check()
+        before = look(tmp_path)
+        deadline = time.monotonic() + 10
+        while look(tmp_path) == before:
+            assert time.monotonic() < deadline, "no signs of life any more"
+        save_good(tmp_path, 200)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in warnings] == [
+        f"checkpoint: no sign of life in the lease of {tmp_path}: {os.strerror(fault)} (errno {fault})"
+    ]
+    assert verify(tmp_path).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+
+
+def test_signs_of_life_end_where_the_lease_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that took none for longer than the limit: another has it, and that is said at once."""
+    with hold(tmp_path, Pace(heartbeat_s=0.2)):
+        with ExitStack() as undo:
+            other = Contender(tmp_path, Pace(limit_s=0)).attempt()
+            assert other is not None
+            undo.callback(other.release)
+            deadline = time.monotonic() + 10
+            while "was taken over from this process" not in caplog.text:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            results = save_threads(tmp_path, 100)
+            assert all("was taken over from this process" in str(error) for error in results), results
+        for error in save_threads(tmp_path, 100):  # what is lost stays lost
+            assert "is gone: another job took it over and has ended" in str(error)
+    save_good(tmp_path, 100)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+def test_lease_that_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: int
+) -> None:
+    """The save stands, and the next one of this process need not wait for the lease that it has left itself."""
+
+    def act(index: int, call: Call) -> None:
+        if call[0] == "remove_file" and call[1][0].suffix == ".json":
+            raise OSError(fault, os.strerror(fault))
+
+    with monkeypatch.context() as patch:
+        Seam(patch, act)
+        save_good(tmp_path, 100)
+    assert f"{tmp_path}/lease-00000001.json stays: {os.strerror(fault)} (errno {fault})" in caplog.text
+    began = time.monotonic()
+    save_good(tmp_path, 200)
+    assert time.monotonic() - began < 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
+@pytest.mark.parametrize("function", ["rename", "sync_directory"])
+def test_damaged_checkpoint_of_the_same_step_that_cannot_be_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: int
+) -> None:
+    directory = tmp_path / "checkpoints"
+    prepare(directory)
+    (directory / "step-00000200" / "r0001.safetensors").write_bytes(b"")
+    setting_aside = threading.Event()
+
+    def act(index: int, call: Call) -> None:
+        name, args = call
+        if name == "rename" and args[1].name.startswith("bad-"):
+            setting_aside.set()
+        if name == function and setting_aside.is_set():
+            raise OSError(fault, os.strerror(fault))
+
+    with monkeypatch.context() as patch:
+        Seam(patch, act)
+        for error in save_threads(directory, 200):
+            assert f"failed on rank 0: {os.strerror(fault)} (errno {fault})" in str(error)
+    assert open_newest(directory, ALONE).step == 100
+    save_good(directory, 200)
+    names = sorted(path.name for path in directory.iterdir())
+    assert names == ["bad-step-00000200-size", "step-00000100", "step-00000200"]
+
+
+@pytest.mark.parametrize(("function", "what"), [*LEASE, ("make_directory", "checkpoints")])
+def test_run_that_cannot_have_the_lease_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str
+) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "run"))
+
+    def act(index: int, call: Call) -> None:
+        if seam.is_at(call, function, what):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with ExitStack() as held:
+        with monkeypatch.context() as patch:
+            seam = Seam(patch, act)
+            with pytest.raises(ConfigError, match=r"^Read-only file system \(errno 30\)$"):
+                open_run_dir(config, ALONE, None, held)
+        assert open_run_dir(config, ALONE, None, held).load_from is None
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

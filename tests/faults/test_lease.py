@@ -1,0 +1,393 @@
+"""Two jobs, one directory: one of them writes, and no other ever commits."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.checkpoint import Snapshot, lease, open_newest, save, storage, verify
+from dtrain.checkpoint.lease import Pace, hold
+from dtrain.checkpoint.lease_file import Holder, look, path_of
+from dtrain.config.resolve import compose
+from dtrain.config.schema import RunConfig
+from dtrain.errors import CheckpointError, DtrainError
+from dtrain.train.run import run_training
+from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, pieces_of, save_good
+from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of, write_samples
+from tests.helpers.mishap import Mishap
+
+STEPS = 8
+PATIENT = (0.05, 30.0, 0.02)  # heartbeat, limit, poll: seconds
+QUICK = (0.05, 0.6, 0.02)  # of one whose contender is stopped
+
+LINGERS = Mishap("summary", 1, "sleep")  # a job that has done its work and holds the lease for 1.5 s more
+
+_context = multiprocessing.get_context("forkserver")
+
+
+def _train(config: RunConfig, env: dict[str, str], log: Path, pace: tuple[float, float, float]) -> None:
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
+    lease.PACE = Pace(*pace)
+    try:
+        code = run_training(config)
+    except DtrainError as error:
+        print(f"dtrain: {error}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    sys.exit(code)
+
+
+class Job:
+    """A training run in a process of its own.
+
+    Args:
+        run_dir: of the run; what the job says is kept next to it, under ``name``.
+        config: the rest of the config.
+        name: of the job.
+        mishap: what it meets with.
+        pace: of the lease.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, pace: Any = PATIENT
+    ) -> None:
+        self.run_dir = run_dir
+        self._log = Path(f"{run_dir}.{name}.log")
+        self._log.touch()
+        config = replace(config, run_dir=str(run_dir))
+        env = mishap.env() if mishap else {}
+        self._process: BaseProcess = _context.Process(target=_train, args=(config, env, self._log, pace))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float = 60) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, self.said
+            assert self._process.is_alive() or condition(), self.said
+            time.sleep(0.005)
+
+    def is_stopped(self) -> bool:
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def end(self) -> None:
+        if self._process.is_alive():
+            self.send(signal.SIGKILL)
+        self._process.join()
+
+
+@contextmanager
+def jobs() -> Iterator[Callable[..., Job]]:
+    """Starts jobs, none of which outlives the block."""
+    started: list[Job] = []
+
+    def start(run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, pace: Any = PATIENT) -> Job:
+        started.append(Job(run_dir, config, name, mishap, pace))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for job in started:
+            job.end()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    brief = ("train.steps=8", "train.save_every=2", "train.eval_every=0")
+    return compose([*SMALL, write_samples(tmp_path_factory.mktemp("data")), *brief])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Record:
+    """What one job alone leaves."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    with jobs() as start:
+        assert start(run_dir, config, "alone").wait() == 0
+    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"], "and no lease"
+    return record_of(run_dir)
+
+
+def refused(job: Job, by: Job) -> bool:
+    return bool(re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {by.pid} on ", job.said))
+
+
+@pytest.mark.parametrize("trial", range(2))
+def test_started_together(tmp_path: Path, config: RunConfig, whole: Record, trial: int) -> None:
+    """The one that comes second is refused at the first sign of life."""
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        pair = [start(run_dir, config, name, LINGERS) for name in ("one", "other")]
+        codes = [job.wait() for job in pair]
+        assert sorted(codes, key=str) == [0, 2], [job.said for job in pair]
+        winner, loser = sorted(pair, key=lambda job: job.wait() or 0)
+        assert refused(loser, by=winner)
+    assert record_of(run_dir) == whole
+
+
+def test_one_after_the_other(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+    run_dir = tmp_path / "run"
+    half = replace(config, train=replace(config.train, steps=3))
+    with jobs() as start:
+        assert start(run_dir, half, "one").wait() == 0
+        second = start(run_dir, config, "other")
+        assert second.wait() == 0
+        assert "is held by" not in second.said
+        again = start(run_dir, config, "again")
+        assert again.wait() == 0
+        assert "done already" in again.said
+    assert newest_step(run_dir) == STEPS
+
+
+def test_second_while_the_first_is_at_work(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        first = start(run_dir, config, "one", LINGERS)
+        first.wait_until(lambda: "step-00000002" in checkpoints(run_dir))
+        second = start(run_dir, config, "other")
+        assert second.wait() == 2
+        assert refused(second, by=first)
+        assert len([line for line in second.said.splitlines() if line.startswith("dtrain: ")]) == 1
+        assert first.wait() == 0
+    assert record_of(run_dir) == whole
+
+
+@pytest.mark.parametrize("place", ["vote", "rename"])
+def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Record, place: str) -> None:
+    """At once, though the limit is long: its process is known to be gone."""
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        assert start(run_dir, config, "one", Mishap(place, 2)).wait() == -signal.SIGKILL
+        assert "lease-00000001.json" in checkpoints(run_dir)
+        second = start(run_dir, config, "other")
+        assert second.wait() == 0
+        assert "which has ended" in second.said
+    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
+    assert record_of(run_dir) == whole
+
+
+# where the first job stands still: between two saves; in one, at its bytes, before the check of the lease, and after
+# that check, with the rename left to do
+STOPS = [("update", 3), ("write", 10), ("sync_directory", 3), ("rename", 1)]
+
+
+@pytest.mark.parametrize(("place", "count"), STOPS)
+def test_stopped_for_long_and_continued(
+    tmp_path: Path, config: RunConfig, whole: Record, place: str, count: int
+) -> None:
+    """What it had under way is swept, its next commit refused, and it ends with that error."""
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        first = start(run_dir, config, "one", Mishap(place, count, "SIGSTOP"))
+        first.wait_until(first.is_stopped)
+        second = start(run_dir, config, "other", LINGERS, QUICK)
+        second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
+        second.send(signal.SIGSTOP)
+        second.wait_until(second.is_stopped)
+        assert f"no sign of life from process {first.pid} on " in second.said
+        names = checkpoints(run_dir)
+        first.send(signal.SIGCONT)
+        assert first.wait() == 1
+        assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.said)
+        assert set(names) <= set(checkpoints(run_dir)), "it changes nothing there"
+        second.send(signal.SIGCONT)
+        assert second.wait() == 0
+    assert verify(run_dir).ok
+    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
+    assert record_of(run_dir) == whole
+
+
+def test_stopped_until_the_other_has_ended(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
+        first.wait_until(first.is_stopped)
+        second = start(run_dir, config, "other", pace=QUICK)
+        assert second.wait() == 0
+        first.send(signal.SIGCONT)
+        assert first.wait() == 1
+        assert "is gone: another job took it over and has ended" in first.said
+    assert record_of(run_dir) == whole
+
+
+def test_stopped_for_less_than_the_limit(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+    run_dir = tmp_path / "run"
+    with jobs() as start:
+        first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
+        first.wait_until(first.is_stopped)
+        second = start(run_dir, config, "other")
+        second.wait_until(lambda: "waiting 30 s for a sign" in second.said)
+        first.send(signal.SIGCONT)
+        assert second.wait() == 2
+        assert refused(second, by=first)
+        assert first.wait() == 0
+    assert record_of(run_dir) == whole
+
+
+def test_stale_lease_of_another_system(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    stale = replace(Holder.this_process(41), host="elsewhere", boot_id="other")
+    path_of(run_dir / "checkpoints", 41).write_bytes(stale.encode())
+    with jobs() as start:
+        job = start(run_dir, config, "one", pace=QUICK)
+        job.wait_until(lambda: "lease-00000042.json" in checkpoints(run_dir))
+        assert job.wait() == 0
+    assert re.search(r"is held by .*\n.*taking over .*: no sign of life from process \d+ on elsewhere", job.said)
+    assert record_of(run_dir) == whole
+
+
+# -- many at once ------------------------------------------------------------------------------------------------------
+
+
+def _compete(directory: Path, log: int, rounds: int, seed: int) -> None:
+    """Takes the lease again and again; notes when it has it. Now and then it dies with it."""
+    dice = random.Random(seed)
+    pid = os.getpid()
+    done = 0
+    while done < rounds:
+        try:
+            with hold(directory, Pace(0.01, 30.0, 0.001)) as held:
+                held.check()
+                os.write(log, f"{pid} has it\n".encode())
+                time.sleep(dice.random() * 0.004)
+                held.check()
+                os.write(log, f"{pid} leaves it\n".encode())
+                if dice.random() < 0.1:
+                    os.kill(pid, signal.SIGKILL)
+            done += 1
+        except CheckpointError as error:
+            if "in use by process" not in str(error):
+                raise
+    os.write(log, f"{pid} is done\n".encode())
+
+
+def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
+    """One has it at a time, and whoever dies with it is followed at once."""
+    rounds = faults.count(ci=15, full=300)
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    pids = []
+    for seed in range(4):
+        if (pid := os.fork()) == 0:
+            _compete(tmp_path / "checkpoints", log, rounds, seed)
+            os._exit(0)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    events = [line.split(maxsplit=1) for line in (tmp_path / "log").read_text().splitlines()]
+    turns = [(pid, event) for pid, event in events if event != "is done"]
+    assert len(turns) >= 2 * rounds
+    for (one, taken), (other, left) in zip(turns[::2], turns[1::2], strict=True):
+        assert (taken, left) == ("has it", "leaves it")
+        assert one == other
+    sight = look(tmp_path / "checkpoints")
+    assert sight is None or (sight.holder is not None and sight.holder.has_ended())
+    faults.passed("F13", len(turns) // 2, two_holders=0)
+
+
+def _race(directory: Path, ready: int, over: int, results: int) -> None:
+    os.read(ready, 1)  # returns when the parent has closed it
+    try:
+        with hold(directory, Pace(0.02, 1.0, 0.001)):
+            os.write(results, b"1")
+            os.read(over, 1)  # the others have seen a sign of life
+    except CheckpointError:
+        os.write(results, b"0")
+
+
+def test_one_stale_lease_and_several_who_want_it(tmp_path: Path, faults: FaultCounts) -> None:
+    rounds = faults.count(ci=2, full=100)
+    for number in range(rounds):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        path_of(directory, 5).write_bytes(replace(Holder.this_process(5), boot_id="other").encode())
+        (ready, go), (over, end), (outcomes, results) = (os.pipe() for _ in range(3))
+        pids = []
+        for _ in range(4):
+            if (pid := os.fork()) == 0:
+                os.close(go)
+                os.close(end)
+                _race(directory, ready, over, results)
+                os._exit(0)
+            pids.append(pid)
+        os.close(go)
+        assert sorted(os.read(outcomes, 1) for _ in pids) == [b"0", b"0", b"0", b"1"]
+        os.close(end)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        assert list(directory.iterdir()) == []
+        for descriptor in (ready, over, outcomes, results):
+            os.close(descriptor)
+    faults.passed("F13", rounds, winners_beyond_one=0)
+
+
+# -- the check at the commit -------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None:
+    """Another job has taken over just now, and has not swept yet: the check alone stands in the way."""
+    save_good(tmp_path, 100, 1)
+    other = replace(Holder.this_process(2), host="elsewhere", boot_id="other")
+    real = storage.sync_directory
+
+    def take_over(path: Path) -> None:
+        real(path)
+        if ".tmp-" in path.name:
+            path_of(tmp_path, 2).write_bytes(other.encode())
+            path_of(tmp_path, 1).unlink()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "sync_directory", take_over)
+        with pytest.raises(CheckpointError, match=r"taken over from this process, .*, by process \d+ on elsewhere"):
+            save(tmp_path, Snapshot(200, pieces_of(make_tensors(200), 0, 1), {}), ALONE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lease-00000002.json", "step-00000100"]
+    assert_holds(open_newest(tmp_path, ALONE), make_tensors(100))
+
+
+def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> None:
+    for step in (100, 200):
+        save_good(tmp_path, step, 1)
+    other = replace(Holder.this_process(2), host="elsewhere", boot_id="other")
+    real = storage.sync_directory
+
+    def take_over(path: Path) -> None:
+        real(path)
+        if path == tmp_path:
+            path_of(tmp_path, 2).write_bytes(other.encode())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage, "sync_directory", take_over)
+        save_good(tmp_path, 300, 1)
+    steps = [path.name for path in sorted(tmp_path.iterdir()) if path.name.startswith("step-")]
+    assert steps == ["step-00000100", "step-00000200", "step-00000300"]

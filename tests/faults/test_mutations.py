@@ -1,0 +1,170 @@
+"""The tests of checkpoints are worth something: without one fsync, rename or check of the product, one of them fails.
+
+Each case takes one thing out of the product, runs the very test that the suite runs, and expects it to fail. Single
+fsyncs are dropped one by one in ``test_power_cut``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dtrain.checkpoint import integrity, manifest, storage
+from dtrain.checkpoint.container import read_header
+from dtrain.checkpoint.directory import step_name
+from tests.faults import test_checkpoint_damage as damage
+from tests.faults import test_lease as leases
+from tests.faults import test_power_cut as power_cut
+from tests.helpers.checkpoints import save_good
+from tests.helpers.fault_counts import FaultCounts
+from tests.unit import test_checkpoint_roundtrip as roundtrip
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+Test = Callable[[Path], None]
+CHECKPOINT = "dtrain.checkpoint"
+
+
+# -- what is taken out -------------------------------------------------------------------------------------------------
+
+
+class StorageWithout:
+    """The storage seam, as one module sees it, with a function that does nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *args: None) if name == self._name else getattr(storage, name)
+
+
+def without(function: str, module: str) -> Mutation:
+    return lambda patch: patch.setattr(f"{CHECKPOINT}.{module}.storage", StorageWithout(function))
+
+
+def replaced(place: str, value: Any) -> Mutation:
+    return lambda patch: patch.setattr(f"{CHECKPOINT}.{place}", value)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def in_place(patch: pytest.MonkeyPatch) -> None:
+    """A save writes to the final name at once."""
+    patch.setattr(f"{CHECKPOINT}.writer.temporary_path", lambda directory, step: directory / step_name(step))
+    without("rename", "writer")(patch)
+
+
+class Agreeing(str):
+    """A hash that equals whatever it is compared with."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def agreeing_hashes(patch: pytest.MonkeyPatch) -> None:
+    """The files' bytes are hashed, and any hash will do."""
+
+    def sha256(data: bytes = b"") -> SimpleNamespace:
+        digest = hashlib.sha256(data)
+        return SimpleNamespace(update=digest.update, hexdigest=lambda: Agreeing(digest.hexdigest()))
+
+    patch.setattr(f"{CHECKPOINT}.integrity.hashlib", SimpleNamespace(sha256=sha256))
+
+
+def unchecked_manifest(patch: pytest.MonkeyPatch) -> None:
+    """Line 1 of the manifest may say anything."""
+    decode = manifest.Manifest.decode
+
+    def lenient(data: bytes) -> manifest.Manifest:
+        body = data.partition(b"\n")[2]
+        return decode(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+
+    patch.setattr(manifest.Manifest, "decode", lenient)
+
+
+def unchecked_headers(patch: pytest.MonkeyPatch) -> None:
+    """A file's header may differ from the manifest."""
+    patch.setattr(integrity, "read_spans", lambda descriptor, _, file: read_header(descriptor, file.name, file.bytes))
+
+
+def no_sweep(patch: pytest.MonkeyPatch) -> None:
+    """Neither a save nor a new holder of the lease removes what others left."""
+    for module in ("writer", "lease"):
+        patch.setattr(f"{CHECKPOINT}.{module}.sweep", nothing)
+
+
+# -- the tests that must fail then -------------------------------------------------------------------------------------
+
+
+def cut_power_in(scenario: str) -> Test:
+    def test(folder: Path) -> None:
+        recording = power_cut.record(power_cut.SCENARIOS[scenario], folder / "work")
+        counts = FaultCounts("", full=False, folder=None, tallies={})
+        power_cut.test_every_state_after_a_power_cut({scenario: recording}, counts)
+
+    return test
+
+
+def damaged_by(case: str) -> Test:
+    def test(folder: Path) -> None:
+        template = folder / "template"
+        for step in (100, 200):
+            save_good(template, step)
+        damage.test_damage_is_refused_by_name_and_the_previous_one_used(folder, template, case)
+
+    return test
+
+
+def gap_between_ranks(folder: Path) -> None:
+    message = "master:w: nobody holds elements 10 to 20 (between rank 0 and rank 1)"
+    roundtrip.test_pieces_that_do_not_tile_are_refused(folder, [(0, 10), (20, 35)], message)
+
+
+CASES: dict[str, tuple[Mutation, Test]] = {
+    "fsync of the files": (without("sync", "shard_file"), cut_power_in("first save of a run")),
+    "fsync of the names": (without("sync_directory", "writer"), cut_power_in("first save of a run")),
+    "fsync of new directories": (without("sync_directory", "directory"), cut_power_in("first save of a run")),
+    "fsync before the removal": (without("sync_directory", "directory"), cut_power_in("retires")),
+    "the commit's rename": (without("rename", "writer"), cut_power_in("first save of a run")),
+    "the temporary name": (in_place, cut_power_in("first save of a run")),
+    "the rename of what is retired": (without("rename", "directory"), cut_power_in("retires")),
+    "the sweep": (no_sweep, cut_power_in("sweeps")),
+    "the manifest's hash": (unchecked_manifest, damaged_by("flip-manifest-0.01")),
+    "the files' hashes": (agreeing_hashes, damaged_by("last-block-zeroed")),
+    "the set of files": (replaced("reader.check_files", nothing), damaged_by("extra-pickle")),
+    "fingerprints of files": (replaced("reader.check_fingerprints", nothing), damaged_by("data-flipped")),
+    "fingerprints in place": (
+        replaced("reader.CheckpointReader.check_fingerprints", nothing),
+        roundtrip.test_fingerprints_catch_what_was_placed_wrongly,
+    ),
+    "tiling at a save": (replaced("writer.check_tiling", nothing), gap_between_ranks),
+    "tiling at a load": (replaced("manifest.check_tiling", nothing), damaged_by("gap")),
+    "the lease at the commit": (
+        replaced("lease.Lease.check", nothing),
+        leases.test_a_save_that_has_lost_the_lease_is_not_committed,
+    ),
+    "the lease at a removal": (
+        replaced("lease.Lease.check", nothing),
+        leases.test_old_checkpoints_are_not_removed_without_the_lease,
+    ),
+    "headers": (unchecked_headers, damaged_by("header-other-shape")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_noticed_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    mutation, test = CASES[name]
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        test(tmp_path)

@@ -1,0 +1,385 @@
+"""A power cut at any instant of a save or load leaves a disk from which a run goes on (F15).
+
+Every change to the file system is recorded, and every state that a disk may be in after a cut is one of the model's in
+``tests.helpers.power_cut``; a sample of them is written out, looked at, loaded and saved to.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dtrain.checkpoint import open_newest, storage, verify
+from dtrain.checkpoint.directory import NoCheckpointError, committed
+from dtrain.checkpoint.lease import Pace, hold
+from dtrain.checkpoint.retention import Retention
+from dtrain.config.resolve import compose
+from dtrain.errors import CheckpointError
+from dtrain.train.run_dir import open_run_dir
+from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads
+from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.power_cut import FUNCTIONS, Call, Disk, Recorder, State, cuts, recorded, write_state
+
+RUN = "run/checkpoints"
+
+
+class Killed(BaseException):
+    """Instead of a SIGKILL: nothing on the way handles it."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is there before, and what is then recorded; both in ``root``, a directory."""
+
+    prepare: Callable[[Path], None]
+    work: Callable[[Path, Recorder], None]
+    newest: int = 200  # the step that is good before; -1: none
+    damaged: str = ""  # the directory that is damaged before
+
+
+def next_save(directory: Path, step: int) -> None:
+    """A save by a job that starts where another one has ended without a word."""
+    with hold(directory, Pace(limit_s=0)):
+        save_good(directory, step, 1)
+
+
+def two_good(directory: Path) -> None:
+    for step in (100, 200):
+        save_good(directory, step, 1)
+
+
+def with_leftovers(directory: Path) -> None:
+    two_good(directory)
+    leftover = directory / "step-00000250.tmp-ab12cd34"
+    (leftover / "nested").mkdir(parents=True)
+    (leftover / "r0000.safetensors").write_bytes(b"half")
+    (leftover / "nested" / "file").write_bytes(b"")
+
+
+def with_damage(directory: Path, step: int = 200) -> None:
+    for good in (100, 200, step):
+        if not (directory / f"step-{good:08d}").exists():
+            save_good(directory, good, 1)
+    file = directory / f"step-{step:08d}" / "r0000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def saves(*steps: int, world: int = 1, keep_last: int = 2) -> Callable[[Path, Recorder], None]:
+    def work(directory: Path, recorder: Recorder) -> None:
+        for step in steps:
+            save_good(directory, step, world, retention=Retention(keep_last))
+            recorder.returned(step)
+
+    return work
+
+
+def loads_and_saves(directory: Path, recorder: Recorder) -> None:
+    assert open_newest(directory, ALONE).step == 100
+    save_good(directory, 200, 1)
+    recorder.returned(200)
+
+
+def failing(
+    name: str, matches: Callable[[Path], bool], failure: BaseException, *, lasting: bool = False
+) -> pytest.MonkeyPatch:
+    """Makes the first call with such a path raise; all later calls too where the failure lasts."""
+    patch, failed = pytest.MonkeyPatch(), False
+
+    def wrap(function: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Path) -> object:
+            nonlocal failed
+            hit = not failed and function == name and matches(args[0])
+            if hit or (failed and lasting):
+                failed = True
+                raise failure
+            return real(*args)
+
+        return call
+
+    for function in FUNCTIONS:
+        patch.setattr(storage, function, wrap(function, getattr(storage, function)))
+    return patch
+
+
+def killed_in_a_new_directory(directory: Path, recorder: Recorder) -> None:
+    """Before the directory's name is durable; the next job finds it there."""
+    patch = failing("sync_directory", lambda path: path == directory.parents[1], Killed(), lasting=True)
+    with pytest.raises(Killed):
+        save_good(directory, 300, 1)
+    patch.undo()
+    next_save(directory, 300)
+    recorder.returned(300)
+
+
+def saves_in_a_run_directory(directory: Path, recorder: Recorder) -> None:
+    """The run directory is made by ``dtrain train``."""
+    with ExitStack() as held:
+        run_dir = open_run_dir(compose([f"run_dir={directory.parent}"]), ALONE, None, held)
+        save_good(run_dir.checkpoints, 300, 1)
+    recorder.returned(300)
+
+
+def killed_while_retiring(directory: Path, recorder: Recorder) -> None:
+    """After the old one has lost its name, before that is durable; the next save sweeps what is left of it."""
+    synced = 0
+
+    def second(path: Path) -> bool:
+        nonlocal synced
+        synced += path == directory
+        return synced == 2
+
+    patch = failing("sync_directory", second, Killed(), lasting=True)
+    with pytest.raises(Killed):
+        save_good(directory, 300, 1)
+    patch.undo()
+    recorder.returned(300)  # the commit was durable and logged
+    next_save(directory, 400)
+    recorder.returned(400)
+
+
+def killed_before_it_is_durable(directory: Path, recorder: Recorder) -> None:
+    """Between the commit's rename and its fsync; the next save is of the step after."""
+    patch = failing("sync_directory", lambda path: path == directory, Killed(), lasting=True)
+    with pytest.raises(Killed):
+        save_good(directory, 300, 1)
+    patch.undo()
+    next_save(directory, 400)
+    recorder.returned(400)
+
+
+def fails_to_make_it_durable(directory: Path, recorder: Recorder) -> None:
+    """The commit's last fsync fails: the save takes its rename back, and the next one succeeds."""
+    failure = OSError(errno.EIO, os.strerror(errno.EIO))
+    patch = failing("sync_directory", lambda path: path == directory, failure)
+    assert isinstance(save_threads(directory, 300, 1)[0], CheckpointError)
+    patch.undo()
+    save_good(directory, 300, 1)
+    recorder.returned(300)
+
+
+SCENARIOS = {
+    "first save of a run": Scenario(lambda directory: None, saves(300, world=2), newest=-1),
+    "first save of dtrain train": Scenario(lambda directory: None, saves_in_a_run_directory, newest=-1),
+    "killed in a new directory": Scenario(lambda directory: None, killed_in_a_new_directory, newest=-1),
+    "retires": Scenario(two_good, saves(300, world=2)),
+    "sweeps": Scenario(with_leftovers, saves(300)),
+    "two in a row": Scenario(two_good, saves(300, 400, keep_last=1)),
+    "quarantine at a load": Scenario(with_damage, loads_and_saves, newest=100, damaged="step-00000200"),
+    "replaces a damaged one": Scenario(lambda d: with_damage(d, 300), saves(300), damaged="step-00000300"),
+    "killed while retiring": Scenario(two_good, killed_while_retiring),
+    "killed before it is durable": Scenario(two_good, killed_before_it_is_durable),
+    "fails to make it durable": Scenario(two_good, fails_to_make_it_durable),
+}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A scenario that was recorded: the tree before, in ``start``, and the calls."""
+
+    scenario: Scenario
+    start: Path
+    calls: Sequence[Call]
+
+
+def record(scenario: Scenario, folder: Path) -> Recording:
+    work, start = folder / "work", folder / "start"
+    work.mkdir(parents=True)
+    scenario.prepare(work / RUN)
+    shutil.copytree(work, start)
+    with recorded(work) as recorder:
+        scenario.work(work / RUN, recorder)
+    return Recording(scenario, start, recorder.calls)
+
+
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]:
+    folder = tmp_path_factory.mktemp("recordings")
+    return {name: record(scenario, folder / name.replace(" ", "-")) for name, scenario in SCENARIOS.items()}
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def tree(directory: Path) -> State:
+    """A directory's files and their bytes."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
+    }
+
+
+def assert_goes_on(root: Path, recording: Recording, returned: int) -> None:
+    """P3, for the disk below ``root``: what is visible verifies and holds what was saved, no save that returned is
+    lost, a run loads the newest, and its next save succeeds and leaves nothing behind.
+    """
+    directory, scenario = root / RUN, recording.scenario
+    damaged = tree(recording.start / RUN / scenario.damaged) if scenario.damaged else None
+    good = []
+    for path in committed(directory):
+        if damaged is not None and tree(path) == damaged:
+            continue  # not by the cut
+        problem = verify(path).checkpoints[0].problem
+        assert problem is None, f"{path.name} is visible: {problem}"
+        good.append(int(path.name.removeprefix("step-")))
+    newest = max(scenario.newest, returned)
+    assert max(good, default=-1) >= newest, f"step {newest} was saved, and the newest is {good}"
+    if good:
+        reader = open_newest(directory, ALONE)
+        assert reader.step == good[-1]
+        assert_holds(reader, make_tensors(reader.step))
+    else:
+        with pytest.raises(CheckpointError if damaged is not None else NoCheckpointError):
+            open_newest(directory, ALONE)
+    next_save(directory, 900)
+    names = [path.name for path in directory.iterdir()]
+    assert not [name for name in names if ".tmp-" in name], names
+    assert verify(directory).ok
+    if damaged is not None:
+        assert damaged in [tree(path) for path in directory.iterdir()], "what was damaged is gone"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One state of the disk after a power cut."""
+
+    recording: Recording
+    num_calls: int
+    returned: int
+    state: State
+
+    @property
+    def key(self) -> int:
+        """Equal where all that the check looks at is equal."""
+        return hash((id(self.recording), self.returned, *self.state.items()))
+
+
+def look_at(cut: Cut) -> None:
+    """Writes a state out and checks it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        write_state(cut.state, Path(folder) / "disk")
+        assert_goes_on(Path(folder) / "disk", cut.recording, cut.returned)
+
+
+def plain_cuts(recording: Recording, calls: Sequence[Call] | None = None) -> Iterator[Cut]:
+    """The plain states after each call, each state once."""
+    seen = set()
+    for num_calls, returned, disk in cuts(recording.start, recording.calls if calls is None else calls):
+        for state in disk.plain_states():
+            cut = Cut(recording, num_calls, returned, state)
+            if cut.key not in seen:
+                seen.add(cut.key)
+                yield cut
+
+
+def random_cuts(recording: Recording, count: int, rng: random.Random) -> Iterator[Cut]:
+    """``count`` random states, after random calls."""
+    instants = sorted(rng.choices(range(len(recording.calls) + 1), k=count))
+    for num_calls, returned, disk in cuts(recording.start, recording.calls):
+        for _ in range(instants.count(num_calls)):
+            yield Cut(recording, num_calls, returned, disk.random_state(rng))
+
+
+SEED = 15
+
+
+def sample_of_cuts(recordings: Sequence[Recording], count: int) -> list[Cut]:
+    """Different states: half of them plain or as many as there are, the rest random, from all recordings alike."""
+    rng = random.Random(SEED)
+    plain = [cut for recording in recordings for cut in plain_cuts(recording)]
+    chosen = {cut.key: cut for cut in rng.sample(plain, min(len(plain), count // 2))}
+    while len(chosen) < count:
+        each = -(-(count - len(chosen)) // len(recordings))
+        more = [cut for recording in recordings for cut in random_cuts(recording, each, rng)]
+        chosen |= {cut.key: cut for cut in more[: count - len(chosen)]}
+    return list(chosen.values())
+
+
+def test_every_state_after_a_power_cut(recordings: dict[str, Recording], faults: FaultCounts) -> None:
+    count = faults.count(ci=300, full=2000)
+    names = {id(recording): name for name, recording in recordings.items()}
+    for cut in sample_of_cuts(list(recordings.values()), count):
+        try:
+            look_at(cut)
+        except Exception as error:
+            calls = "\n".join(map(str, cut.recording.calls[: cut.num_calls]))
+            found = "\n".join(
+                f"{path}: {'directory' if data is None else len(data)}" for path, data in cut.state.items()
+            )
+            pytest.fail(f"{names[id(cut.recording)]}: {error}\nafter the calls\n{calls}\nthe disk holds\n{found}")
+    faults.passed("F15", count, seed=SEED, lost_commits=0, wrong_values=0, leftovers=0)
+
+
+# -- the check is worth something --------------------------------------------------------------------------------------
+
+
+def find_bad_state(recording: Recording, calls: Sequence[Call]) -> str | None:
+    """What is wrong in the first state that the check refuses, if these had been the calls."""
+    sound = {cut.key for cut in plain_cuts(recording)}
+    for cut in plain_cuts(recording, calls):
+        if cut.key not in sound:
+            try:
+                look_at(cut)
+            except AssertionError as error:
+                return str(error)
+    return None
+
+
+RELYING = ("remove_file", "remove_directory", "returned")
+
+
+def needed_syncs(recording: Recording) -> Iterator[int]:
+    """The fsyncs without which something can be lost: none of a lease, none that is repeated at once."""
+    calls = recording.calls
+    for index, _, disk in cuts(recording.start, calls):
+        if index < len(calls) and calls[index].name in ("sync", "sync_directory"):
+            before = itertools.takewhile(lambda call: call.name not in RELYING, calls[index + 1 :])
+            is_of_lease = "lease-" in calls[index].paths[0]
+            if not is_of_lease and calls[index] not in before and disk.would_change(calls[index]):
+                yield index
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "first save of a run",
+        "retires",
+        "quarantine at a load",
+        "replaces a damaged one",
+        "first save of dtrain train",
+        "killed in a new directory",
+        "killed while retiring",
+        "fails to make it durable",
+    ],
+)
+def test_no_fsync_can_be_dropped(recordings: dict[str, Recording], name: str) -> None:
+    """Without any one of them the check finds a state in which something is lost or damaged."""
+    recording = recordings[name]
+    needed = []
+    for index in needed_syncs(recording):
+        problem = find_bad_state(recording, [*recording.calls[:index], *recording.calls[index + 1 :]])
+        call = recording.calls[index]
+        assert problem is not None, f"dropping call {index}, {call}, went unnoticed"
+        needed.append(re.sub(r"\.tmp-\w+", ".tmp", Path(call.paths[0]).name))
+    assert needed
+    if name == "first save of a run":
+        shards = ["r0000.safetensors", "r0001.safetensors"]
+        assert needed[:2] == ["", "run"]  # the names of the new directories
+        assert sorted(needed[2:4]) == shards
+        assert needed[4:] == ["manifest.json", "step-00000300.tmp", "checkpoints"]
+
+
+def test_every_call_of_the_seam_is_in_the_model() -> None:
+    assert len(FUNCTIONS) >= 11
+    assert not [name for name in FUNCTIONS if not hasattr(Disk, f"_{name}")]
