@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dtrain.bench.records import Timing, Timings
 from dtrain.bench.timing import make_timings
-from dtrain.checkpoint import Piece, Saver, Snapshot, save, storage
+from dtrain.checkpoint import Piece, Saver, Snapshot, storage
 from dtrain.checkpoint.fingerprint import byte_view
 from dtrain.checkpoint.lease import hold
 from dtrain.config.dump import from_plain
@@ -172,12 +172,12 @@ Turn = Callable[[Path], tuple[float, float]]
 
 def contenders(state: State) -> Mapping[str, Turn]:
     """The floors, dtrain's saves and the peers, by name."""
-    comm, named = state.comm, state.named()
+    comm, named, saver = state.comm, state.named(), Saver(state.comm)
     # peers meet in a group of their own: saving from a thread takes one whose collectives run on the host
     group = dist.new_group(backend="gloo") if comm.world_size > 1 else None
 
     def save_dcp(path: Path) -> tuple[float, float]:
-        return _timed(lambda: dcp.save(named, checkpoint_id=path, process_group=group))
+        return _timed(comm.device, lambda: dcp.save(named, checkpoint_id=path, process_group=group))
 
     def save_torch(path: Path) -> tuple[float, float]:
         def write() -> None:
@@ -185,38 +185,41 @@ def contenders(state: State) -> Mapping[str, Turn]:
                 torch.save(named, file)  # noqa: TID251 - what a user without a library writes; it is never read
                 os.fsync(file.fileno())
 
-        return _timed(write)
+        return _timed(comm.device, write)
 
     return {
         _FLOOR: _floor(state),
-        "ours": _ours(state),
-        "ours, asynchronous": _ours_asynchronous(state),
+        "ours": _ours(state, saver),
+        "ours, asynchronous": _ours_asynchronous(state, saver),
         "DCP save": save_dcp,
         "DCP async_save": _dcp_asynchronous(named, group, comm.device),
         "torch.save, fsync": save_torch,
     }
 
 
-def _timed(start: Callable[[], object], finish: Callable[[], object] = lambda: None) -> tuple[float, float]:
+def _timed(
+    device: torch.device, start: Callable[[], object], finish: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
     began = time.perf_counter()
     start()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # copies that are only queued keep training waiting too
     stalled = time.perf_counter() - began
     finish()
     return stalled, time.perf_counter() - began
 
 
 def _floor(state: State) -> Turn:
-    on_gpu = state.comm.device.type == "cuda"
+    device = state.comm.device
+    on_gpu = device.type == "cuda"
     copies = [torch.empty(piece.data.shape, pin_memory=on_gpu) for piece in state.pieces]
 
     def copy() -> None:
         for target, piece in zip(copies, state.pieces, strict=True):
             target.copy_(piece.data, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize(state.comm.device)
 
     def turn(path: Path) -> tuple[float, float]:
-        stalled, _ = _timed(copy)
+        stalled, _ = _timed(device, copy)
         descriptor = storage.create(path / str(state.comm.rank))
 
         def write() -> None:
@@ -224,27 +227,25 @@ def _floor(state: State) -> Turn:
                 os.write(descriptor, byte_view(target))
             os.fsync(descriptor)
 
-        _, total = _timed(write)
+        _, total = _timed(device, write)
         os.close(descriptor)
         return stalled, total
 
     return turn
 
 
-def _ours(state: State) -> Turn:
+def _ours(state: State, saver: Saver) -> Turn:
     def turn(path: Path) -> tuple[float, float]:
         with _lease(state.comm, path):
-            return _timed(lambda: save(path, state.snapshot, state.comm))
+            return _timed(state.comm.device, lambda: saver.save(path, state.snapshot, None))
 
     return turn
 
 
-def _ours_asynchronous(state: State) -> Turn:
-    saver = Saver(state.comm)
-
+def _ours_asynchronous(state: State, saver: Saver) -> Turn:
     def turn(path: Path) -> tuple[float, float]:
         with _lease(state.comm, path):
-            return _timed(lambda: saver.start(path, state.snapshot, None), saver.wait)
+            return _timed(state.comm.device, lambda: saver.start(path, state.snapshot, None), saver.wait)
 
     return turn
 
@@ -269,7 +270,7 @@ def _dcp_asynchronous(named: dict[str, Tensor], group: dist.ProcessGroup | None,
         def start() -> None:
             under_way.append(dcp.async_save(named, checkpoint_id=path, process_group=group, async_stager=stager))
 
-        return _timed(start, lambda: under_way[0].result())
+        return _timed(device, start, lambda: under_way[0].result())
 
     return turn
 

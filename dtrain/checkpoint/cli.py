@@ -23,6 +23,7 @@ _PATH_HELP = "a run directory, its checkpoints/ directory, or one step-... direc
 _NEWEST_HELP = "one step-... directory; of a run directory or its checkpoints/, the newest"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?B?)", re.IGNORECASE)
+_PLAIN_PATH = re.compile(r"[\w./-]*/[\w./-]*", re.ASCII)
 _VALUE_WIDTH = 60
 
 Verb = Callable[[argparse.Namespace], int]
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # argparse has said why
         return _TROUBLE if stop.code else 0
     from dtrain.checkpoint.container import DamageError
+    from dtrain.distributed.consensus import describe
 
     run: Verb = arguments.run
     try:
@@ -46,6 +48,9 @@ def main(argv: Sequence[str]) -> int:
     except DtrainError as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return _FOUND if isinstance(error, DamageError) else _TROUBLE
+    except OSError as error:
+        print(f"dtrain: {describe(error)}", file=sys.stderr)
+        return _TROUBLE
 
 
 def _say(text: str) -> None:
@@ -201,8 +206,17 @@ def _import(arguments: argparse.Namespace) -> int:
 
     imported = import_hf(arguments.folder, arguments.run_dir)
     _say(f"wrote {imported.checkpoint}; go on from it with")
-    _say(shlex.join(["dtrain", "train", f"run_dir={arguments.run_dir}", *imported.overrides()]))
+    _say(shlex.join(["dtrain", "train", f"run_dir={_override_value(str(arguments.run_dir))}", *imported.overrides()]))
     return 0
+
+
+def _override_value(path: str) -> str:
+    """A path as the value of a ``key=value`` of ``dtrain train``: quoted for Hydra, which reads more than words."""
+    if _PLAIN_PATH.fullmatch(path):
+        return path
+    # backslashes mean themselves but before a quote, and at the end; ${ begins the value of another key
+    text = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', r"\""), path)
+    return '"' + text.replace("${", r"\${") + '"'
 
 
 def _brief(item: CheckpointReport) -> str:

@@ -19,6 +19,7 @@ from dtrain.checkpoint.report import find_one, naming
 from dtrain.errors import CheckpointError, nearest
 
 _BLOCK_ELEMENTS = 1 << 20
+_LEAST = torch.iinfo(torch.int64).min
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class ValueDifference:
         num_different: elements whose bits differ.
         first: row-major index of the first of them.
         max_abs: the largest |a - b|; NaN where a value is NaN.
-        max_rel: the largest |a - b| / |b|; infinite where a b is 0.
-        normwise: ||a - b|| / ||b||, Euclidean, in FP64; infinite where b is all 0.
+        max_rel: the largest |a - b| / |b|; infinite where a b is 0, or one of the two is infinite.
+        normwise: ||a - b|| / ||b||, Euclidean, in FP64, ||b|| over the finite values; infinite where those are all 0.
     """
 
     label: str
@@ -120,7 +121,7 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
         only_b=tuple(sorted(right[key].label for key in right.keys() - left.keys())),
         reshaped=tuple((x.label, _form(x), _form(y)) for x, y in both if _form(x) != _form(y)),
         values=tuple(value for value in values if value is not None),
-        state=tuple(_state_differences(sides[0].facts, sides[1].facts, "")),
+        state=tuple(state_differences(sides[0].facts, sides[1].facts)),
         num_compared=len(same),
         num_read=len(read),
     )
@@ -160,17 +161,16 @@ def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> Va
         stop = min(start + _BLOCK_ELEMENTS, entry.numel)
         x, y = (side.read(entry.kind, entry.name, start, stop) for side in (a, b))
         differs = _differs(x, y)
-        wide = torch.complex128 if entry.dtype.is_complex else torch.float64
-        x, y = x.to(wide), y.to(wide)
-        squares_b += float(y.abs().square().sum())
+        sizes = y.to(_wide(entry.dtype)).abs()
+        squares_b += float(sizes[sizes.isfinite()].square().sum())
         if not differs.any():
             continue
         if first < 0:
             first = start + int(differs.nonzero()[0])
         num_different += int(differs.sum())
-        distance = (x - y)[differs].abs()
+        distance = _distance(x[differs], y[differs])
         # of bits that differ where the values do not, as 0 and -0, the relative distance is 0 as well
-        relative = torch.where(distance == 0, distance, distance / y[differs].abs())
+        relative = torch.where((distance == 0) | distance.isinf(), distance, distance / sizes[differs])
         max_abs, max_rel = torch.maximum(max_abs, distance.max()), torch.maximum(max_rel, relative.max())
         squares_difference += float(distance.square().sum())
     if first < 0:
@@ -186,10 +186,24 @@ def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> Va
     )
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """|x - y| in FP64, which rounds the difference of two integers and not these."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return (x.to(_wide(x.dtype)) - y.to(_wide(x.dtype))).abs()
+    # the order of unsigned numbers of 64 bits is that of signed ones with the highest bit flipped
+    x, y = (z.view(torch.int64) ^ _LEAST if z.dtype == torch.uint64 else z.to(torch.int64) for z in (x, y))
+    distance = torch.maximum(x, y) - torch.minimum(x, y)  # modulo 2^64
+    return distance.to(torch.float64) + torch.where(distance < 0, 2.0**64, 0.0)
+
+
 def _ratio(squares_difference: float, squares_b: float) -> float:
     if squares_b:
         return math.sqrt(squares_difference / squares_b)
-    return math.inf if squares_difference else 0.0
+    return math.inf * squares_difference if squares_difference else 0.0  # NaN stays NaN
 
 
 def _differs(x: Tensor, y: Tensor) -> Tensor:
@@ -197,9 +211,10 @@ def _differs(x: Tensor, y: Tensor) -> Tensor:
     return (x.view(torch.uint8) != y.view(torch.uint8)).view(len(x), -1).any(dim=1)
 
 
-def _state_differences(a: Any, b: Any, path: str) -> Iterator[StateDifference]:
+def state_differences(a: Any, b: Any, path: str = "") -> Iterator[StateDifference]:
+    """What differs between two plain JSON values; the paths begin with ``path``."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*a, *(key for key in b if key not in a)]:
-            yield from _state_differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+            yield from state_differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
     elif a != b or isinstance(a, bool) != isinstance(b, bool):
         yield StateDifference(path, a, b)

@@ -8,6 +8,7 @@ lease-00000001.json         who may write here (dtrain.checkpoint.lease)
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -32,6 +33,11 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a committed checkpoint, by its directory's name."""
+    return int(path.name.removeprefix("step-"))
+
+
 def temporary_path(directory: Path, step: int) -> Path:
     """A new name for a directory that is not, or no longer, a checkpoint."""
     return directory / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
@@ -43,7 +49,7 @@ def committed(directory: Path) -> list[Path]:
     Raises:
         OSError: it cannot be listed.
     """
-    return sorted(_matching(directory, STEP_NAME), key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(_matching(directory, STEP_NAME), key=step_of)
 
 
 def quarantined(directory: Path) -> list[Path]:
@@ -91,7 +97,7 @@ def make_directories(path: Path) -> None:
         storage.make_directory(path)
     except FileExistsError:  # made by another job just now, or no directory
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     storage.sync_directory(path.parent)
 
 
@@ -137,7 +143,7 @@ def retire(path: Path) -> None:
     Raises:
         OSError: what the file system says.
     """
-    grave = temporary_path(path.parent, int(path.name.removeprefix("step-")))
+    grave = temporary_path(path.parent, step_of(path))
     storage.rename(path, grave)
     storage.sync_directory(path.parent)
     remove_tree(grave)

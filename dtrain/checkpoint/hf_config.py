@@ -157,7 +157,7 @@ def _rope_theta(values: _Values) -> float:
     scaling = values.values.get("rope_scaling")
     parameters = values.values.get("rope_parameters")
     for name, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
-        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+        kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else rope
         if kind not in (None, "default"):
             raise CheckpointError(
                 f"config.json: {name} {rope!r:.120} cannot be imported: dtrain's transformer has plain rotary "
@@ -193,15 +193,19 @@ def _from_gpt2(values: _Values) -> ModelConfig:
 
 
 class _Values:
-    """A JSON object from outside, each value of which is checked where it is read."""
+    """A JSON object from outside, each value of which is checked where it is read; null is as good as absent."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self._where = where
 
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        return default if value is None else value
+
     def count(self, key: str, default: int | None = None) -> int:
         """A whole number from 1 on."""
-        value = self.values.get(key, default)
+        value = self._get(key, default)
         if type(value) is not int or not 1 <= value < 1 << 40:
             raise self._bad(key, value, "a whole number from 1 on")
         return value
@@ -212,14 +216,14 @@ class _Values:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number, not negative."""
-        value = self.values.get(key, default)
+        value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise self._bad(key, value, "a number from 0 on")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
         """True or false."""
-        value = self.values.get(key, default)
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._bad(key, value, "true or false")
         return value

@@ -172,9 +172,10 @@ def _converted(part: Part, kind: str, reader: CheckpointReader, dtype: torch.dty
         overflowed = cast.isinf() & values.isfinite()
         if overflowed.any():
             largest = values[overflowed].abs().max().item()
+            wider = [name for name, other in DTYPES.items() if largest <= torch.finfo(other).max]
             raise CheckpointError(
                 f"'{part.source}' holds {largest:g}, and the largest number of {str(dtype).removeprefix('torch.')} is "
-                f"{torch.finfo(dtype).max:g}; export as bf16 or fp32"
+                f"{torch.finfo(dtype).max:g}; export as {' or '.join(wider)}"
             )
         yield part.to_hf(cast)
 

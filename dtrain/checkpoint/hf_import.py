@@ -174,7 +174,8 @@ def _state(model: ModelConfig) -> dict[str, object]:
         "zero_stage": 0,
         "optimizer": {},
         "engine_state": {"attempted_steps": 0, "applied_steps": 0, "loss_scale": loss_scale},
-        "rng": {"seed": 0, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
+        # the seed is the engine's own
+        "rng": {"seed": None, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
         "data_cursor": 0,
         "aliases": {"head.weight": "embed.weight"} if model.tie_embeddings else {},
         "config": {"model": asdict(model)},

@@ -208,8 +208,13 @@ def examine(path: Path, *, fast: bool = False) -> Manifest:
         OSError: it cannot be read.
     """
     manifest = load_manifest(path)
+    check_contents(path, manifest, fast=fast)
+    return manifest
+
+
+def check_contents(path: Path, manifest: Manifest, *, fast: bool = False) -> None:
+    """The checks of :func:`examine` that follow once the manifest is loaded; raises as it does."""
     check_files(path, manifest)
     parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
     if not fast:
         check_fingerprints(manifest, parts)
-    return manifest

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtrain.checkpoint import storage
@@ -175,8 +175,13 @@ class Contender:
         return _take(self._directory, sight.token + 1)
 
 
-def take(directory: Path, pace: Pace) -> Lease:
+def take(directory: Path, pace: Pace, meanwhile: Callable[[], None] = lambda: None) -> Lease:
     """Takes the lease of a directory, which is made where it does not exist; waits while its holder may be alive.
+
+    Args:
+        directory: of checkpoints.
+        pace: of the lease.
+        meanwhile: called between two looks of a wait.
 
     Raises:
         CheckpointError: its holder is alive; names it.
@@ -186,6 +191,7 @@ def take(directory: Path, pace: Pace) -> Lease:
     contender = Contender(directory, pace)
     while (lease := contender.attempt()) is None:
         pace.sleep(pace.poll_s)
+        meanwhile()
     return lease
 
 
@@ -250,26 +256,28 @@ def _remove(path: Path) -> None:
 
 
 @dataclass
-class _Held:
-    lease: Lease
+class _Place:
+    """A directory, as this process sees it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the lease is taken: that may take long
+    lease: Lease | None = None
     count: int = 0
 
 
-_held: dict[str, _Held] = {}  # by real path
-_mutex = threading.Lock()
+_places: dict[str, _Place] = {}  # by real path
 
 
 def _forget() -> None:
-    global _mutex
-    _mutex = threading.Lock()
-    _held.clear()
+    for place in _places.values():
+        place.lock = threading.Lock()
+    _places.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # the leases are the parent's, and a thread of its may have had the mutex
+os.register_at_fork(after_in_child=_forget)  # the leases are the parent's, and a thread of its may have had a lock
 
 
 @contextmanager
-def hold(directory: Path, pace: Pace | None = None) -> Iterator[Lease]:
+def hold(directory: Path, pace: Pace | None = None, meanwhile: Callable[[], None] = lambda: None) -> Iterator[Lease]:
     """Holds the lease of a directory of checkpoints until the block ends; :func:`take` says how it is had.
 
     Where this process holds it already, this is the same lease, and it is released with the last block.
@@ -280,19 +288,19 @@ def hold(directory: Path, pace: Pace | None = None) -> Iterator[Lease]:
     """
     pace = pace or PACE
     key = os.path.realpath(directory)
-    with _mutex:
-        held = _held.get(key)
-        if held is None:
-            held = _held[key] = _Held(take(Path(key), pace))
-            keeper = threading.Thread(target=held.lease.keep, args=(pace.heartbeat_s,), name="lease", daemon=True)
+    place = _places.setdefault(key, _Place())
+    with place.lock:
+        if place.lease is None:
+            place.lease = take(Path(key), pace, meanwhile)
+            keeper = threading.Thread(target=place.lease.keep, args=(pace.heartbeat_s,), name="lease", daemon=True)
             keeper.start()
-        held.count += 1
+        lease = place.lease
+        place.count += 1
     try:
-        yield held.lease
+        yield lease
     finally:
-        with _mutex:
-            held.count -= 1
-            if held.count == 0:
-                if _held.get(key) is held:  # not in a fork
-                    del _held[key]
-                held.lease.release()
+        with place.lock:
+            place.count -= 1
+            if place.count == 0:
+                place.lease = None
+                lease.release()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +26,9 @@ class Pruned:
 def prune(path: Path | str, retention: Retention, *, dry_run: bool = False) -> Pruned:
     """Removes the checkpoints of a run that ``retention`` does not keep, as the run's own saves would.
 
-    The newest ``keep_last`` of those that stay are verified to their last byte first: if one is damaged, nothing goes.
-    Those that a look at sizes and headers shows to be damaged neither count nor go.
+    A save of this process into the directory is waited for. The newest ``keep_last`` of those that stay are verified to
+    their last byte first: if one is damaged, nothing goes. Those that a look at sizes and headers shows to be damaged
+    neither count nor go.
 
     Args:
         path: a run directory or a directory of checkpoints.
@@ -45,13 +46,17 @@ def prune(path: Path | str, retention: Retention, *, dry_run: bool = False) -> P
     if is_single(directory):
         raise CheckpointError(f"{path} is one checkpoint; give the run directory or the directory that holds it")
     try:
-        with nullcontext() if dry_run else lease.hold(directory):
+        with ExitStack() as held:
+            if not dry_run:
+                own = held.enter_context(lease.hold(directory))
+                held.enter_context(own.one_save)
             reports = list_checkpoints(directory)
             gone = find_retired(directory, retention)
             kept = tuple(report for report in reports if report.path not in gone)
             if gone:
                 _require_good([report.path for report in kept if report.ok][-retention.keep_last :])
             if not dry_run:
+                own.check()  # verifying has taken its time
                 for checkpoint in gone:
                     retire(checkpoint)
     except OSError as error:

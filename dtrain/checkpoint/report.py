@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dtrain.checkpoint.container import DamageError
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run
-from dtrain.checkpoint.integrity import examine, load_manifest
+from dtrain.checkpoint.integrity import check_contents, load_manifest
 from dtrain.checkpoint.lease_file import look
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
@@ -30,7 +30,7 @@ class CheckpointReport:
         world_size: ranks that saved it.
         engine: that saved it.
         train_loss: of the last step before.
-        val_loss: of the last evaluation before.
+        val_loss: of an evaluation at that step; None where there was none.
     """
 
     path: Path
@@ -151,16 +151,15 @@ def _reports(path: Path, fast: bool) -> list[CheckpointReport]:
 
 
 def _report(path: Path, fast: bool) -> CheckpointReport:
-    problem = None
+    manifest = problem = None
     try:
-        examine(path, fast=fast)
+        manifest = load_manifest(path)
+        check_contents(path, manifest, fast=fast)
     except CheckpointError as damage:
         problem = str(damage)
     except OSError as error:
         problem = f"cannot be read: {describe(error)}"
-    try:
-        manifest = load_manifest(path)
-    except (CheckpointError, OSError):
+    if manifest is None:
         return CheckpointReport(path, problem)
     return CheckpointReport(
         path,

@@ -9,6 +9,7 @@ from pathlib import Path
 from dtrain.checkpoint.container import DamageError
 from dtrain.checkpoint.directory import committed
 from dtrain.checkpoint.integrity import examine
+from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
@@ -52,7 +53,8 @@ class Retention:
 def find_retired(directory: Path, retention: Retention, *, newest: Path | None = None) -> list[Path]:
     """The checkpoints in ``directory`` that ``retention`` does not keep, oldest step first; removes nothing.
 
-    One that is damaged, by a look at its manifest, sizes and headers, is warned of; it neither counts nor is returned.
+    One that cannot be read, or is damaged by a look at its manifest, sizes and headers, is warned of; it neither counts
+    nor is returned.
 
     Args:
         directory: of the checkpoints.
@@ -60,7 +62,7 @@ def find_retired(directory: Path, retention: Retention, *, newest: Path | None =
         newest: one that stays whatever its step.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the directory cannot be listed.
     """
     paths: dict[int, Path] = {}
     val_losses: dict[int, float | None] = {}
@@ -69,6 +71,9 @@ def find_retired(directory: Path, retention: Retention, *, newest: Path | None =
             manifest = examine(path, fast=True)
         except DamageError as damage:
             logger.warning("checkpoint %s is damaged: %s: %s", path, damage.file, damage.reason)
+            continue
+        except OSError as error:
+            logger.warning("checkpoint %s cannot be read: %s", path, describe(error))
             continue
         paths[manifest.step] = path
         val_losses[manifest.step] = manifest.metric("val_loss")

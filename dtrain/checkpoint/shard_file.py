@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from dtrain.checkpoint import storage
 from dtrain.checkpoint.container import dtype_name, encode_header
 from dtrain.checkpoint.fingerprint import fingerprints, host_blocks
@@ -71,6 +73,8 @@ def write_shard(path: Path, pieces: Iterable[Piece], proceed: Callable[[], None]
     header = encode_header(
         [(key, piece.dtype, stored_shape(piece.shape, piece.stop - piece.start)) for key, piece in keyed.items()]
     )
+    for device in {piece.data.device for piece in keyed.values() if piece.data.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()  # the other two threads copy on other streams
     digest = hashlib.sha256(header)
     sums = fingerprints((piece.data, piece.start) for piece in keyed.values())
     nbytes = sum(piece.data.nbytes for piece in keyed.values())

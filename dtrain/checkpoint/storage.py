@@ -41,7 +41,8 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
         view = view[written:]
         # a kernel left alone starts when it is told to sync, and the disk idles while the rest is copied to its cache
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
-        os.posix_fadvise(descriptor, end - written, written, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(descriptor, end - written, written, os.POSIX_FADV_DONTNEED)
 
 
 def overwrite(descriptor: int, data: bytes) -> None:

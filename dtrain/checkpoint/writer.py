@@ -31,7 +31,7 @@ from dtrain.checkpoint.retention import Retention, find_retired
 from dtrain.checkpoint.shard_file import Written, new_file, write_shard
 from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.collectives import Communicator
-from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
+from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
@@ -93,7 +93,9 @@ def save(
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
     with ExitStack() as held:  # the lease, on rank 0
-        begun = on_rank_0(comm, what, lambda: _begin(directory, snapshot, held), CheckpointError)
+        begun = on_rank_0_for_long(
+            comm, what, lambda go_on_waiting: _begin(directory, snapshot, held, go_on_waiting), CheckpointError
+        )
         temporary = directory / begun["temporary"]
 
         def write() -> dict[str, Any]:
@@ -123,9 +125,9 @@ def save(
         return target
 
 
-def _begin(directory: Path, snapshot: Snapshot, held: ExitStack) -> dict[str, Any]:
+def _begin(directory: Path, snapshot: Snapshot, held: ExitStack, go_on_waiting: Callable[[], None]) -> dict[str, Any]:
     stored_state(snapshot.state)  # refuse what cannot be stored before anything is written
-    lease = held.enter_context(hold(directory))
+    lease = held.enter_context(hold(directory, meanwhile=go_on_waiting))
     held.enter_context(lease.one_save)
     lease.check()
     sweep(directory)

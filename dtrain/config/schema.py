@@ -251,7 +251,8 @@ class CheckpointConfig:
     when_busy: str = _one_of("wait", "skip")  # where one is due while another is being written
     keep_last: int = _at_least(2, 1)  # the newest so many
     keep_every: int = _at_least(0, 0)  # those of every so many steps, for ever; 0: none
-    keep_best: int = _at_least(0, 0)  # so many of the least validation loss; above 0 each save comes after a validation
+    # so many of the least validation loss; above 0 each save comes after a validation, but not at a stop signal
+    keep_best: int = _at_least(0, 0)
     save_at_end: bool = True
 
 

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -150,20 +151,24 @@ class Communicator:
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
         self._word = _Word(self.announce)
-        self._siblings: list[Communicator] = []
 
     def sibling(self) -> Communicator:
         """A communicator of the same ranks for another thread, whose collectives never meet this one's; all ranks call.
 
-        It goes over gloo and takes CPU tensors, whatever this one does. It is released with this one: by then its
-        thread must have ended.
+        It goes over gloo and takes CPU tensors, whatever this one does, and waits as long as this one. A process group
+        has one, for one thread at a time. It is released with this one: by then its thread must have ended.
+
+        Raises:
+            CommunicationError: it could not be made: a rank has died or hangs.
         """
-        group = None
-        if self.world_size > 1:
+        if self._group is None:
+            return Communicator(None, torch.device("cpu"))
+        if self._group not in _siblings:
+            timeout = self._group._get_backend(self.device).options._timeout
             with _named_failure(f"rank {self.rank}: a second process group"):
-                group = dist.new_group(dist.get_process_group_ranks(self._group), backend="gloo")
-        self._siblings.append(Communicator(group, torch.device("cpu"), shared_memory=False))
-        return self._siblings[-1]
+                group = dist.new_group(dist.get_process_group_ranks(self._group), timeout=timeout, backend="gloo")
+            _siblings[self._group] = Communicator(group, torch.device("cpu"), shared_memory=False)
+        return _siblings[self._group]
 
     def release(self) -> None:
         """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
@@ -171,8 +176,8 @@ class Communicator:
         A thread of gloo that still holds a tensor when the interpreter ends aborts the process. After a failure the
         threads may wait for a rank that never answers, and so would this.
         """
-        for sibling in self._siblings:
-            sibling.release()
+        if self._group is not None and self._group in _siblings:
+            _siblings.pop(self._group).release()
         self._group = None
         self._memory = None
 
@@ -373,6 +378,10 @@ class Communicator:
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
+
+
+# of each process group; torch keeps a group until all end, so one for each engine would pile up
+_siblings: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 @contextmanager

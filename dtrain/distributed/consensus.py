@@ -69,6 +69,36 @@ def on_rank_0(
     return on_every_rank(comm, what, only_there, error_class, expected=expected)[0]
 
 
+def on_rank_0_for_long(
+    comm: Communicator,
+    what: str,
+    work: Callable[[Callable[[], None]], Any],
+    error_class: type[DtrainError],
+    *,
+    expected: tuple[type[Exception], ...] = (Exception,),
+) -> Any:
+    """As :func:`on_rank_0`, of work that may take longer than a collective is let wait.
+
+    Args:
+        comm: the ranks.
+        what: is being done, for the message.
+        work: is given a function to call now and then, more often than the limit: the other ranks go on waiting then.
+        error_class: what an expected failure becomes.
+        expected: the failures that are.
+    """
+
+    def once(report: Callable[[], dict[str, Any]]) -> Any:
+        return on_rank_0(comm, what, report, error_class, expected=expected)
+
+    def go_on_waiting() -> None:
+        once(dict)
+
+    answer = once(lambda: {"value": work(go_on_waiting)})
+    while "value" not in answer:  # never on rank 0
+        answer = once(dict)
+    return answer["value"]
+
+
 def describe(error: Exception) -> str:
     """One line for another rank: the message alone where it is ours or the system's, else with its type."""
     if isinstance(error, DtrainError):

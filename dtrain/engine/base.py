@@ -281,10 +281,10 @@ class Engine(ABC):
 
         An asynchronous save returns once this rank's part is copied to host memory, which is kept for the next one; a
         thread of each rank writes it. One save is under way at a time. Where it fails, every rank raises the same
-        ``CheckpointError``, once: from the :meth:`step` whose vote tells of it, from the next :meth:`save` or
-        :meth:`load`, or from :meth:`wait_for_save`. The engine can go on. On CPU the step that raises it is done; on a
-        GPU, where a vote is read one step later, it is not and can be called again: see ``attempted_steps``. A process
-        that ends without :meth:`wait_for_save` waits for the thread.
+        ``CheckpointError``, once: from the :meth:`step` after the one whose vote tells of it, from the next
+        :meth:`save` or :meth:`load`, or from :meth:`wait_for_save`. The engine can go on: the step that raises it has
+        done nothing and can be called again. A process that ends without :meth:`wait_for_save` waits for the thread,
+        which logs a failure; its exit code does not tell.
 
         Args:
             directory: usually ``run/checkpoints``.
@@ -302,6 +302,18 @@ class Engine(ABC):
         Raises:
             CheckpointError: any rank failed; no checkpoint became visible.
         """
+
+    @abstractmethod
+    def prepare_saves(self) -> None:
+        """Connects the threads that save, so that the first asynchronous save need not; all ranks call.
+
+        Raises:
+            CommunicationError: a rank has died or hangs.
+        """
+
+    @abstractmethod
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on any rank; all ranks call."""
 
     @abstractmethod
     def wait_for_save(self) -> Path | None:

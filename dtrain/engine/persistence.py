@@ -90,7 +90,9 @@ def fill(engine: VotingEngine, reader: CheckpointReader) -> dict[str, Any]:
     _warn_of_other_bits(engine, reader)
     engine.loss_scale = engine.loss_scale.restored(saved["loss_scale"])
     engine.data_cursor = int(reader.state["data_cursor"])
-    engine.seed = int(reader.state["rng"]["seed"])
+    seed = reader.state["rng"]["seed"]
+    if seed is not None:  # an imported model has none
+        engine.seed = int(seed)
     engine.run_id = str(reader.state["run_id"])
     extra: dict[str, Any] = reader.state["extra"]
     return extra

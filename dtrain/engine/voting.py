@@ -18,8 +18,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtrain import checkpoint
-from dtrain.checkpoint import Piece, Retention, Saver
+from dtrain.checkpoint import Piece, Retention, Saver, Snapshot
+from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.engine import persistence
 from dtrain.engine.base import Engine, StepOutcome
@@ -31,7 +31,7 @@ from dtrain.engine.settlement import Settlement, Suspects
 from dtrain.engine.skips import SkipCounter
 from dtrain.engine.tally import Tally, check_weight
 from dtrain.engine.vote import Decision, Observations, VoteRecord, decide, fill, first_index, upload
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import CheckpointError, ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.loss_scale import LossScaleState
@@ -295,7 +295,6 @@ class VotingEngine(Engine):
         outcome = self._settlement.outcome()
         if self.settles_at_once:
             self._settle()
-            self._raise_failed_save()
         return outcome
 
     def _raise_failed_save(self) -> None:
@@ -420,14 +419,26 @@ class VotingEngine(Engine):
         self._require_between_steps("save")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
-        self._settle()
-        if when_busy == "skip" and self._saver.is_busy():
+        if when_busy == "skip" and self.is_saving():
             return None
         self.wait_for_save()
-        snapshot = persistence.snapshot_of(self, extra=extra, config=config, metrics=metrics)
-        if asynchronous:
-            return self._saver.start(Path(directory), snapshot, retention)
-        return checkpoint.save(Path(directory), snapshot, self.comm, retention=retention)
+        snapshots: list[Snapshot] = []
+
+        def take() -> None:
+            snapshots.append(persistence.snapshot_of(self, extra=extra, config=config, metrics=metrics))
+
+        on_every_rank(self.comm, f"saving step {self.attempted_steps}", take, CheckpointError)
+        save = self._saver.start if asynchronous else self._saver.save
+        return save(Path(directory), snapshots[0], retention)
+
+    def prepare_saves(self) -> None:
+        """Connects the threads that save, so that the first asynchronous save need not; all ranks call."""
+        self._saver.prepare()
+
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on any rank; all ranks call."""
+        self._settle()
+        return self._saver.is_busy()
 
     def wait_for_save(self) -> Path | None:
         """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -161,4 +162,7 @@ def _global_batches(config: RunConfig, dataset: TextDataset) -> Iterator[list[di
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the answer is out: a thread of a library that ends at the wrong moment must not abort this rank

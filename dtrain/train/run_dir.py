@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name
+from dtrain.checkpoint.diff import state_differences
+from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name, step_of
 from dtrain.checkpoint.integrity import load_manifest
 from dtrain.checkpoint.lease import hold
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.collectives import Communicator
-from dtrain.distributed.consensus import on_rank_0
+from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
@@ -73,17 +74,17 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
             does not let continue, or the checkpoint to continue from is of another model.
     """
 
-    def decide() -> tuple[str, str | None, bool]:
+    def decide(go_on_waiting: Callable[[], None]) -> tuple[str, str | None, bool]:
         path = _create(config, job)
         load_from, finished = _starting_point(config, path)
         if not finished:
-            _hold(path, held)
+            _hold(path, held, go_on_waiting)
             load_from, finished = _starting_point(config, path)  # the job before may have saved until now
         if load_from is not None:
             _compare_with_checkpoint(load_from, redacted(config))
         return str(path), str(load_from) if load_from else None, finished
 
-    path, load_from, finished = decide_on_rank_0(comm, decide)
+    path, load_from, finished = on_rank_0_for_long(comm, "", decide, ConfigError, expected=(ConfigError, OSError))
     return RunDir(Path(path), Path(load_from) if load_from else None, finished)
 
 
@@ -125,9 +126,9 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
         ConfigError: a key that decides what the model is.
     """
     changes = [
-        (path, old, new)
-        for path, old, new in _differences(before, now, "")
-        if path.partition(".")[0] not in HASH_EXCLUDES
+        (item.path, item.a, item.b)
+        for item in state_differences(before, now)
+        if item.path.partition(".")[0] not in HASH_EXCLUDES
     ]
     fatal = [
         (path, old, new)
@@ -172,9 +173,9 @@ def _create(config: RunConfig, job: int | None) -> Path:
     return path
 
 
-def _hold(path: Path, held: ExitStack) -> None:
+def _hold(path: Path, held: ExitStack, meanwhile: Callable[[], None]) -> None:
     try:
-        held.enter_context(hold(path / CHECKPOINTS))
+        held.enter_context(hold(path / CHECKPOINTS, meanwhile=meanwhile))
     except CheckpointError as error:
         raise ConfigError(f"run_dir={path} is not free: {error}") from error
 
@@ -233,12 +234,4 @@ def _find_checkpoints(resume: str) -> Path:
 
 
 def _steps(directory: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in committed(directory)]
-
-
-def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-    elif before != now:
-        yield path, before, now
+    return [step_of(path) for path in committed(directory)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch import Tensor
 from dtrain.checkpoint import Retention
 from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
+from dtrain.distributed.consensus import on_every_rank
+from dtrain.distributed.logging import logger
 from dtrain.distributed.peers import is_lost_connection
 from dtrain.engine.base import Engine, StepOutcome
-from dtrain.errors import ModelError, NonFiniteError
+from dtrain.errors import CheckpointError, ModelError, NonFiniteError
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
@@ -23,6 +26,7 @@ from dtrain.train.signals import StopSignals
 
 TOKENS = "tokens"  # in a checkpoint's extra: those of the applied steps, under whatever batch sizes they had
 
+Outcome = TypeVar("Outcome")
 Validation = Callable[[], Iterator[tuple[dict[str, Tensor], int]]]
 
 
@@ -107,12 +111,14 @@ class Trainer:
         except BaseException as error:
             # the save under way holds a good state, whatever has ended the run
             self._engine.leave_save(give_up=is_lost_connection(error))
-            if isinstance(error, NonFiniteError):
+            if isinstance(error, NonFiniteError | CheckpointError):  # all ranks raise it
                 self._report_last(error)
             raise
 
     def _run(self) -> Result:
         config, engine = self._config, self._engine
+        if self._saving.config.asynchronous:
+            engine.prepare_saves()
         while engine.attempted_steps < config.steps:
             stop = self._look(self._step())
             step = engine.attempted_steps
@@ -138,9 +144,24 @@ class Trainer:
             engine.backward(engine(**to_device(micro, engine.device)))
         if self._stop.requested:
             engine.request_stop()
-        outcome = engine.step()
+        outcome = self._past_a_failed_save(engine.step)
         engine.data_cursor = self._feed.loader.cursor
         return outcome
+
+    def _past_a_failed_save(self, action: Callable[[], Outcome]) -> Outcome:
+        """What ``action`` returns, which may raise the failure of an earlier save.
+
+        Where a stop is wanted on any rank, that save is given up, and ``action`` goes on to the save of the stop.
+        """
+        try:
+            return action()
+        except CheckpointError as error:  # all ranks raise it, so all ask
+            wanted = on_every_rank(self._engine.comm, "", lambda: self._stop.requested, CheckpointError)
+            if not any(wanted):
+                raise
+            logger.warning("a stop is wanted, so the run goes on to save it although a save failed: %s", error)
+            self._engine.request_stop()
+            return action()
 
     def _look(self, outcome: StepOutcome) -> bool:
         """Reports the steps whose outcome can be read without keeping the device waiting; True: a rank wants to stop.
@@ -190,9 +211,10 @@ class Trainer:
         for sink in self._sinks:
             sink.step(metrics)
 
-    def _report_last(self, error: NonFiniteError) -> None:
-        """The skip that ends the run has a line and a file too."""
-        last = [(self._engine.attempted_steps, error.outcome)] if isinstance(error.outcome, StepOutcome) else []
+    def _report_last(self, error: NonFiniteError | CheckpointError) -> None:
+        """The steps that nobody has looked at have a line, and the skip that ends the run has a file too."""
+        outcome = error.outcome if isinstance(error, NonFiniteError) else None
+        last = [(self._engine.attempted_steps, outcome)] if isinstance(outcome, StepOutcome) else []
         for step, outcome in self._unseen or last:
             self._report(step, outcome)
 
@@ -208,6 +230,8 @@ class Trainer:
     def _save_judged(self, step: int, *, when_busy: str) -> None:
         """Saves; where the best are kept, with the validation loss of just this step."""
         if self._saving.config.keep_best and self._saved_step != step:
+            if when_busy == "skip" and self._engine.is_saving():
+                return  # before a validation is spent on it
             self._evaluate(step)
         self._save(step, asynchronous=self._saving.config.asynchronous, when_busy=when_busy)
 
@@ -216,16 +240,18 @@ class Trainer:
             return
         saving, config = self._saving, self._saving.config
         val_loss = self._val_loss[1] if self._val_loss is not None and self._val_loss[0] == step else None
+        save = partial(
+            self._engine.save,
+            saving.directory,
+            extra={**saving.extra, TOKENS: self._tokens},
+            config=saving.settings,
+            metrics={"train_loss": self._train_loss, "val_loss": val_loss},
+            retention=Retention(config.keep_last, config.keep_every, config.keep_best),
+            asynchronous=asynchronous,
+            when_busy=when_busy,
+        )
         with self._timer.paused():
-            path = self._engine.save(
-                saving.directory,
-                extra={**saving.extra, TOKENS: self._tokens},
-                config=saving.settings,
-                metrics={"train_loss": self._train_loss, "val_loss": val_loss},
-                retention=Retention(config.keep_last, config.keep_every, config.keep_best),
-                asynchronous=asynchronous,
-                when_busy=when_busy,
-            )
+            path = self._past_a_failed_save(save)
         if path is not None:
             self._saved_step = step
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import dtrain
 from dtrain.checkpoint import Retention, list_checkpoints, open_newest, storage
@@ -132,11 +137,12 @@ def _train_through_saves(rank: int, world: int, name: str, stage: int, directory
         engine.save(directory, asynchronous=True)
         if rank == world - 1:
             until(lambda: engine._saver.has_failed)
+        assert train_step(engine, MICRO_BATCHES).applied, "its vote says so"
         began = time.monotonic()
         failure = raised(lambda: train_step(engine, MICRO_BATCHES))
         waited = time.monotonic() - began
     steps = engine.attempted_steps
-    assert train_step(engine, MICRO_BATCHES).applied
+    assert engine.step().applied, "the step that has raised it is called again"
     assert engine.save(directory, asynchronous=True, retention=Retention(keep_last=1)) == engine.wait_for_save()
     return [pairs, failure, waited, steps, state_digests(engine)]
 
@@ -158,7 +164,7 @@ def test_any_engine_saves_while_it_trains(tmp_path: Path, name: str, stage: int)
     path = tmp_path / "step-00000005"
     assert failures.pop().startswith(f"saving {path} failed on rank 1: No space left on device (errno 28)")
     assert max(result[2] for result in results) < 6, "the other rank writes on in vain"
-    assert [result[3] for result in results] == [6, 6], "the step that has raised it is done"
+    assert [result[3] for result in results] == [6, 6], "no outcome is lost"
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000007"]
     if name == "native":  # no other random number, no other order of sums
         assert [result[4] for result in results] == run_ranks(2, _train_only, name, stage)
@@ -212,6 +218,9 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
         assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
     state = {"when": object()} if rank == 0 else {}
     messages.append(raised(lambda: engine.save(directory, asynchronous=True, extra=state)))
+    for wrong in ({"metrics": {"val_loss": "0.5"}}, {"config": {1: 2, "a": 3}}):
+        save = partial(engine.save, directory, asynchronous=True)
+        messages.append(raised(partial(save, **wrong) if rank == 0 else save))
     extra = {"list": [1]}
     path = engine.save(directory, asynchronous=True, extra=extra)
     extra["list"].append(2)
@@ -223,10 +232,12 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
 def test_a_failure_is_raised_once_and_by_all(tmp_path: Path) -> None:
     results = run_ranks(2, _failures, tmp_path)
     assert results[0] == results[1]
-    *committing, copying = results[0]
+    *committing, copying, measuring, hashing = results[0]
     for step, message in zip((2, 4, 6), committing, strict=True):
         assert f"saving {tmp_path}/step-{step:08d} failed on rank 0: Input/output error (errno 5)" in message
     assert "copying step 7 to the host failed on rank 0: state['extra']['when'] is <object" in copying
+    assert measuring.startswith("saving step 7 failed on rank 0: TypeError: ")
+    assert hashing.startswith("saving step 7 failed on rank 0: TypeError: ")
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000007"]
     assert open_newest(tmp_path / "step-00000001", ALONE).state["metrics"] == {"val_loss": 2.0}
 
@@ -311,7 +322,116 @@ def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
     assert [path.name[:18] for path in tmp_path.glob("step-*")] == ["step-00000001.tmp-"]
 
 
-@pytest.mark.parametrize(("how", "codes"), [("end", [0, 0]), ("raise", [1, 1])])
+TIMEOUT_S = 2.0
+
+
+@contextmanager
+def impatient(rank: int, world: int, folder: Path) -> Iterator[None]:
+    """A process group whose collectives take ``TIMEOUT_S`` at most; rank 1 stays until rank 0 has left the block."""
+    dist.destroy_process_group()
+    store, left = dist.FileStore(str(folder / "store"), world), folder / "left"
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    try:
+        yield
+        if rank == 1:
+            until(left.exists)
+    finally:
+        left.touch()
+
+
+def _hangs_while_saving(rank: int, world: int, folder: Path) -> float:
+    with impatient(rank, world, folder):
+        engine = start("native", 2)
+        train_step(engine, MICRO_BATCHES)
+        if rank == 1:
+            with held_up("write"):
+                engine.save(folder / "checkpoints", asynchronous=True)
+                until((folder / "left").exists)
+            return 0.0
+        engine.save(folder / "checkpoints", asynchronous=True)
+        began = time.monotonic()
+        with pytest.raises(CommunicationError):
+            train_step(engine, MICRO_BATCHES)
+        engine.leave_save(give_up=True)
+        return time.monotonic() - began
+
+
+def test_a_rank_that_hangs_ends_the_save_of_the_others(tmp_path: Path) -> None:
+    waited, _ = run_ranks(2, _hangs_while_saving, tmp_path, timeout=25)
+    assert TIMEOUT_S - 1 < waited < 2 * TIMEOUT_S + 1
+
+
+def _hangs_while_connecting(rank: int, world: int, folder: Path) -> float:
+    with impatient(rank, world, folder):
+        engine = start("native", 2)
+        if rank == 1:
+            return 0.0
+        began = time.monotonic()
+        with pytest.raises(CommunicationError, match="a second process group failed"):
+            engine.prepare_saves()
+        return time.monotonic() - began
+
+
+def test_a_rank_that_does_not_connect_its_thread_ends_the_others(tmp_path: Path) -> None:
+    waited, _ = run_ranks(2, _hangs_while_connecting, tmp_path, timeout=25)
+    assert waited < TIMEOUT_S + 3
+
+
+def _cannot_start_a_thread(rank: int, world: int, directory: Path) -> str:
+    engine = start("native", 2)
+    train_step(engine, MICRO_BATCHES)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(threading.Thread, "start", refuse)
+        failure = raised(lambda: engine.save(directory, asynchronous=True))
+    until(lambda: not any(thread.name == "dtrain-save" for thread in threading.enumerate()))
+    engine.leave_save()
+    assert engine.save(directory, asynchronous=True) == engine.wait_for_save() == directory / "step-00000001"
+    return failure
+
+
+def test_a_thread_that_does_not_start_is_named_by_all(tmp_path: Path) -> None:
+    failures = run_ranks(2, _cannot_start_a_thread, tmp_path)
+    assert failures[0] == failures[1]
+    assert "failed on rank 1: RuntimeError: can't start new thread" in failures[0]
+
+
+def _engine_after_engine(rank: int, world: int, folder: Path) -> None:
+    held: list[int] = []
+    for number in range(3):
+        engine = start("native", 2)
+        train_step(engine, MICRO_BATCHES)
+        engine.save(folder / str(number), asynchronous=True)
+        engine.wait_for_save()
+        del engine
+        gc.collect()
+        held.append(sum(len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")))
+    assert held[2] < held[0] + 5, held  # a process group has eight
+
+
+def test_engines_leave_no_process_group_behind(tmp_path: Path) -> None:
+    run_ranks(2, _engine_after_engine, tmp_path)
+
+
+def _two_engines_save_at_once(rank: int, world: int, folder: Path) -> None:
+    engines = [start("native", 2) for _ in range(2)]
+    with held_up() if rank == 0 else instead("write", slow(0)):
+        for number, engine in enumerate(engines):
+            train_step(engine, MICRO_BATCHES)
+            engine.save(folder / str(number), asynchronous=True)
+    for number in (1, 0):
+        assert engines[number].wait_for_save() == folder / str(number) / "step-00000001"
+
+
+def test_the_saves_of_two_engines_do_not_meet(tmp_path: Path) -> None:
+    run_ranks(2, _two_engines_save_at_once, tmp_path)
+
+
+@pytest.mark.parametrize(("how", "codes"), [("end", [0, 0]), ("raise", [1, 1]), ("fail", [0, 0])])
 def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str, codes: list[int]) -> None:
     """At the end of the interpreter, where a thread that still communicates would abort the process."""
     with ExitStack() as running:
@@ -325,4 +445,8 @@ def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str, c
         if how == "raise":
             assert "ValueError: a bug of the script" in jobs[1].said
             assert "CommunicationError" in jobs[0].said
-    assert [item.path.name for item in list_checkpoints(tmp_path / "checkpoints")] == ["step-00000001"]
+        if how == "fail":  # nobody asks, so the thread says it
+            said = "checkpoint: saving .*step-00000001 failed on rank 0.*No space left on device"
+            assert all(re.search(said, job.said) for job in jobs)
+    found = [item.path.name for item in list_checkpoints(tmp_path / "checkpoints")]
+    assert found == ([] if how == "fail" else ["step-00000001"])

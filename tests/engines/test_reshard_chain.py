@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tests.engines.helpers import start, train_step
 from tests.engines.test_checkpoints_across import fingerprints
+from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
 
 CHAIN = [
@@ -30,7 +31,7 @@ def load_and_save(rank: int, world: int, name: str, stage: int, source: Path, ta
     engine.save(target)
 
 
-def test_fingerprints_stay_from_link_to_link(tmp_path: Path) -> None:
+def test_fingerprints_stay_from_link_to_link(tmp_path: Path, faults: FaultCounts) -> None:
     (name, stage, world), *rest = CHAIN
     run_ranks(world, train_and_save, name, stage, tmp_path / "0")
     expected = fingerprints(tmp_path / "0")
@@ -39,3 +40,4 @@ def test_fingerprints_stay_from_link_to_link(tmp_path: Path) -> None:
         source, target = tmp_path / f"{number}", tmp_path / f"{number + 1}"
         run_ranks(world, load_and_save, name, stage, source, target)
         assert fingerprints(target) == expected, (name, stage, world)
+    faults.passed("F11", len(rest), fingerprints_changed=0)

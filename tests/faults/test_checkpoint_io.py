@@ -32,6 +32,7 @@ from tests.helpers.checkpoints import (
     save_good,
     save_threads,
 )
+from tests.helpers.fault_counts import FaultCounts
 
 NAMES = [errno.errorcode[fault] for fault in FAULTS]
 
@@ -66,7 +67,7 @@ def save_in_threads(directory: Path, step: int) -> list[Any]:
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize(("function", "what"), LEASE + UNTIL_COMMIT)
 def test_failure_in_the_thread_that_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str, fault: int
+    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, function: str, what: str, fault: int
 ) -> None:
     directory = tmp_path / "checkpoints"
     prepare(directory)
@@ -91,9 +92,12 @@ def test_failure_in_the_thread_that_saves(
     assert open_newest(directory, ALONE).step == 200
     assert save_in_threads(directory, 300) == [directory / "step-00000300"] * 2
     assert_sound(directory, newest=300)
+    faults.passed("F10", 1, lost_commits=0)
 
 
-def test_short_writes_of_a_lease_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_of_a_lease_are_completed(
+    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, overwrite = os.write, os.pwrite
     with monkeypatch.context() as patch:
         patch.setattr("os.write", lambda descriptor, data: write(descriptor, memoryview(data)[:7]))
@@ -102,12 +106,18 @@ def test_short_writes_of_a_lease_are_completed(tmp_path: Path, monkeypatch: pyte
             lease.beat()
             lease.check()
             assert look(tmp_path).holder.counter == 1  # type: ignore[union-attr]
+    faults.passed("F10", 1, lost_commits=0)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 @pytest.mark.parametrize("function", ["overwrite", "sync"])
 def test_signs_of_life_that_fail_are_said_and_cost_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, function: str, fault: int
+    tmp_path: Path,
+    faults: FaultCounts,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    function: str,
+    fault: int,
 ) -> None:
     """While nobody takes it over the lease is held: saves go on, and so do the signs of life, once they can."""
     failures = threading.Semaphore(0)
@@ -135,9 +145,12 @@ def test_signs_of_life_that_fail_are_said_and_cost_nothing(
     ]
     assert verify(tmp_path).ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+    faults.passed("F10", 1, lost_commits=0)
 
 
-def test_signs_of_life_end_where_the_lease_is_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_signs_of_life_end_where_the_lease_is_lost(
+    tmp_path: Path, faults: FaultCounts, caplog: pytest.LogCaptureFixture
+) -> None:
     """A disk that took none for longer than the limit: another has it, and that is said at once."""
     with hold(tmp_path, Pace(heartbeat_s=0.2)):
         with ExitStack() as undo:
@@ -153,11 +166,12 @@ def test_signs_of_life_end_where_the_lease_is_lost(tmp_path: Path, caplog: pytes
         for error in save_threads(tmp_path, 100):  # what is lost stays lost
             assert "is gone: another job took it over and has ended" in str(error)
     save_good(tmp_path, 100)
+    faults.passed("F10", 1, lost_commits=0)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 def test_lease_that_cannot_be_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: int
+    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: int
 ) -> None:
     """The save stands, and the next one of this process need not wait for the lease that it has left itself."""
 
@@ -173,12 +187,13 @@ def test_lease_that_cannot_be_removed(
     save_good(tmp_path, 200)
     assert time.monotonic() - began < 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000100", "step-00000200"]
+    faults.passed("F10", 1, lost_commits=0)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=NAMES)
 @pytest.mark.parametrize("function", ["rename", "sync_directory"])
 def test_damaged_checkpoint_of_the_same_step_that_cannot_be_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: int
+    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, function: str, fault: int
 ) -> None:
     directory = tmp_path / "checkpoints"
     prepare(directory)
@@ -200,11 +215,12 @@ def test_damaged_checkpoint_of_the_same_step_that_cannot_be_set_aside(
     save_good(directory, 200)
     names = sorted(path.name for path in directory.iterdir())
     assert names == ["bad-step-00000200-size", "step-00000100", "step-00000200"]
+    faults.passed("F10", 1, lost_commits=0)
 
 
 @pytest.mark.parametrize(("function", "what"), [*LEASE, ("make_directory", "checkpoints")])
 def test_run_that_cannot_have_the_lease_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str
+    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, function: str, what: str
 ) -> None:
     config = RunConfig(run_dir=str(tmp_path / "run"))
 
@@ -219,3 +235,4 @@ def test_run_that_cannot_have_the_lease_does_not_start(
                 open_run_dir(config, ALONE, None, held)
         assert open_run_dir(config, ALONE, None, held).load_from is None
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+    faults.passed("F10", 1, lost_commits=0)

@@ -82,7 +82,7 @@ INSTANTS = [
     ("write", 40),
     ("sync", 3),
     ("rename", 2),
-    ("sync_directory", 5),
+    ("sync_directory", 7),
     ("summary", 1),
 ]
 
@@ -98,7 +98,7 @@ def test_killed_at_one_place(tmp_path: Path, data: str, whole: Record, place: st
 
 
 # the thread that saves step 4 stands still there while training goes on, until the process dies
-IN_THE_THREAD = [("create", 2), ("write", 15), ("sync", 3), ("rename", 1), ("sync_directory", 4)]
+IN_THE_THREAD = [("create", 2), ("write", 15), ("sync", 3), ("rename", 1), ("sync_directory", 6)]
 
 
 @pytest.mark.parametrize(("place", "count"), IN_THE_THREAD)
@@ -159,6 +159,7 @@ def test_all_processes_killed(tmp_path: Path, data: str, whole_on_two: Record) -
     # all ranks hang between backward and vote, so that they die before the end however slow this process is
     with torchrun(tmp_path, *command, env=Mishap("vote", 7, "sleep").env()) as job:
         job.wait_for_step(run_dir, 6)
+        job.wait_until(lambda: newest_step(run_dir) == 4)  # saved by a thread
         job.kill()
         assert job.wait() == -signal.SIGKILL
         assert job.gone(2.0)
@@ -207,6 +208,17 @@ def test_stopped_while_a_save_is_under_way(tmp_path: Path, data: str, whole: Rec
     steps = [int(name.removeprefix("step-")) for name in checkpoints(run_dir)]
     assert steps == [4, curve(run_dir)[-1]["step"]]
     assert steps[1] > 4
+    assert train(run_dir, *SMALL, data) == [0]
+    assert record_of(run_dir) == whole
+
+
+def test_stopped_while_a_save_fails(tmp_path: Path, data: str, whole: Record) -> None:
+    """The signal comes while a thread saves step 4, and then that save fails: the step that has ended is saved."""
+    run_dir = tmp_path / "run"
+    assert train(run_dir, *SMALL, data, env=Mishap("write", 15, "stop and fail").env()) == [75]
+    assert newest_step(run_dir) == curve(run_dir)[-1]["step"] > 4
+    assert "the run goes on to save it although a save failed" in said(run_dir)
+    assert "Input/output error (errno 5)" in said(run_dir)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
 

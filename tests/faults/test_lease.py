@@ -12,23 +12,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dtrain.checkpoint import Snapshot, lease, open_newest, save, storage, verify
 from dtrain.checkpoint.lease import Pace, hold
 from dtrain.checkpoint.lease_file import Holder, look, path_of
 from dtrain.config.resolve import compose
 from dtrain.config.schema import RunConfig
+from dtrain.distributed.collectives import Communicator
 from dtrain.errors import CheckpointError, DtrainError
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, pieces_of, save_good
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of, write_samples
 from tests.helpers.mishap import Mishap
+from tests.helpers.ranks import run_ranks
 
 STEPS = 8
 PATIENT = (0.05, 30.0, 0.02)  # heartbeat, limit, poll: seconds
@@ -199,7 +204,7 @@ def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Reco
 
 # where the first job stands still: between two saves; in one, at its bytes, before the check of the lease, and after
 # that check, with the rename left to do
-STOPS = [("update", 3), ("write", 10), ("sync_directory", 3), ("rename", 1)]
+STOPS = [("update", 3), ("write", 10), ("sync_directory", 5), ("rename", 1)]
 
 
 @pytest.mark.parametrize(("place", "count"), STOPS)
@@ -391,3 +396,16 @@ def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> No
         save_good(tmp_path, 300, 1)
     steps = [path.name for path in sorted(tmp_path.iterdir()) if path.name.startswith("step-")]
     assert steps == ["step-00000100", "step-00000200", "step-00000300"]
+
+
+def _save_in_a_hurry(rank: int, world: int, directory: Path) -> Path:
+    """Saves with collectives that wait for 1.5 s only."""
+    comm = Communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5)), torch.device("cpu"))
+    lease.PACE = Pace(limit_s=2.5, poll_s=0.1)
+    return save(directory, Snapshot(100, pieces_of(make_tensors(100), rank, world), {}), comm)
+
+
+def test_a_save_waits_for_a_stale_lease_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    path_of(tmp_path, 1).write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
+    assert run_ranks(2, _save_in_a_hurry, tmp_path) == [tmp_path / "step-00000100"] * 2
+    assert verify(tmp_path).ok

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dtrain
-from dtrain.checkpoint import Piece, Snapshot, open_newest, storage
+from dtrain.checkpoint import Piece, Saver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy
 from dtrain.config.schema import ModelConfig
 from dtrain.distributed.collectives import Communicator
@@ -252,6 +252,28 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
     taken.ready()
     assert slow.query()
     assert torch.equal(taken.pieces[0].data, torch.arange(1 << 20, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path, copied: bool) -> None:
+    """What is written, hashed and fingerprinted is the same: what was queued on the current stream before."""
+    alone = Communicator(None, torch.device("cuda", 0))
+    data = torch.zeros(1 << 22, dtype=torch.float32, device="cuda")
+    snapshot = Snapshot(1, (Piece("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)
+        data.fill_(3.0)
+        if copied:
+            Saver(alone).save(tmp_path, snapshot, None)
+        else:
+            save(tmp_path, snapshot, alone)
+    reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))  # proves the hash
+    assert torch.equal(reader.read("master", "weight"), torch.full((1 << 22,), 3.0))
+    reader.check_fingerprints(
+        [Piece("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data.cpu())],
+        Communicator(None, torch.device("cpu")),
+    )
 
 
 def test_memory_on_the_device_follows_the_formula() -> None:

@@ -1,10 +1,13 @@
 """A script of a user, one of two ranks, that ends while a save is under way.
 
-``python -m tests.helpers.leaves_early RANK FOLDER end|raise``; with ``raise`` rank 1 raises, and rank 0 trains on.
+``python -m tests.helpers.leaves_early RANK FOLDER end|raise|fail``; with ``raise`` rank 1 raises, and rank 0 trains on;
+with ``fail`` the disk is full.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import time
 from pathlib import Path
@@ -32,6 +35,8 @@ def main(rank: int, folder: Path, how: str) -> None:
 
     def slow_write(*args: Any) -> None:
         time.sleep(0.1)
+        if how == "fail":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(*args)
 
     storage.write = slow_write

@@ -6,6 +6,7 @@ function of this process as the environment says.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -52,8 +53,8 @@ class Mishap:
     Attributes:
         place: a key of ``PLACES``; at ``write`` and ``metrics`` half of the bytes are written first.
         count: which call.
-        action: the name of a signal that the process sends itself, ``raise``, ``sleep``, or ``linger``: SIGKILL after
-            0.2 s, while other threads go on.
+        action: the name of a signal that the process sends itself, ``raise``, ``sleep``, ``linger``: SIGKILL after
+            0.2 s, while other threads go on, or ``stop and fail``: SIGTERM and, 0.2 s later, an error of the disk.
         rank: the rank it happens on; None: on all.
     """
 
@@ -74,6 +75,10 @@ class Mishap:
         elif self.action == "linger":
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.action == "stop and fail":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         else:
             os.kill(os.getpid(), signal.Signals[self.action])
 

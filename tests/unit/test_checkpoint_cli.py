@@ -169,13 +169,44 @@ def test_sizes_for_people(count: int, text: str) -> None:
 def test_one_that_is_retired_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (100, 200):
         save_good(tmp_path, step)
-    real = report.examine
+    real = report.load_manifest
 
-    def examine(path: Path, *, fast: bool) -> Manifest:
+    def load_manifest(path: Path) -> Manifest:
         if path.name == "step-00000100":
             retire(path)
-        return real(path, fast=fast)
+        return real(path)
 
-    monkeypatch.setattr(report, "examine", examine)
+    monkeypatch.setattr(report, "load_manifest", load_manifest)
     assert [item.path.name for item in verify(tmp_path).checkpoints] == ["step-00000200"]
     assert verify(tmp_path).ok
+
+
+def test_each_manifest_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "checkpoints" / "step-00000200" / "r0001.safetensors").unlink()
+    read: list[bytes] = []
+    real = Manifest.decode
+
+    def decode(data: bytes) -> Manifest:
+        read.append(data)
+        return real(data)
+
+    monkeypatch.setattr(Manifest, "decode", decode)
+    good, bad = list_checkpoints(run)
+    assert len(read) == 2
+    assert (good.ok, bad.problem, bad.num_files) == (True, "r0001.safetensors: missing", 3)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [("dtrain.checkpoint.directory.quarantined", ["list", "{run}"]), ("pathlib.Path.iterdir", ["export", "a", "b"])],
+)
+def test_what_the_system_refuses_at_the_end_is_one_clear_line(
+    run: Path, function: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> Any:
+        raise PermissionError(13, "Permission denied", "/closed")
+
+    monkeypatch.setattr("dtrain.checkpoint.hf_export.export", lambda path, out, *options: out)
+    monkeypatch.setattr(function, refuse)
+    assert main([word.format(run=run) for word in arguments]) == 2
+    assert capsys.readouterr().err == "dtrain: Permission denied (errno 13): /closed\n"

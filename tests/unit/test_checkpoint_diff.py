@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.checkpoint import Snapshot, diff, save
 from dtrain.checkpoint.cli import main
 from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.diff import Difference
+from dtrain.checkpoint.diff import Difference, ValueDifference
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import CheckpointError
@@ -90,7 +90,9 @@ def test_differing_values_are_measured(
         (0.0, -0.0, 0.0, 0.0, 0.0),
         (1.0, 0.0, 1.0, math.inf, math.inf),
         (1.0, math.nan, math.nan, math.nan, math.nan),
-        (1.0, math.inf, math.inf, math.nan, math.nan),
+        (1.0, math.inf, math.inf, math.inf, math.inf),
+        (math.inf, 2.0, math.inf, math.inf, math.inf),
+        (-math.inf, math.inf, math.inf, math.inf, math.inf),
     ],
 )
 def test_special_values(a: float, b: float, max_abs: float, max_rel: float, normwise: float, tmp_path: Path) -> None:
@@ -99,6 +101,35 @@ def test_special_values(a: float, b: float, max_abs: float, max_rel: float, norm
     (item,) = compare(tmp_path / "a", tmp_path / "b").values
     assert (item.num_different, item.first) == (1, 0)
     assert [item.max_abs, item.max_rel, item.normwise] == pytest.approx([max_abs, max_rel, normwise], nan_ok=True)
+
+
+def measured(folder: Path, a: Tensor, b: Tensor) -> ValueDifference:
+    for name, tensor in (("a", a), ("b", b)):
+        write(folder / name, {("buffer", "w"): tensor}, world=1)
+    (item,) = compare(folder / "a", folder / "b").values
+    return item
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "distance"),
+    [
+        (2**60, 2**60 + 1, torch.int64, 1),
+        (-(2**63), 2**63 - 1, torch.int64, 2**64 - 1),
+        (2**64 - 1, 2**64 - 2, torch.uint64, 1),
+        (0, 2**64 - 1, torch.uint64, 2**64 - 1),
+        (2**63 - 1, 2**63, torch.uint64, 1),
+        (255, 3, torch.uint8, 252),
+        (True, False, torch.bool, 1),
+    ],
+)
+def test_integers_are_subtracted_as_integers(a: int, b: int, dtype: torch.dtype, distance: int, tmp_path: Path) -> None:
+    item = measured(tmp_path, torch.tensor([0, a], dtype=dtype), torch.tensor([0, b], dtype=dtype))
+    assert (item.num_different, item.max_abs) == (1, float(distance))
+
+
+def test_infinite_values_of_both_hide_no_difference(tmp_path: Path) -> None:
+    item = measured(tmp_path, torch.tensor([math.inf, 3.0, 4.0]), torch.tensor([math.inf, 3.0, 5.0]))
+    assert (item.max_abs, item.max_rel, item.normwise) == (1.0, 0.2, pytest.approx(1 / math.sqrt(34)))
 
 
 def test_equal_nans_are_equal(tmp_path: Path) -> None:

@@ -395,3 +395,32 @@ def test_a_file_system_without_hard_links_is_refused(
     with pytest.raises(CheckpointError, match="is on a file system without hard links; use another"):
         take(tmp_path, clock.pace())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wait_for_one_directory_delays_no_other(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    claim(tmp_path / "held")
+    waits, enough = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        if enough.wait(10):
+            path_of(tmp_path / "held", 1).unlink(missing_ok=True)
+
+    def wait() -> None:
+        with hold(tmp_path / "held", Pace(sleep=sleep)):
+            pass
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert waits.wait(10)
+
+    def other() -> None:
+        with hold(tmp_path / "free"):
+            enough.set()
+
+    free = threading.Thread(target=other)
+    free.start()
+    assert enough.wait(5)
+    free.join()
+    waiting.join()

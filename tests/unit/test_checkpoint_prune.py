@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,23 @@ with lease.hold(Path({str(run / "checkpoints")!r}), lease.Pace(heartbeat_s=0.05)
     finally:
         other.communicate("")
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert steps(run) == [500]
+
+
+def test_a_save_of_this_process_is_waited_for(run: Path) -> None:
+    directory, done = run / "checkpoints", threading.Event()
+
+    def work() -> None:
+        prune(run, Retention(keep_last=1))
+        done.set()
+
+    pruning = threading.Thread(target=work)
+    with lease.hold(directory) as held:  # as a run does
+        with held.one_save:  # a save is under way
+            pruning.start()
+            assert not done.wait(0.3)
+            assert steps(run) == list(LOSSES)
+        pruning.join()
     assert steps(run) == [500]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Retention, Snapshot, list_checkpoints, save
+from dtrain.checkpoint.integrity import examine
+from dtrain.checkpoint.manifest import Manifest
 from dtrain.checkpoint.retention import find_retired
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE
@@ -91,3 +95,22 @@ def test_a_save_retires_what_no_rule_keeps(tmp_path: Path, caplog: pytest.LogCap
     assert [path.name for path in find_retired(tmp_path, Retention(1), newest=tmp_path / "step-00000100")] == [
         "step-00000130"
     ]
+
+
+def test_one_that_cannot_be_read_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays and does not count, and the disk does not fill."""
+    for step in (1, 2, 3, 4):
+        _save(tmp_path, step, Retention(keep_last=9))
+
+    def failing(path: Path, *, fast: bool) -> Manifest:
+        if path.name == "step-00000002":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return examine(path, fast=fast)
+
+    monkeypatch.setattr("dtrain.checkpoint.retention.examine", failing)
+    _save(tmp_path, 5, Retention(keep_last=2))
+    assert "step-00000002 cannot be read: Input/output error (errno 5)" in caplog.text
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000005"]

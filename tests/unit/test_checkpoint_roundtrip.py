@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Piece, Retention, Snapshot, open_newest, save
+from dtrain.checkpoint.directory import remove_tree
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import (
@@ -165,6 +166,25 @@ def test_damaged_checkpoints_neither_count_nor_vanish(tmp_path: Path, caplog: py
     save_good(tmp_path, 30, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
     assert "step-00000020 is damaged: r0000.safetensors: missing" in caplog.text
+
+
+def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """Neither one in a directory nor one in its place, as of a leftover that somebody has put elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").write_text("keep")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "inner").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "top").symlink_to(tmp_path / "elsewhere")
+    remove_tree(tmp_path / "tree")
+    remove_tree(tmp_path / "top")
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert (tmp_path / "elsewhere" / "mine").read_text() == "keep"
+
+
+def test_a_system_without_advice_to_its_cache_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.posix_fadvise")
+    save_good(tmp_path, 100)
+    assert open_newest(tmp_path, ALONE).step == 100
 
 
 def test_big_steps_sort_as_numbers(tmp_path: Path) -> None:

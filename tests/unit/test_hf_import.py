@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import dtrain
-from dtrain.checkpoint import export, import_hf, list_checkpoints, storage, verify
+from dtrain.checkpoint import export, hf_import, import_hf, list_checkpoints, storage, verify
 from dtrain.checkpoint.cli import main
+from dtrain.checkpoint.hf_import import Imported
 from dtrain.config.resolve import compose
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import CheckpointError
@@ -195,6 +196,33 @@ def configure(**changes: Any) -> Change:
     return change
 
 
+def test_null_is_as_good_as_absent(tmp_path: Path) -> None:
+    llama(num_key_value_heads=4, **THETA).save_pretrained(tmp_path / "hf")
+    nulls = ("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "rope_scaling")
+    configure(**dict.fromkeys(nulls))(tmp_path / "hf")
+    model = import_hf(tmp_path / "hf", tmp_path / "run").model
+    assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (None, 500.0, 1e-6)
+
+
+def test_the_seed_of_the_run_stays(originals: Path, tmp_path: Path) -> None:
+    imported = import_hf(originals / "gpt2", tmp_path / "run")
+    engine = dtrain.initialize(build_model(imported.model, 257, seed=1), precision="fp32", seed=7)
+    engine.load(tmp_path / "run")
+    assert engine.seed == 7
+    engine.save(tmp_path / "saved")
+    assert engine_of(imported.model, tmp_path / "saved").seed == 7
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/x", "null", "my run, a=b", "it's", 'q"uo/te', "back\\slash\\", "${x}", "[a]/{b}", "a*?|b: c"]
+)
+def test_any_path_is_printed_so_that_it_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: Imported(run_dir, ModelConfig()))
+    assert main(["import", "hf", name]) == 0
+    _, command = capsys.readouterr().out.splitlines()
+    assert compose(shlex.split(command)[2:]).run_dir == name
+
+
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
 
 
@@ -205,6 +233,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
         ("llama", configure(model_type=...), "model_type None cannot be imported"),
         ("llama", configure(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
         ("llama", configure(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling .*linear.* cannot be"),
+        ("llama", configure(rope_scaling={"rope_type": None, "type": "linear"}), "rope_scaling .*linear.* cannot be"),
         ("llama", configure(rope_scaling=3), "rope_scaling 3 cannot be imported"),
         ("llama", configure(attention_bias=True), "attention_bias True cannot be imported; dtrain's model has False"),
         ("llama", configure(mlp_bias=True), "mlp_bias True cannot be imported"),

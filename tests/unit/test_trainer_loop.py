@@ -21,7 +21,7 @@ from dtrain.data import BatchLoader
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.collectives import Communicator
 from dtrain.engine.base import Culprit, Engine, LazyOutcome, StepOutcome
-from dtrain.errors import CommunicationError, ModelError, NonFiniteError
+from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import Feed, Result, Saving, Trainer, validation_loss
@@ -74,6 +74,7 @@ class _CountingEngine:
         self.saved_cursors: list[int] = []
         self.metrics: list[dict[str, float | None]] = []
         self.busy_until = 0  # the step from which no save is under way
+        self.failure: CheckpointError | None = None  # of the save under way
         self._stop = False
 
     def accumulate(self, batch: list[Any]) -> Iterator[Any]:
@@ -88,7 +89,13 @@ class _CountingEngine:
     def request_stop(self) -> None:
         self._stop = True
 
+    def _raise_failure(self) -> None:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     def step(self) -> StepOutcome:
+        self._raise_failure()
         outcome, step = self._step(), self.attempted_steps
         if self.settles_at_once:
             return outcome
@@ -125,12 +132,20 @@ class _CountingEngine:
     ) -> Path | None:
         assert (config, retention) == ({"c": 1}, RETENTION)
         assert extra == {"e": 1, "tokens": 1000 + 10 * (self.applied_steps - self.loaded_steps)}
-        if when_busy == "skip" and self.busy_until > self.attempted_steps:
+        if when_busy == "skip" and self.is_saving():
             return None
+        self._raise_failure()
         self.events.append(f"{'start' if asynchronous else 'save'} {self.attempted_steps}")
         self.saved_cursors.append(self.data_cursor)
         self.metrics.append(metrics)
         return directory
+
+    def prepare_saves(self) -> None:
+        assert self.attempted_steps == self.loaded_steps
+        self.events.append("prepare")
+
+    def is_saving(self) -> bool:
+        return self.busy_until > self.attempted_steps
 
     def wait_for_save(self) -> None:
         self.events.append("wait")
@@ -217,7 +232,7 @@ ASYNCHRONOUS = replace(SYNCHRONOUS, asynchronous=True)
 def test_the_last_evaluation_overlaps_the_last_save() -> None:
     engine = _CountingEngine()
     result, _ = _train(engine, saving=ASYNCHRONOUS, steps=5, eval_every=0, save_every=3)
-    assert engine.events == ["start 3", "start 5", "eval 5", "wait"]
+    assert engine.events == ["prepare", "start 3", "start 5", "eval 5", "wait"]
     assert result.finished
 
 
@@ -225,7 +240,7 @@ def test_what_a_stop_saves_is_committed_when_the_loop_returns() -> None:
     """The engine waits for the one before it by itself."""
     engine = _CountingEngine()
     result, _ = _train(engine, stop_at=4, saving=ASYNCHRONOUS, steps=9, eval_every=0, save_every=3)
-    assert engine.events == ["start 3", "save 4"]
+    assert engine.events == ["prepare", "start 3", "save 4"]
     assert not result.finished
 
 
@@ -236,11 +251,11 @@ def test_a_save_is_left_out_while_another_is_under_way(steps: int) -> None:
     engine.busy_until = 100
     skipping = replace(ASYNCHRONOUS, when_busy="skip")
     _train(engine, saving=skipping, steps=steps, eval_every=0, save_every=3)
-    assert engine.events == [f"start {steps}", f"eval {steps}", "wait"]
+    assert engine.events == ["prepare", f"start {steps}", f"eval {steps}", "wait"]
     stopped = _CountingEngine()
     stopped.busy_until = 100
     _train(stopped, stop_at=6, saving=skipping, steps=steps, eval_every=0, save_every=3)
-    assert stopped.events == ["save 6"]
+    assert stopped.events == ["prepare", "save 6"]
 
 
 def test_a_checkpoint_has_the_losses_of_its_own_step() -> None:
@@ -257,8 +272,60 @@ def test_where_the_best_are_kept_each_save_follows_an_evaluation() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{__name__}.RETENTION", Retention(3, 7, 1))
         _train(engine, saving=saving, steps=5, eval_every=4, save_every=2)
-    assert engine.events == ["eval 2", "start 2", "eval 4", "start 4", "eval 5", "start 5", "wait"]
+        busy = _CountingEngine()
+        busy.busy_until = 4
+        _train(busy, saving=replace(saving, when_busy="skip"), steps=5, eval_every=0, save_every=2)
+    assert engine.events == ["prepare", "eval 2", "start 2", "eval 4", "start 4", "eval 5", "start 5", "wait"]
     assert all(metrics["val_loss"] is not None for metrics in engine.metrics)
+    assert busy.events == ["prepare", "eval 4", "start 4", "eval 5", "start 5", "wait"], "none for what is left out"
+
+
+_FAILURE = CheckpointError("saving step 3 failed on rank 1")
+
+
+def _fails_in_step(engine: _CountingEngine, step: int) -> None:
+    """The save under way fails in the backward of ``step``."""
+    backward = engine.backward
+
+    def failing(output: dict[str, Tensor]) -> None:
+        if engine.attempted_steps + 1 == step:
+            engine.failure = _FAILURE
+        backward(output)
+
+    engine.backward = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fails_at", [5, 6, 7])
+def test_a_stop_is_saved_although_the_save_before_it_fails(fails_at: int) -> None:
+    """The stop comes in step 6: the failure is raised by that step, by its save, or not before all is done."""
+    engine = _CountingEngine()
+    if fails_at == 6:
+        step = engine.step
+
+        def failing() -> StepOutcome:
+            outcome = step()
+            if engine.attempted_steps == 6:
+                engine.failure = _FAILURE
+            return outcome
+
+        engine.step = failing  # type: ignore[method-assign]
+    else:
+        _fails_in_step(engine, 6 if fails_at == 5 else 7)
+    result, ear = _train(engine, stop_at=6, saving=ASYNCHRONOUS, steps=9, log_every=1, eval_every=0, save_every=3)
+    assert engine.events == ["prepare", "start 3", "save 6"]
+    assert [m.step for m in ear.steps] == [1, 2, 3, 4, 5, 6]
+    assert not result.finished
+
+
+@pytest.mark.parametrize("settles_at_once", [True, False])
+def test_a_failed_save_loses_no_line(settles_at_once: bool) -> None:
+    engine, ear = _CountingEngine(skip=(4,), settles_at_once=settles_at_once), _Ear([])
+    _fails_in_step(engine, 5)
+    with pytest.raises(CheckpointError) as raised:
+        _train(engine, ear=ear, saving=ASYNCHRONOUS, steps=9, log_every=3, eval_every=0, save_every=3)
+    assert raised.value is _FAILURE
+    assert engine.events == ["prepare", "start 3", "leave"]
+    assert [m.step for m in ear.steps] == [3, 4], "nobody had looked at the last one where outcomes are read late"
 
 
 @pytest.mark.parametrize(
@@ -283,7 +350,7 @@ def test_a_run_that_fails_leaves_no_thread_behind(error: Exception, event: str) 
     with pytest.raises(type(error)) as raised:
         _train(engine, saving=ASYNCHRONOUS, steps=9, eval_every=0, save_every=3)
     assert raised.value is error
-    assert engine.events == ["start 3", event]
+    assert engine.events == ["prepare", "start 3", event]
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------

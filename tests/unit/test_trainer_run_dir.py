@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
+from dtrain.checkpoint import lease
+from dtrain.checkpoint.lease_file import Holder, path_of
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.collectives import Communicator
 from dtrain.distributed.logging import logger
@@ -176,8 +182,6 @@ def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
 
 
 def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
-    import torch.distributed as dist
-
     comm = Communicator(dist.group.WORLD, torch.device("cpu"))
     run_dir = opened(RunConfig(run_dir=f"{folder}/run"), comm)
 
@@ -205,3 +209,39 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be created"):
         opened(RunConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def _open_in_a_hurry(rank: int, world: int, folder: str, pace: lease.Pace) -> tuple[float, str]:
+    """Opens a run directory with collectives that wait for 1.5 s only."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
+    lease.PACE = pace
+    began = time.monotonic()
+    try:
+        found = str(opened(RunConfig(run_dir=folder), Communicator(group, torch.device("cpu"))).load_from)
+    except ConfigError as error:
+        found = str(error)
+    return time.monotonic() - began, found
+
+
+def _claimed(run_dir: Path) -> Path:
+    (run_dir / "checkpoints").mkdir(parents=True)
+    path = path_of(run_dir / "checkpoints", 1)
+    path.write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
+    return path
+
+
+def test_a_stale_lease_is_waited_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    _claimed(tmp_path)
+    for seconds, found in run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=2.5, poll_s=0.1)):
+        assert found == "None"
+        assert seconds > 2.4
+
+
+def test_all_ranks_learn_that_a_waited_for_lease_is_held(tmp_path: Path) -> None:
+    path = _claimed(tmp_path)
+    beat = threading.Timer(2.5, lambda: path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1')))
+    beat.start()
+    answers = run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=60, poll_s=0.1))
+    beat.join()
+    for _, found in answers:
+        assert f"run_dir={tmp_path} is not free: {tmp_path}/checkpoints is in use by process " in found
