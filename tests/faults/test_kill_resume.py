@@ -227,6 +227,7 @@ def test_second_signal_ends_a_step_that_hangs(tmp_path: Path, data: str, whole: 
     run_dir = tmp_path / "run"
     with python(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("vote", 6, "sleep").env()) as job:
         job.wait_for_step(run_dir, 5)
+        job.wait_until(lambda: newest_step(run_dir) == 4)  # saved by a thread
         os.kill(job.pid, signal.SIGTERM)
         time.sleep(1.2)  # before one second is over it counts as a copy of the first
         os.kill(job.pid, signal.SIGTERM)
