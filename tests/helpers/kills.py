@@ -6,7 +6,6 @@ kills any ranks.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from torch import nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.models import transformer
+from tests.helpers.mishap import find
 
 FACTORY = "model.factory=tests.helpers.kills:build"
 _KILL = "DTRAIN_TEST_KILL"
@@ -71,11 +71,7 @@ def _install(kill: Kill) -> None:
     if not kill.place:
         happen()
         return
-    module, path = kill.place.split(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
+    owner, name = find(kill.place)
     real: Callable[..., Any] = getattr(owner, name)
     calls = 0
 

@@ -97,12 +97,18 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     return transformer.build(config, vocab_size)
 
 
-def _install(mishap: Mishap) -> None:
-    module, path = PLACES[mishap.place].split(":")
+def find(place: str) -> tuple[Any, str]:
+    """Who holds a function, given as ``module:path.to.it``, and its name there."""
+    module, path = place.split(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
     for part in outer:
         owner = getattr(owner, part)
+    return owner, name
+
+
+def _install(mishap: Mishap) -> None:
+    owner, name = find(PLACES[mishap.place])
     real: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
