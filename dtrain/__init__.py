@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from dtrain.engine.initialize import initialize
     from dtrain.optim.adamw import AdamW
     from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
+    from dtrain.precision.float8.options import Float8Options
     from dtrain.precision.loss_scale import LossScale
     from dtrain.precision.policy import PrecisionPolicy
+    from dtrain.precision.regions import full_precision
 
     __version__: str
 
@@ -23,6 +25,7 @@ __all__ = [
     "Cosine",
     "Culprit",
     "Engine",
+    "Float8Options",
     "Linear",
     "LossScale",
     "PrecisionPolicy",
@@ -30,6 +33,7 @@ __all__ = [
     "StepOutcome",
     "checkpoint",
     "errors",
+    "full_precision",
     "initialize",
 ]
 
@@ -39,8 +43,10 @@ _HOMES = {
     "dtrain.engine.initialize": ("initialize",),
     "dtrain.optim.adamw": ("AdamW",),
     "dtrain.optim.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
+    "dtrain.precision.float8.options": ("Float8Options",),
     "dtrain.precision.loss_scale": ("LossScale",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
+    "dtrain.precision.regions": ("full_precision",),
 }
 
 

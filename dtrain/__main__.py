@@ -60,11 +60,27 @@ def parity(argv: list[str]) -> int:
     return parity_main(argv)
 
 
+def formats(argv: list[str]) -> int:
+    """what each number format is and does to a number: dtrain formats [0.1 1e-8 70000|failures|picture]"""
+    from dtrain.formats.cli import main as formats_main
+
+    return formats_main(argv)
+
+
+def plan(argv: list[str]) -> int:
+    """what a run will do, before it does: dtrain plan precision precision=fp8 model=llama-1b"""
+    from dtrain.plan.cli import main as plan_main
+
+    return plan_main(argv)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "plan": plan,
     "checkpoint": checkpoint,
     "bench": bench,
     "parity": parity,
+    "formats": formats,
     "doctor": doctor,
 }
 """What ``dtrain`` can do; the docstring of each function is its line in the usage."""

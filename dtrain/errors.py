@@ -74,10 +74,14 @@ class CheckpointError(DtrainError):
     """A checkpoint could not be written, or none that verifies could be read; names the file at fault."""
 
 
+_LISTED = 20  # names in a message: the modules of a model may be thousands
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """A hint ``; did you mean 'x'?`` with the valid name closest to ``name``, or the list of valid names."""
     names = sorted(set(valid))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"; did you mean '{close[0]}'?"
-    return f"; valid: {', '.join(names)}" if names else ""
+    shown = names[:_LISTED] + ["..."] * (len(names) > _LISTED)
+    return f"; valid: {', '.join(shown)}" if names else ""

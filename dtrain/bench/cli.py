@@ -10,13 +10,14 @@ from pathlib import Path
 
 from dtrain.bench.engines import check_engines
 from dtrain.bench.peers import check_peers
-from dtrain.bench.records import Results, Timings, read_results, write_results
+from dtrain.bench.records import AnyResults, Timings, read_results, write_results
 from dtrain.bench.report import describe, update_document
 from dtrain.config.resolve import read_suite
 from dtrain.config.schema import (
     BENCH_CHECKPOINT,
     BENCH_COLLECTIVES,
     BENCH_ENGINE,
+    BENCH_FLOAT8,
     BENCH_OPTIMIZER,
     BENCH_PRECISION,
     BENCH_VOTE,
@@ -29,6 +30,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
 
   engine       step time, memory and start of dtrain's engines against plain PyTorch, DDP, FSDP2, DeepSpeed, ...
   precision    speed and memory of mixed precision against FP32
+  float8       FP8 against BF16 at several widths, and each of its products
   optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
   collectives  each collective of a step, through sockets and through shared memory
   checkpoint   how long training stands still for a save, and how long it takes, against torch's
@@ -74,6 +76,16 @@ def _precision(argv: Sequence[str]) -> int:
     from dtrain.bench.suites import run_precision_suite
 
     return _finish(run_precision_suite(config, _command("precision", argv)), config.bench.out)
+
+
+def _float8(argv: Sequence[str]) -> int:
+    config = read_suite(argv, BENCH_FLOAT8)
+    if config is None:
+        return 0
+    _require_one_process()
+    from dtrain.bench.float8 import run_float8_suite
+
+    return _finish(run_float8_suite(config, _command("float8", argv)), config.bench.out)
 
 
 def _optimizer(argv: Sequence[str]) -> int:
@@ -133,6 +145,7 @@ def _report(argv: Sequence[str]) -> int:
 _SUITES: dict[str, Callable[[Sequence[str]], int]] = {
     "engine": _engine,
     "precision": _precision,
+    "float8": _float8,
     "optimizer": _optimizer,
     "collectives": _collectives,
     "checkpoint": _checkpoint,
@@ -151,11 +164,11 @@ def _command(suite: str, argv: Sequence[str]) -> str:
     return shlex.join(["dtrain", "bench", suite, *argv])
 
 
-def _finish(results: Results | Timings, out: str | None) -> int:
+def _finish(results: AnyResults, out: str | None) -> int:
     """Writes and prints; 1 where an engine of dtrain failed, since others may stay out."""
     path = Path(out or time.strftime(f"runs/bench-{results.suite}-%Y-%m-%d_%H-%M-%S.json"))
     write_results(path, results)
     print(describe(results), flush=True)
     logger.info("results in %s", path)
-    absences = results.absences if isinstance(results, Results) else []
+    absences = [] if isinstance(results, Timings) else results.absences
     return 1 if any(absence.contender.is_dtrain for absence in absences) else 0

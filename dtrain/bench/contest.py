@@ -123,6 +123,7 @@ class Entrant:
             peak_rss=max(rank.peak_rss for rank in ranks),
             peak_device=max(devices, default=None),
             device=most.device,
+            linears=most.linears,
         )
 
     def _ask(self, order: dict[str, Any], limit_s: float = _SILENCE_S) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dtrain.config.dump import from_plain
 from dtrain.errors import BenchError
@@ -25,6 +25,7 @@ class Contender:
         loss_scale: of dtrain's engine: a mode of dtrain's loss scale.
         times_vote: whether the native engine's vote is timed inside each step.
         pair: the name of the peer's contender that does the same work, next to which this one has its turns.
+        recipe: of the FP8 products, where the precision is ``fp8``.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Contender:
     loss_scale: str = "auto"
     times_vote: bool = False
     pair: str | None = None
+    recipe: str | None = None
 
     @property
     def is_dtrain(self) -> bool:
@@ -84,6 +86,22 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class LinearFormat:
+    """In which format the engine computes a Linear, and why.
+
+    Attributes:
+        out_features: rows of its weight.
+        in_features: columns of its weight.
+    """
+
+    name: str
+    out_features: int
+    in_features: int
+    format: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Footprint:
     """What a contender holds; bytes are those of the rank that holds the most.
 
@@ -94,6 +112,7 @@ class Footprint:
         peak_rss: highest resident size of the process, start-up included.
         peak_device: highest memory allocated on the GPU; None on CPU.
         device: name of the device.
+        linears: of the model, where dtrain's engine trains it in FP8.
     """
 
     num_parameters: int
@@ -102,6 +121,7 @@ class Footprint:
     peak_rss: int
     peak_device: int | None
     device: str
+    linears: list[LinearFormat] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -223,13 +243,81 @@ class Timings:
     timings: list[Timing]
 
 
-def write_results(path: Path, results: Results | Timings) -> None:
+@dataclass(frozen=True)
+class ProductTimes:
+    """The wall times of one product, or of all three of a Linear with the casts of their operands.
+
+    Attributes:
+        product: ``output``, ``input gradient``, ``weight gradient``; or ``all three, with casts``.
+        rows: tokens.
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        ms: by contender, one a round.
+    """
+
+    product: str
+    rows: int
+    out_features: int
+    in_features: int
+    ms: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Width:
+    """One model of the FP8 suite.
+
+    Attributes:
+        hidden_dim: of the model.
+        entries: of the contenders that ran to the end; the first is BF16.
+        products: of the distinct shapes among the Linears of its blocks.
+        absences: of the other contenders.
+    """
+
+    hidden_dim: int
+    entries: list[Entry]
+    products: list[ProductTimes]
+    absences: list[Absence] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Float8Results:
+    """One run of the FP8 suite.
+
+    Attributes:
+        suite: its name on the command line.
+        command: what was typed.
+        date: local, ISO 8601.
+        config: the resolved configuration.
+        tokens_per_rank: of one step on one rank.
+        emulated: whether FP8 was computed in FP32, so that its times say nothing about Tensor Cores.
+        widths: in the order of their races.
+    """
+
+    suite: str
+    command: str
+    date: str
+    host: Host
+    config: dict[str, Any]
+    tokens_per_rank: int
+    emulated: bool
+    widths: list[Width]
+
+    @property
+    def absences(self) -> list[Absence]:
+        """Of all races."""
+        return [absence for width in self.widths for absence in width.absences]
+
+
+AnyResults: TypeAlias = Results | Timings | Float8Results
+
+
+def write_results(path: Path, results: AnyResults) -> None:
     """Writes ``results`` as JSON: whole or not at all; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(finite(asdict(results)), indent=1, allow_nan=False) + "\n")
 
 
-def read_results(path: Path) -> Results | Timings:
+def read_results(path: Path) -> AnyResults:
     """The results that :func:`write_results` wrote.
 
     Raises:
@@ -237,7 +325,9 @@ def read_results(path: Path) -> Results | Timings:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return from_plain(Timings, values) if "timings" in values else from_plain(Results, values)
+        if "timings" in values:
+            return from_plain(Timings, values)
+        return from_plain(Float8Results, values) if "widths" in values else from_plain(Results, values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BenchError(f"{path} is no results file of this version of `dtrain bench` ({reason})") from error

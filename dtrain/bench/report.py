@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+from dtrain.bench.float8_report import describe_float8
 from dtrain.bench.overhead import describe_overheads
-from dtrain.bench.records import Entry, Results, Timings
-from dtrain.bench.tables import Column, describe_machine, ratios, spread, table
+from dtrain.bench.records import AnyResults, Entry, Float8Results, Results, Timings
+from dtrain.bench.tables import Column, describe_machine, final_loss, peak, ratios, spread, state, step_ms, table
 from dtrain.bench.timing import describe_timings
 from dtrain.bench.vote import describe_votes
 from dtrain.errors import BenchError
@@ -25,17 +25,6 @@ is far outside.
 """
 
 _FAMILIES = ("fsdp2", "deepspeed")  # whose fastest variant is compared with, beside the best peer
-
-
-def step_ms(entry: Entry) -> float:
-    """The median over all timed steps."""
-    return median(value for turn in entry.turns for value in turn.step_ms)
-
-
-def final_loss(entry: Entry) -> float:
-    """The mean loss of the last turn; NaN where one of its steps had none."""
-    losses = [math.nan if loss is None else loss for loss in entry.turns[-1].losses]
-    return sum(losses) / len(losses)
 
 
 def is_wrong(entry: Entry, entries: Sequence[Entry]) -> bool:
@@ -66,10 +55,12 @@ def best(entries: Sequence[Entry], prefix: str = "") -> Entry | None:
     return min(peers, key=step_ms, default=None)
 
 
-def describe(results: Results | Timings) -> str:
+def describe(results: AnyResults) -> str:
     """Everything about one run in Markdown: what was run, the table, and what its columns leave open."""
     if isinstance(results, Timings):
         return describe_timings(results)
+    if isinstance(results, Float8Results):
+        return describe_float8(results)
     bench, entries = results.config["bench"], results.entries
     one = entries[0].footprint
     columns = _COLUMNS[results.suite](results)
@@ -163,8 +154,8 @@ def _common(results: Results) -> list[Column[Entry]]:
         ("step ms", lambda entry: spread([value for turn in entry.turns for value in turn.step_ms], 1)),
         ("CPU ms, all ranks", _cpu_ms),
         ("tokens/s", tokens_per_s),
-        ("state MiB a rank", _state),
-        ("peak MiB a rank", _peak),
+        ("state MiB a rank", state),
+        ("peak MiB a rank", peak),
         ("loss", loss),
         ("load", lambda entry: f"{median(turn.load for turn in entry.turns):.1f}"),
     ]
@@ -173,20 +164,6 @@ def _common(results: Results) -> list[Column[Entry]]:
 def _cpu_ms(entry: Entry) -> str:
     spent = [value for turn in entry.turns for value in turn.cpu_ms]
     return f"{median(spent):.1f}" if spent else "not measured"
-
-
-def _state(entry: Entry) -> str:
-    footprint = entry.footprint
-    held = sum(footprint.state.values())
-    if footprint.formula is None:
-        return _mib(held)
-    expected = sum(footprint.formula.values())
-    return f"{_mib(held)} = {held / expected:.3f} x {_mib(expected)}"
-
-
-def _peak(entry: Entry) -> str:
-    device, rss = entry.footprint.peak_device, entry.footprint.peak_rss
-    return _mib(rss) if device is None else f"{_mib(device)} on the GPU"
 
 
 def _notes(results: Results) -> list[str]:
@@ -218,11 +195,7 @@ def _formula(entry: Entry) -> str:
     return f"{parts} = {sum(formula.values()) / numel:.2f}"
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:.1f}"
-
-
-def update_document(document: Path, results: Mapping[str, Results | Timings]) -> None:
+def update_document(document: Path, results: Mapping[str, AnyResults]) -> None:
     """Puts the description of each results file between its markers in ``document``; adds markers that are missing.
 
     The markers are comments, ``<!-- results NAME -->`` and ``<!-- end NAME -->``; all else stays as it is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeAlias, TypeVar
@@ -43,3 +44,34 @@ def describe_machine(host: Host) -> str:
         f"{host.cpu}, {host.cores} cores, {host.memory_gib:g} GiB{gpus}, {host.system}; Python {host.python}, torch "
         f"{host.torch}, dtrain {host.dtrain}{peers}"
     )
+
+
+def step_ms(entry: Entry) -> float:
+    """The median over all timed steps."""
+    return median(value for turn in entry.turns for value in turn.step_ms)
+
+
+def final_loss(entry: Entry) -> float:
+    """The mean loss of the last turn; NaN where one of its steps had none."""
+    losses = [math.nan if loss is None else loss for loss in entry.turns[-1].losses]
+    return sum(losses) / len(losses)
+
+
+def state(entry: Entry) -> str:
+    """MiB of the model states on a rank, against the ZeRO formula where there is one."""
+    footprint = entry.footprint
+    held = sum(footprint.state.values())
+    if footprint.formula is None:
+        return _mib(held)
+    expected = sum(footprint.formula.values())
+    return f"{_mib(held)} = {held / expected:.3f} x {_mib(expected)}"
+
+
+def peak(entry: Entry) -> str:
+    """MiB of the highest memory in use on a rank: of its GPU, else of the process."""
+    device, rss = entry.footprint.peak_device, entry.footprint.peak_rss
+    return _mib(rss) if device is None else f"{_mib(device)} on the GPU"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f}"

@@ -14,10 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from dtrain.bench.peers import PEERS, PLAIN
 from dtrain.bench.peers.plain import Settings
-from dtrain.bench.records import Assignment, Contender, Footprint
+from dtrain.bench.records import Assignment, Contender, Footprint, LinearFormat
 from dtrain.bench.vote import Stopwatch, time_vote
 from dtrain.config.dump import from_plain
 from dtrain.config.schema import (
     GROUP_OPTIONS,
     ConstantConfig,
     EngineConfig,
+    Float8Config,
     LossScaleConfig,
     ModelConfig,
     OptimConfig,
@@ -48,6 +49,9 @@ from dtrain.models import build_model
 from dtrain.telemetry.throughput import device_name
 from dtrain.train.trainer import to_device
 
+if TYPE_CHECKING:
+    from dtrain.engine.base import Engine
+
 _REASON_LENGTH = 500
 
 
@@ -61,6 +65,7 @@ class Training:
         state: bytes of the model states by kind.
         formula: the same by the ZeRO formula, where there is one.
         parts: the clocks around parts of a step, by name.
+        linears: of the model, where their products are FP8 or could be.
     """
 
     losses: Iterator[float]
@@ -68,6 +73,7 @@ class Training:
     state: Callable[[], dict[str, int]]
     formula: Callable[[], dict[str, int] | None]
     parts: Mapping[str, Stopwatch] = field(default_factory=dict)
+    linears: Sequence[LinearFormat] = ()
 
 
 def main() -> int:
@@ -130,12 +136,19 @@ def _run_config(assignment: Assignment) -> RunConfig:
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * contender.ranks),
         engine=_engine_config(contender),
-        precision=PrecisionConfig(name=contender.precision, loss_scale=LossScaleConfig(mode=contender.loss_scale)),
+        precision=_precision_config(values, contender),
         model=from_plain(ModelConfig, values["model"]),
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
         optim=from_plain(OptimConfig, values["optim"]),
         schedule=ConstantConfig(warmup_steps=0),
     )
+
+
+def _precision_config(values: Mapping[str, Any], contender: Contender) -> PrecisionConfig:
+    precision = PrecisionConfig(name=contender.precision, loss_scale=LossScaleConfig(mode=contender.loss_scale))
+    if contender.recipe is None:
+        return precision
+    return replace(precision, float8=replace(from_plain(Float8Config, values["float8"]), recipe=contender.recipe))
 
 
 def _engine_config(contender: Contender) -> EngineConfig:
@@ -167,7 +180,18 @@ def _prepare_engine(
         return {kind: size for kind, size in engine.memory().items() if kind != "leaf_buffers"}
 
     parts = time_vote(engine) if contender.times_vote else {}
-    return Training(train(), engine.num_parameters, state, engine.memory_formula, parts)
+    linears = [] if contender.recipe is None else _linears(engine)
+    return Training(train(), engine.num_parameters, state, engine.memory_formula, parts, linears)
+
+
+def _linears(engine: Engine) -> list[LinearFormat]:
+    """Of the engine's model, in its order."""
+    linears = ((found, engine.module.get_submodule(found.name)) for found in engine.contract.modules)
+    return [
+        LinearFormat(found.name, linear.out_features, linear.in_features, found.format, found.reason)
+        for found, linear in linears
+        if isinstance(linear, nn.Linear)
+    ]
 
 
 def _prepare_peer(
@@ -226,6 +250,7 @@ def _footprint(training: Training, device: torch.device) -> Footprint:
         peak_rss=_peak_rss(),
         peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         device=device_name(device),
+        linears=list(training.linears),
     )
 
 

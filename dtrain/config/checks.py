@@ -17,6 +17,7 @@ from dtrain.config.schema import (
     CollectivesBenchConfig,
     CollectivesSuiteConfig,
     DataConfig,
+    Float8Config,
     LaunchConfig,
     LossScaleConfig,
     ModelConfig,
@@ -32,6 +33,7 @@ from dtrain.config.schema import (
     TrainConfig,
     WSDConfig,
     check_fields,
+    check_rules,
 )
 from dtrain.engine.capabilities import SETTINGS, check
 from dtrain.errors import ConfigError, nearest
@@ -50,6 +52,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_batch(config.train, world_size)
     _check_schedule(config)
     _check_optim(config.optim)
+    _check_precision(config.precision)
     _check_loss_scale(config.precision)
     _check_model(config.model)
     _check_checkpoint(config.checkpoint)
@@ -170,15 +173,42 @@ def _check_optim(optim: OptimConfig) -> None:
         raise ConfigError(f"optim.betas={list(optim.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]")
 
 
+def _check_precision(precision: PrecisionConfig) -> None:
+    check_rules(precision.rules.items())
+    by_rule = "fp8" in precision.rules.values()
+    if by_rule and precision.name not in ("auto", "bf16", "fp8"):
+        raise ConfigError(
+            f"an fp8 rule under precision={precision.name}: FP8 products give BF16, so all else computes in BF16 too; "
+            f"use precision=fp8 or bf16"
+        )
+    float8 = precision.float8
+    for item in fields(float8):
+        value = getattr(float8, item.name)
+        if value != getattr(Float8Config(), item.name) and not by_rule and precision.name != "fp8":
+            raise ConfigError(
+                f"precision.float8.{item.name}={value} is not used with precision={precision.name} and no fp8 rule; "
+                f"remove it, or set precision=fp8"
+            )
+    if float8.recipe == "rowwise" and float8.weight_scale == "delayed":
+        raise ConfigError(
+            "precision.float8.weight_scale=delayed needs precision.float8.recipe=tensorwise: a row has no scale of its "
+            "own to keep"
+        )
+
+
+_CALIBRATION_KEYS = {"calibration_steps", "margin"}
+
+
 def _check_loss_scale(precision: PrecisionConfig) -> None:
     scale, default = precision.loss_scale, LossScaleConfig()
     used = _used_scale_keys(precision)
     for item in fields(scale):
         value = getattr(scale, item.name)
         if item.name not in used and value != getattr(default, item.name):
+            cure = "calibrated" if item.name in _CALIBRATION_KEYS else "dynamic"
             raise ConfigError(
                 f"precision.loss_scale.{item.name}={value} is not used with precision={precision.name} and "
-                f"precision.loss_scale.mode={scale.mode}; remove it, or set precision.loss_scale.mode=dynamic"
+                f"precision.loss_scale.mode={scale.mode}; remove it, or set precision.loss_scale.mode={cure}"
             )
     if "max" in used and not scale.min <= scale.init <= scale.max:
         raise ConfigError(
@@ -189,11 +219,13 @@ def _check_loss_scale(precision: PrecisionConfig) -> None:
 
 def _used_scale_keys(precision: PrecisionConfig) -> set[str]:
     mode = precision.loss_scale.mode
-    if mode == "none" or (mode == "auto" and precision.name not in ("fp16", "auto")):
+    has_fp16 = precision.name in ("fp16", "auto") or "fp16" in precision.rules.values()
+    if mode == "none" or (mode == "auto" and not has_fp16):
         return {"mode"}
     if mode == "static":
         return {"mode", "init"}
-    return {item.name for item in fields(LossScaleConfig)}
+    keys = {item.name for item in fields(LossScaleConfig)}
+    return keys if mode == "calibrated" else keys - _CALIBRATION_KEYS
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -248,14 +280,22 @@ def _check_launch(launch: LaunchConfig) -> None:
 def _check_capabilities(config: RunConfig) -> None:
     engine = config.engine
     keys = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name in SETTINGS}
-    spelled = {"precision": "precision", "compile": "optim.compile"}
-    check(
-        engine.name,
-        spelled=lambda key: spelled.get(key, f"engine.{key}"),
-        **keys,
-        precision=config.precision.name,
-        compile=config.optim.compile,
-    )
+    spelled = {
+        "precision": "precision",
+        "rules": "precision.rules",
+        "weight_scale": "precision.float8.weight_scale",
+        "compile": "optim.compile",
+    }
+    for name in dict.fromkeys(("fp32", *config.precision.rules.values())):
+        check(
+            engine.name,
+            spelled=lambda key: spelled.get(key, f"engine.{key}"),
+            **keys,
+            precision=config.precision.name,
+            rules=name,
+            weight_scale=config.precision.float8.weight_scale,
+            compile=config.optim.compile,
+        )
 
 
 def _check_engine(engine: NativeEngineConfig) -> None:

@@ -50,6 +50,8 @@ def register_schema() -> None:
         root = _writable(OmegaConf.structured(primary.schema))
         if "model" in root:
             root.model.args._set_flag("struct", False)  # free keys: no '+' needed
+        if "precision" in root:
+            root.precision.rules._set_flag("struct", False)
         # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
         for group in GROUP_OPTIONS.keys() & root.keys():
             root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
@@ -121,7 +123,10 @@ def _refuse_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = ""
 
 
 def _tuples(record: Any) -> Any:
-    """The record with tuples where the schema says tuple: OmegaConf knows only lists."""
+    """The record with tuples where the schema says tuple, since OmegaConf knows only lists, and rules for text.
+
+    YAML makes a number of the name ``0`` of a module.
+    """
     hints = get_type_hints(type(record))
     changes: dict[str, Any] = {}
     for item in fields(record):
@@ -130,4 +135,6 @@ def _tuples(record: Any) -> Any:
             changes[item.name] = _tuples(value)
         elif get_origin(hints[item.name]) is tuple:
             changes[item.name] = tuple(value)
+        elif hints[item.name] == dict[Any, str]:
+            changes[item.name] = {str(key): entry for key, entry in value.items()}
     return replace(record, **changes)

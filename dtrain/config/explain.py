@@ -20,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary
+from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, refusal_of_format
 from dtrain.errors import ConfigError, nearest
 
 FREE_GROUPS = ("experiment", "debug")
@@ -71,6 +71,8 @@ def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group:
         return _one_line(str(error).partition("\nSearch path")[0].partition("\nConfig search path")[0])
+    if group == "precision" and (reason := refusal_of_format(option)):
+        return f"precision={option}: {reason}{_where(str(error))}"
     choices = [f"{group}={name}" for name in error.options or ()]
     return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_where(str(error))}"
 
@@ -103,6 +105,8 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException, primary: Primary
         return f"{key}={_interpolation(cause)} gives {cause.value}, which is not {_type_name(_expected_type(cause))}"
     if isinstance(cause, InterpolationResolutionError):
         return f"{key}={_interpolation(cause)} cannot be resolved: {_reason(cause)}"
+    if isinstance(cause, ConfigTypeError) and "ListConfig" in str(cause):
+        return f"'{key}' is {_type_name(dict[str, str])}, not a list"
     if isinstance(cause, ConfigTypeError):
         return f"'{key}' cannot be removed: every key of the schema has a value"
     # OmegaConf names the part of the key that it stumbled over; Hydra still has the whole
@@ -139,7 +143,7 @@ def _expected_type(cause: OmegaConfBaseException) -> Any:
     if is_dataclass(cause.object_type):
         return get_type_hints(cause.object_type).get(str(cause.key))
     arguments = get_args(cause.ref_type)  # an element of a list or tuple
-    return arguments[0] if arguments else None
+    return arguments[-1] if arguments else None
 
 
 def _type_name(hint: Any) -> str:
@@ -186,8 +190,10 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 def _suggest(key: str, valid: set[str]) -> str:
     """The key with the same last part where there is just one, else the nearest, else the valid ones beside it."""
     parent, _, leaf = key.rpartition(".")
-    if parent in valid and not any(name.startswith(f"{parent}.") for name in valid):
-        return f"; did you mean '{parent}'?"  # a value, not a group of keys
+    above = [key[: found.start()] for found in re.finditer(r"\.", key)]
+    value = next((name for name in above if name in valid and not any(k.startswith(f"{name}.") for k in valid)), None)
+    if value is not None:  # not a group of keys
+        return f"; did you mean '{value}'?"
     same_leaf = [name for name in valid if name.rpartition(".")[2] == leaf]
     if len(same_leaf) == 1:
         return f"; did you mean '{same_leaf[0]}'?"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import sys
 import time
 from argparse import ArgumentError, ArgumentParser, Namespace
@@ -29,11 +30,13 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.config.checks import check_config, check_suite
 from dtrain.config.compose import config_folder, load, open_loader
 from dtrain.config.explain import FREE_GROUPS, explain
-from dtrain.config.schema import TRAIN, Primary, Root, RunConfig
+from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, refusal_of_format
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
+_QUOTED_KEY = re.compile(r"""(?P<quote>["'])(?P<key>.+?)(?P=quote)\s*:""")
+_SPECIAL = re.compile(r"[\\()\[\]{}:=,\s]")  # what Hydra wants a backslash before
 _HYDRA_KEYS = ("hydra.searchpath", "hydra.sweeper.params", "hydra.help", "hydra.verbose")
 
 
@@ -53,7 +56,7 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: an unknown key or option, a value of the wrong type or out of range, or keys that contradict
             each other or the number of ranks; one line each.
     """
-    return _load(_Request(TRAIN, open_loader(), TRAIN.name, list(overrides)))
+    return _load(_Request(TRAIN, open_loader(), TRAIN.name, [*map(_with_plain_keys, overrides)]))
 
 
 def read_jobs(argv: Sequence[str]) -> list[Job]:
@@ -98,6 +101,7 @@ class _Request(Generic[Root]):
 def _read(argv: Sequence[str], primary: Primary[Root]) -> _Request[Root] | None:
     parser, args = _parse(argv)
     loader = open_loader(args.config_path, args.config_dir)
+    args.overrides = [_with_plain_keys(override) for override in args.overrides]
     parsed = _parse_overrides(loader, primary, args.overrides, multirun=args.multirun)
     if any(item.name == "precision" for item in fields(primary.schema)):
         args.overrides += _precision_override(loader, parsed)
@@ -184,6 +188,14 @@ def _parse_overrides(
     return parsed
 
 
+def _with_plain_keys(override: str) -> str:
+    """``key={"*.head": fp32}`` in the spelling of Hydra, whose grammar knows no quoted keys: ``key={*.head: fp32}``."""
+    key, equals, value = override.partition("=")
+    if not value.startswith("{"):
+        return override
+    return key + equals + _QUOTED_KEY.sub(lambda found: _SPECIAL.sub(r"\\\g<0>", found["key"]) + ":", value)
+
+
 def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> list[str]:
     """``precision=NAME`` from the environment, unless the command line chooses the precision itself."""
     name = os.environ.get(PRECISION_VARIABLE)
@@ -191,7 +203,9 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
         return []
     options = loader.get_group_options("precision")
     if name not in options:
-        raise ConfigError(f"{PRECISION_VARIABLE}={name} in the environment is not a precision{nearest(name, options)}")
+        reason = refusal_of_format(name)
+        why = f": {reason}" if reason else f" is not a precision{nearest(name, options)}"
+        raise ConfigError(f"{PRECISION_VARIABLE}={name} in the environment{why}")
     return [f"precision={name}"]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
@@ -93,9 +93,9 @@ class DDPEngineConfig(EngineConfig):
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """How the loss is scaled. ``auto``: dynamic where the compute dtype is FP16, none elsewhere."""
+    """How the loss is scaled. ``auto``: dynamic where FP16 is computed, none elsewhere."""
 
-    mode: str = _one_of("auto", "none", "static", "dynamic")
+    mode: str = _one_of("auto", "none", "static", "dynamic", "calibrated")
     init: float = _at_least(65536.0, 2.0**-24)  # also the constant of mode static
     growth_factor: float = _at_least(2.0, 1.0)
     backoff_factor: float = _above(0.5, 0.0, 1.0)
@@ -103,15 +103,63 @@ class LossScaleConfig:
     hysteresis: int = _at_least(1, 1)  # number of overflows that make the scale back off
     min: float = _above(2.0**-14, 0.0)
     max: float = _at_least(2.0**24, 1.0)
+    calibration_steps: int = _at_least(10, 1)  # applied steps whose largest gradient mode calibrated measures
+    margin: float = _at_least(8.0, 1.0)  # its scale x that gradient x margin is at most 65,504
+
+
+RULE_FORMATS = ("fp32", "bf16", "fp16", "fp8")
+"""What a rule can give a module."""
+
+_REFUSED_FORMATS = {
+    "tf32": "tf32 is a mode of the whole process, not of a module: backward runs long after a module's forward has "
+    "ended; use precision=tf32, and no rule",
+    "mxfp8": "mxfp8 has a scale for each block of 32 elements, which the Tensor Cores of Blackwell apply and those of "
+    "Hopper do not; use fp8",
+    "mxfp4": "mxfp4 needs the FP4 Tensor Cores of Blackwell, and a recipe of its own to train; use fp8",
+    "nvfp4": "nvfp4 needs the FP4 Tensor Cores of Blackwell, and a recipe of its own to train; use fp8",
+}
+
+
+def refusal_of_format(name: str) -> str:
+    """Why a format that people know is none of dtrain's (as a rule); empty where ``name`` is no such format."""
+    return _REFUSED_FORMATS.get(name, "")
+
+
+def check_rules(rules: Iterable[tuple[str, str]]) -> None:
+    """Checks the formats of pairs of pattern and format.
+
+    Raises:
+        ConfigError: one that no rule can give, with the reason.
+    """
+    for pattern, name in rules:
+        if name not in RULE_FORMATS:
+            reason = refusal_of_format(name) if isinstance(name, str) else ""
+            hint = f"'{name}' is not one of {', '.join(RULE_FORMATS)}{_hint(name, RULE_FORMATS)}"
+            raise ConfigError(f"precision rule '{pattern}': {reason or hint}")
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """How FP8 products are formed; used where the precision or a rule is fp8. docs/precision.md has the recipes."""
+
+    recipe: str = _one_of("tensorwise", "rowwise")  # one scale a tensor, or one for each row and column
+    weight_scale: str = _one_of("current", "delayed")  # delayed: from the weights of the step before (tensorwise)
+    grad_format: str = _one_of("auto", "e5m2", "e4m3")  # auto: e5m2 tensorwise, e4m3 rowwise
+    emulate: bool | str = _one_of("auto", True, False)  # in FP32; auto: where there are no FP8 Tensor Cores
+    choice: str = _one_of("auto", "timed", "all")  # which products; auto: timed where nothing is emulated
+    num_rows: int | None = _at_least(None, 1)  # of the timed products; null: micro_batch_size x max_seq_len
+    fast_accumulation: bool = False  # of forward products on Hopper
+    compile: bool | str = _one_of("auto", True, False)  # the casts; auto: on a GPU that has a compiler
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Which numbers the model computes in. Masters and optimizer state are FP32 in all of them."""
 
-    name: str = _one_of("auto", "fp32", "tf32", "bf16", "fp16")
-    fp32_modules: list[str] = field(default_factory=list)  # name patterns kept in FP32 beside the norms
+    name: str = _one_of("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
+    rules: dict[Any, str] = field(default_factory=dict)  # {name pattern of modules: format}; the last match decides
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
 
 
 DEFAULT_FACTORY = "dtrain.models.transformer:build"
@@ -368,6 +416,27 @@ class VoteSuiteConfig(SuiteConfig):
 
 
 @dataclass(frozen=True)
+class Float8BenchConfig(BenchConfig):
+    """FP8 against BF16 of the native engine, one width after the other.
+
+    All contenders of a width hold their models at once. At 1.2B parameters on one GPU: ``model=llama-1b
+    model.max_seq_len=4096 bench.micro_batch_size=2 bench.widths=[2048] bench.recipes=[tensorwise]``.
+    """
+
+    widths: list[int] = field(default_factory=lambda: [128, 256])  # model.hidden_dim of each; heads keep their size
+    recipes: list[str] = field(default_factory=lambda: ["tensorwise", "rowwise"])  # raced beside BF16
+    zero_stage: int = _between(2, 0, 3)
+
+
+@dataclass(frozen=True)
+class Float8SuiteConfig(SuiteConfig):
+    """``dtrain bench float8``; ``bench.recipes`` takes the place of ``float8.recipe``."""
+
+    bench: Float8BenchConfig = field(default_factory=Float8BenchConfig)
+    float8: Float8Config = field(default_factory=Float8Config)
+
+
+@dataclass(frozen=True)
 class OptimizerBenchConfig:
     """The optimizer phase: ours, torch's sequence of passes, and the memory's own speed, in turn."""
 
@@ -494,6 +563,7 @@ Root = TypeVar(
     EngineSuiteConfig,
     PrecisionSuiteConfig,
     VoteSuiteConfig,
+    Float8SuiteConfig,
     OptimizerSuiteConfig,
     CollectivesSuiteConfig,
     CheckpointSuiteConfig,
@@ -516,6 +586,7 @@ BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteCo
 BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
 BENCH_CHECKPOINT = Primary("bench-checkpoint", "bench checkpoint", CheckpointSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
+BENCH_FLOAT8 = Primary("bench-float8", "bench float8", Float8SuiteConfig)
 PARITY = Primary("parity", "parity", ParitySuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
@@ -526,6 +597,7 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_COLLECTIVES,
     BENCH_CHECKPOINT,
     BENCH_VOTE,
+    BENCH_FLOAT8,
 )
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {

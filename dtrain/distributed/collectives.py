@@ -279,6 +279,8 @@ class Communicator:
         ``shard`` may be this rank's slice of ``output``. Only ``shard`` need be shared to be read where it lies.
         """
         what = self.record("all_gather", label, output)
+        if output.dtype.itemsize == 1:  # not every backend knows every FP8 format
+            output, shard = output.view(torch.uint8), shard.view(torch.uint8)
         if self.world_size == 1:
             if output.data_ptr() != shard.data_ptr():
                 output.copy_(shard)
@@ -344,6 +346,16 @@ class Communicator:
         if self.world_size == 1:
             return Pending()
         return self._pending(what, dist.all_reduce, tensor)
+
+    def all_reduce_max(self, tensor: Tensor, *, label: str) -> Pending:
+        """Starts taking the maximum of each element of ``tensor`` in place over the ranks.
+
+        No element may be NaN: a backend may drop it.
+        """
+        what = self.record("all_reduce_max", label, tensor)
+        if self.world_size == 1:
+            return Pending()
+        return self._pending(what, dist.all_reduce, tensor, dist.ReduceOp.MAX)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
         """Overwrites ``tensor`` on every rank with that of rank ``src``; contiguous tensors of any dtype."""

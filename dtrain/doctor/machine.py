@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dtrain.bench.host import describe_host, memory_left
 from dtrain.doctor.speed import measure
 from dtrain.doctor.tables import Table
-from dtrain.optim.compiled import has_compiler
+from dtrain.precision.compiler import has_compiler
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.trackers import wandb_mode
 from dtrain.version import version

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from dtrain.checkpoint import Retention
 from dtrain.distributed.collectives import Communicator
 from dtrain.errors import UsageError
-from dtrain.precision.policy import Contract, PrecisionPolicy
+from dtrain.precision.contract import Contract
+from dtrain.precision.policy import PrecisionPolicy
 
 Batch = TypeVar("Batch")
 

@@ -95,7 +95,9 @@ class Capabilities:
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
     "zero_stage": (0, 1, 2, 3),
-    "precision": ("auto", "fp32", "tf32", "bf16", "fp16"),
+    "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
+    "rules": ("fp32", "bf16", "fp16", "fp8"),
+    "weight_scale": ("current", "delayed"),
     "device_type": ("cpu", "cuda"),
     "reproducible": (False, True),
     "reduce_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -110,6 +112,9 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 """Every key that engines differ in, with all values that any of them takes; empty: checked by its reader."""
 
 _NATIVE_ONLY = {
+    "weight_scale": Limit(
+        ("current",), "only the native engine casts weights to FP8 in its update, where a scale known before helps"
+    ),
     "compile": Limit(
         ("auto", False),
         "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",
@@ -124,7 +129,8 @@ _FP32_WIRE = Limit(("auto", "fp32"), "its gradients are summed on the way, and s
 CAPABILITIES: dict[str, Capabilities] = {
     "native": Capabilities(
         summary="dtrain's own sharding",
-        weights="compute dtype, norms FP32",
+        weights="compute dtype, norms FP32, FP8 modules FP8",
+        held="quantised",
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
         limits={"offload": _NO_OFFLOAD},
     ),
@@ -156,6 +162,10 @@ CAPABILITIES: dict[str, Capabilities] = {
         package="deepspeed",
         limits=_NATIVE_ONLY
         | {
+            "precision": Limit(
+                ("auto", "fp32", "tf32", "bf16", "fp16"), "ZeRO holds all weights in one dtype, without scales"
+            ),
+            "rules": Limit(("fp32",), "ZeRO holds all weights in one dtype; a module can only compute on FP32 copies"),
             "reproducible": Limit((False,), "DeepSpeed adds up buckets in an order that follows the number of ranks"),
             "reduce_dtype": _FP32_WIRE,
             "groups": Limit(("auto",), "DeepSpeed shards flat buffers and parameters, not groups of modules"),
@@ -281,6 +291,7 @@ def table() -> list[Row]:
         row("what it is", *(engine.summary for engine in engines)),
         row("`zero_stage`", *(", ".join(map(str, engine.values("zero_stage"))) for engine in engines)),
         row("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
+        row("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
         row("weights in a forward", *(engine.weights for engine in engines)),
         row("gradients summed, in FP32", *(engine.accumulation for engine in engines)),
         row("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),

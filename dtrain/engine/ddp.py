@@ -1,13 +1,14 @@
 """PyTorch's DistributedDataParallel under our contract, reduction, vote and update: the plain baseline.
 
 The weights are FP32, autocast casts them in each forward, and every rank holds all of masters, moments and gradients.
+Those of FP8 products are cast to FP8 once a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.voting import VotingEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
+from dtrain.precision.contract import Contract
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.weights import KeptWeights
 from dtrain.sharding.accumulate import Weight
 from dtrain.sharding.decay import decayed_names
 from dtrain.sharding.gradient_watch import GradientWatch
@@ -53,6 +57,7 @@ class DdpEngine(VotingEngine):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float().contiguous()
+        self._float8_weights = _keep_float8(model, self.contract)
         decayed = decayed_names(model)
         parts = [
             Holding(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), name in decayed, replicated=True)
@@ -87,8 +92,7 @@ class DdpEngine(VotingEngine):
         return nullcontext() if self._replicated is None or self._is_last else self._replicated.no_sync()
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
-        alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
-        with self._gradients.weighted(weight, None if alone else self._micro_batch), self._reducing():
+        with self._gradients.weighted(weight, self._micro_batch), self._reducing():
             if self._replicated is not None and self._is_last:
                 # it looks for unused parameters from where backward starts, whatever led there; without a graph this
                 # rank gives zeros, for the others wait for its part in the sums
@@ -127,9 +131,12 @@ class DdpEngine(VotingEngine):
 
     def _update(self, scalars: UpdateScalars) -> None:
         self._holdings.update(scalars)
+        self._refresh()
 
     def _refresh(self) -> None:
-        """The weights are the masters."""
+        """The weights are the masters; what is kept of them in FP8 is cast anew when it is next needed."""
+        for weights in self._float8_weights:
+            weights.refresh()
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters.values():
@@ -162,16 +169,26 @@ class DdpEngine(VotingEngine):
         return {
             "master": self._holdings.masters,
             "moments": self._holdings.moments,
-            "compute": [],
+            "compute": [tensor for weights in self._float8_weights for tensor in weights.tensors()],
             "gathered": [],
             "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
             "leaf_buffers": [],
         }
 
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on a rank: nothing is sharded, and the weights are the masters."""
+        """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 ones are kept within a step only."""
         held = 4 * self.num_parameters
         return {"compute": 0, "main_grad": held, "master": held, "moments": 2 * held}
+
+
+def _keep_float8(model: nn.Module, contract: Contract) -> list[KeptWeights]:
+    """Has the FP8 modules keep their cast weights, which were cast in each forward; returns what is kept."""
+    kept = []
+    for name in contract.float8_modules:
+        linear = cast(Float8Linear, model.get_submodule(name))
+        linear.source = weights = KeptWeights(linear.recipe)
+        kept.append(weights)
+    return kept
 
 
 class _Gradients:
@@ -207,6 +224,7 @@ class _Gradients:
         def weigh(grad: Tensor) -> Tensor | None:
             if self._weight is None:
                 raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
+            self._watch.measure(grad)
             if self._micro_batch is not None:
                 self._watch.look(self._micro_batch, number, [grad])
             return None if self._weight.is_one else grad * self._weight.value

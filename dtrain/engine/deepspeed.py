@@ -92,9 +92,8 @@ class DeepSpeedEngine(VotingEngine):
     def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         def look(number: int, grad: Tensor) -> None:
             self._order.append(number)
-            alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is one suspect
-            if not alone:
-                self.watch.look(self._micro_batch, number, [grad])
+            self.watch.measure(grad)
+            self.watch.look(self._micro_batch, number, [grad])
 
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(look, number))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dtrain.engine.request import EngineRequest
-from dtrain.precision.policy import Contract
+from dtrain.precision.contract import Contract
 
 _BUCKET = 50_000_000
 """Gradients reduced together, in elements: DeepSpeed allocates such a buffer in each backward, whatever the model."""

@@ -102,8 +102,7 @@ class Fsdp2Engine(VotingEngine):
         return self._units[-1].module
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
-        alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
-        self._micro.begin(weight, None if alone else self._micro_batch)
+        self._micro.begin(weight, self._micro_batch)
         self._is_finished = False
         for unit in self._units:
             unit.module.set_reshard_after_backward(self._reshards or self._is_last, recurse=False)

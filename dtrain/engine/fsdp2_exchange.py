@@ -49,7 +49,7 @@ class MicroBatch:
         self._watch = watch
         self._numbers = numbers
         self._weight: Weight | None = None
-        self._watched: int | None = None
+        self._number = 0
         self._pending = Pending()
         self._turn = 0
         self.buffers: list[Tensor] = []
@@ -57,9 +57,9 @@ class MicroBatch:
             sent = [comm.allocate(largest, torch.float32) for _ in range(2)]
             self.buffers = [*sent, torch.empty(largest // comm.world_size)]
 
-    def begin(self, weight: Weight, number: int | None) -> None:
-        """Opens a backward of ``weight``; its gradients are watched as those of micro-batch ``number``, if any."""
-        self._weight, self._watched, self.num_reduced = weight, number, 0
+    def begin(self, weight: Weight, number: int) -> None:
+        """Opens a backward of ``weight``; its gradients are watched as those of micro-batch ``number``."""
+        self._weight, self._number, self.num_reduced = weight, number, 0
 
     def end(self) -> None:
         """No gradient comes any more."""
@@ -73,8 +73,8 @@ class MicroBatch:
         """
         if self._weight is None:
             raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-        if self._watched is not None:
-            self._watch.look(self._watched, self._numbers[name], [grad])
+        self._watch.measure(grad)
+        self._watch.look(self._number, self._numbers[name], [grad])
         return self._weight
 
     def sent(self, numel: int) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dtrain.precision.policy import Contract
+from dtrain.precision.contract import Contract
 from dtrain.sharding.hooks import callable_parts
 from dtrain.sharding.param_group import ParamGroup
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
@@ -27,9 +28,12 @@ from dtrain.engine.voting import is_taken
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
+from dtrain.precision.contract import Contract, float8_products
+from dtrain.precision.float8.choice import Decision, decide
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
-from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable, short
+from dtrain.precision.policy import PrecisionPolicy, check_trainable
+from dtrain.precision.rules import short
 from dtrain.sharding.gather import GatherOptions
 from dtrain.sharding.placement import STAGES
 
@@ -71,8 +75,9 @@ def initialize(
         zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded; None: 2, and 0 with ``ddp``. At
             stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the same order, in
             :meth:`Engine.eval` too.
-        precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, or a policy.
-        loss_scale: ``auto`` (dynamic for FP16, else none), ``none``, ``dynamic``, a number, or a record.
+        precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``, or a policy, which may have rules.
+        loss_scale: ``auto`` (dynamic where anything is FP16, else none), ``none``, ``dynamic``, ``calibrated``, a
+            number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
         groups: units of sharding: ``auto`` (each element of a ModuleList or Sequential) or module-name patterns.
         reproducible: canonical sums, keyed RNG and deterministic kernels: equal bits at any world size and stage.
@@ -116,9 +121,9 @@ def initialize(
     _check_ranks(engine, comm)
     policy = _decided(engine, policy, comm.device, options, reduce_dtype)
     model.to(comm.device)
-    contract = policy.resolve(model, CAPABILITIES[engine].held)
+    contract = policy.resolve(model, CAPABILITIES[engine].held, _decide_products(model, policy, comm))
     options = replace(options, optimizer=options.optimizer.on(comm.device))
-    rule = rule.resolved(policy.compute_dtype)
+    rule = rule.resolved(torch.float16 if contract.needs_loss_scale else policy.compute_dtype)
     identity = _agree_on_identity(comm, seed)
     config_text = _config_text(engine, model, contract, options, special, rule)
     _require_equal_configs(comm, config_text)
@@ -166,6 +171,24 @@ def _decided(
     return policy
 
 
+def _decide_products(model: nn.Module, policy: PrecisionPolicy, comm: Communicator) -> list[Decision]:
+    """Which products are FP8 where no rule says it: as before, else rank 0 times or weighs them for all ranks."""
+    before = {decision.name: decision for decision in policy.decisions}
+    candidates = float8_products(policy, model)
+    kept = [before[product.name] for product in candidates if product.name in before]
+    products = [product for product in candidates if product.name not in before]
+    if not products:
+        return kept
+    decisions = on_rank_0(
+        comm,
+        "choosing the FP8 products",
+        lambda: [asdict(decision) for decision in decide(products, policy.float8, comm.device)],
+        ConfigError,
+        expected=(ConfigError,),
+    )
+    return kept + [Decision(**decision) for decision in decisions]
+
+
 def _rank_device(model: nn.Module) -> torch.device:
     """Where the model is if that is a GPU; the CPU where the process group speaks gloo; else this rank's own GPU."""
     found = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
@@ -192,10 +215,12 @@ def _check_arguments(
         "reshard_after_forward": special.gather.reshard_after_forward,
         "prefetch": special.gather.prefetch,
         "keep_gathered": special.gather.keep_gathered,
+        "weight_scale": policy.float8.weight_scale,
     }
     if policy.name in SETTINGS["precision"]:
         settings["precision"] = policy.name
-    check(engine, **settings)
+    for name in dict.fromkeys(("fp32", *(name for _, name in policy.rules))):
+        check(engine, **settings, rules=name)
     if grad_reduction != "auto" and stage != 1:
         raise ConfigError(f"grad_reduction={grad_reduction} concerns zero_stage=1 only; got zero_stage={stage}")
     if grad_reduction != "auto" and options.reproducible:

@@ -51,6 +51,7 @@ class NativeEngine(VotingEngine):
     def __init__(self, request: EngineRequest, state: ShardedState) -> None:
         super().__init__(request, state.backward_names, state.watch)
         self.state = state
+        state.attach(self.module)
         self.forward_communicates = state.gathering is not None
         self._wire: WireWatch | None = None  # until the first step is reduced
         self._build_optimizer()
@@ -95,7 +96,7 @@ class NativeEngine(VotingEngine):
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
-        self.state.refresh_replicas(lambda number: self._optimizer.update(number, scalars))
+        self.state.refresh_replicas(lambda number: self._optimizer.update(number, scalars), scalars.found_inf)
         self.state.reducer.micro_batch_weights.clear()
 
     def _refresh(self) -> None:
@@ -106,7 +107,8 @@ class NativeEngine(VotingEngine):
 
     def _check_live(self) -> None:
         if self.world_size > 1:
-            self._wire = WireWatch(self.policy, {layout.name: layout.dtype for layout in self.state.layouts})
+            dtypes = {layout.name: self.state.grad_dtype(layout) for layout in self.state.layouts}
+            self._wire = WireWatch(self.policy, dtypes)
             self.comm.on_reduction = self._wire.look
         self.contract.check_parameters(self.module)
         for tensor in self.state.storages()[MAIN_GRAD]:
@@ -115,8 +117,17 @@ class NativeEngine(VotingEngine):
 
     def _check_step(self) -> None:
         for replica in self.state.replicas:
-            replica.check()
+            replica.views.check()
         super()._check_step()
+
+    def saved_state(self) -> dict[str, Any]:
+        """The FP8 scales in force, where they do not follow from the masters."""
+        scales = self.state.scales.saved()
+        return {} if scales is None else {"float8": scales}
+
+    def restore_state(self, saved: Mapping[str, Any]) -> None:
+        """Takes the scales back; those of a checkpoint without any follow from its masters."""
+        self.state.scales.restore(saved.get("float8"))
 
     def own_pieces(self, kind: str) -> Iterator[Piece]:
         """This rank's shard of ``kind``, at every stage."""
@@ -145,14 +156,17 @@ class NativeEngine(VotingEngine):
 
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers."""
-        specs = self._specs()
-        low = sum(spec.numel for spec in specs if spec.replica_dtype != torch.float32)
+        numel = {1: 0, 2: 0, 4: 0}  # by bytes of an element
+        for spec in self._specs():
+            numel[spec.replica_dtype.itemsize] += spec.numel
         return memory_formula(
             STAGES[self.options.zero_stage],
-            low_numel=low,
-            fp32_numel=self.num_parameters - low,
-            low_bytes=self.policy.compute_dtype.itemsize,
+            low_numel=numel[2],
+            fp32_numel=numel[4],
+            low_bytes=2,
             world_size=self.world_size,
+            float8_numel=numel[1],
+            float8_bytes=self.state.scales.num_planes,
         )
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:

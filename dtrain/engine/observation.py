@@ -18,9 +18,14 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from dtrain.errors import ContractError
-from dtrain.precision.policy import Contract, PrecisionPolicy
+from dtrain.precision.contract import HELD, Contract
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.forward import low_region
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.regions import is_exempt
+from dtrain.precision.rules import is_compiled
 
-_HELD = (torch.float32, torch.bfloat16, torch.float16)  # what a contract decides about; all else is the model's own
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
@@ -28,9 +33,10 @@ _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     """Asserts the contract in the forward inside, and in the backward of what it computes.
 
-    - Each parameter has the dtype of its replica when the module that owns it is called, and its gradient has it too.
-    - Products outside FP32 modules give the compute dtype.
+    - Each parameter has the dtype of the contract when the module that owns it is called, and its gradient has it too.
+    - Products give the dtype that the module computes in; FP8 products are those of the contract's modules and recipe.
     - PyTorch's own modules inside FP32 modules give FP32.
+    - Modules of another 16-bit format than what is round them run as such.
 
     Modules that run as compiled or scripted code are left alone; so are parameters that something else than the module
     which owns them reads.
@@ -39,22 +45,30 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
     """
     canonical = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    inside = {id(m) for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
+    regions = {id(model.get_submodule(name)): dtype for name, dtype in contract.regions.items()}
+    float8 = {id(model.get_submodule(name)) for name in contract.float8_modules}
     nodes: list[Node] = []  # the graph that forward builds holds them later
     handles: list[Any] = []
     # a hook would compile them again, or not be called
-    closed = {id(part) for module in model.modules() if _is_compiled(module) for part in module.modules()}
+    closed = {id(part) for module in model.modules() if is_compiled(module) for part in module.modules()}
     for name, module in model.named_modules():
         if id(module) in closed:
             continue
         names = {local: canonical[id(p)] for local, p in module.named_parameters(recurse=False)}
         if names:
-            check = partial(_check_parameters, names, contract.replica_dtypes, nodes)
+            check = partial(_check_parameters, names, contract, nodes)
             handles.append(module.register_forward_pre_hook(check))
-        want = torch.float32 if id(module) in inside else contract.policy.compute_dtype
-        if _is_torchs_own(module) and (id(module) in inside or isinstance(module, _PRODUCTS)):
+        if id(module) in float8:
+            handles.append(module.register_forward_pre_hook(partial(_check_float8, name, contract.recipe)))
+        region = regions.get(id(module), torch.float32)
+        if region != torch.float32:
+            handles.append(module.register_forward_pre_hook(partial(_check_region, name, region)))
+        want = regions.get(id(module), contract.policy.compute_dtype)
+        is_island = id(module) in regions and want == torch.float32
+        if _is_known(module) and (is_island or isinstance(module, _PRODUCTS)):
             # first of all hooks: what a user's own hook makes of the output is its business
-            handles.append(module.register_forward_hook(partial(_check_output, name, want), prepend=True))
+            check_output = partial(_check_output, name, want, id(module) in regions)
+            handles.append(module.register_forward_hook(check_output, prepend=True))
     try:
         yield
     finally:
@@ -62,22 +76,17 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
             handle.remove()
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: to import it takes a second
-    return is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_torchs_own(module: nn.Module) -> bool:
-    """Whether the forward is PyTorch's, so that the dtype of what it returns follows from what it works with."""
-    return type(module).forward.__module__.startswith("torch.nn.modules.")
+def _is_known(module: nn.Module) -> bool:
+    """Whether the forward is PyTorch's or our own, so that the dtype of what it returns follows from what it is."""
+    return type(module).forward.__module__.startswith("torch.nn.modules.") or isinstance(module, Float8Linear)
 
 
 def _check_parameters(
-    names: Mapping[str, str], replica_dtypes: Mapping[str, torch.dtype], nodes: list[Node], module: nn.Module, _: Any
+    names: Mapping[str, str], contract: Contract, nodes: list[Node], module: nn.Module, _: Any
 ) -> None:
     for local, parameter in module.named_parameters(recurse=False):
         name = names[local]
-        want = replica_dtypes[name]
+        want = contract.parameter_dtype(name)
         if parameter.dtype != want:
             raise ContractError(
                 f"in the forward of {type(module).__name__}, parameter '{name}' is {parameter.dtype}; the contract "
@@ -89,18 +98,41 @@ def _check_parameters(
             nodes.append(node)
 
 
+def _check_float8(name: str, recipe: Recipe | None, module: nn.Module, _: Any) -> None:
+    if not isinstance(module, Float8Linear):
+        raise ContractError(
+            f"module '{name}' is called as {type(module).__name__}; the contract says that its products are FP8"
+        )
+    if module.recipe != recipe:
+        raise ContractError(f"module '{name}' multiplies by {module.recipe}; the contract says {recipe}")
+
+
 def _check_gradient(name: str, want: torch.dtype, grads: Sequence[Tensor | None]) -> None:
     for grad in grads:
         if grad is not None and grad.dtype != want:
             raise ContractError(f"the gradient of '{name}' leaves backward as {grad.dtype}; the contract says {want}")
 
 
-def _check_output(name: str, want: torch.dtype, module: nn.Module, _: Any, output: Any) -> None:
+def _check_region(name: str, want: torch.dtype, module: nn.Module, _: Any) -> None:
+    if low_region(module) != want:
+        raise ContractError(
+            f"module '{name}' ({type(module).__name__}) is called with another forward than the one that computes in "
+            f"{want}, as the contract says; do not replace forward after dtrain.initialize"
+        )
+
+
+def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Module, _: Any, output: Any) -> None:
     for value in pytree.tree_leaves(output):
-        if isinstance(value, Tensor) and value.dtype in _HELD and value.dtype != want:
+        if not isinstance(value, Tensor) or value.dtype not in HELD:
+            continue
+        device_type = value.device.type
+        outside = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
+        # a region of 16 bits casts what it returns to the dtype outside, and so does not one of FP32
+        expected = outside if is_exempt(device_type) or (is_region and want != torch.float32) else want
+        if value.dtype != expected:
             raise ContractError(
-                f"module '{name}' ({type(module).__name__}) computed {value.dtype}; the contract says {want}. Name it "
-                f"in fp32_modules if it is to run in FP32, and leave autocast to the engine"
+                f"module '{name}' ({type(module).__name__}) computed {value.dtype}; the contract says {expected}. Give "
+                f"it a rule if it is to run in another format (precision.rules), and leave autocast to the engine"
             )
 
 

@@ -53,6 +53,7 @@ def snapshot_of(
             "attempted_steps": engine.attempted_steps,
             "applied_steps": engine.applied_steps,
             "loss_scale": engine.loss_scale.to_dict(),
+            **engine.saved_state(),
         },
         "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
         "data_cursor": engine.data_cursor,
@@ -89,6 +90,7 @@ def fill(engine: VotingEngine, reader: CheckpointReader) -> dict[str, Any]:
     engine.applied_steps = int(saved["applied_steps"])
     _warn_of_other_bits(engine, reader)
     engine.loss_scale = engine.loss_scale.restored(saved["loss_scale"])
+    engine.restore_state(saved)
     engine.data_cursor = int(reader.state["data_cursor"])
     seed = reader.state["rng"]["seed"]
     if seed is not None:  # an imported model has none
@@ -105,6 +107,19 @@ def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
             f"two updates round differently, so the run goes on, and not bit for bit as it would have"
         )
+    before, now = (_formats(contract) for contract in (reader.state.get("contract") or {}, engine.contract.to_dict()))
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    if changed:
+        listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
+        logger.warning(
+            f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
+            f"another format, so the run goes on, and not bit for bit as it would have"
+        )
+
+
+def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
+    """Of each module; empty for a checkpoint that does not tell."""
+    return {name: module["format"] for name, module in contract.get("modules", {}).items()}
 
 
 def _read_into_place(engine: VotingEngine, reader: CheckpointReader) -> None:

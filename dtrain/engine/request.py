@@ -10,8 +10,8 @@ from torch import nn
 from dtrain.distributed.collectives import Communicator
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Schedule
+from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.precision.policy import Contract
 from dtrain.sharding.gather import GatherOptions
 
 

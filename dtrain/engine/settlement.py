@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.logging import logger
 from dtrain.engine.base import Culprit, LazyOutcome, StepOutcome
 from dtrain.engine.culprit import Finding, blame_gradient, blame_loss, exchange
 from dtrain.engine.divergence import explain
@@ -131,12 +132,18 @@ class Settlement:
         self.suspects.clear()
         # a non-finite forward loss is no fault of the scale: no scale cures it
         if outcome.reason in (None, "overflow"):
-            self.scale = self.scale.update(found_inf=not outcome.applied)
+            self._update_scale(found_inf=not outcome.applied, max_abs_grad=verdict.max_abs_grad)
         if outcome.applied:
             self.applied_steps += 1
             self.skips.applied(outcome)
         else:
             self.skips.skipped(Skip.of(outcome, verdict), self.scale)
+
+    def _update_scale(self, *, found_inf: bool, max_abs_grad: float) -> None:
+        before, self.scale = self.scale, self.scale.update(found_inf, max_abs_grad)
+        news = self.scale.news_since(before)
+        if news:
+            logger.info(news)
 
     def _blame(self, verdict: Verdict) -> Culprit | None:
         if verdict.reason == "nonfinite_loss":

@@ -110,14 +110,14 @@ def diagnose(skips: list[Skip], applied: list[StepOutcome], scale: LossScaleStat
             f"Wrong loss scale: the losses are finite, their gradients times the static scale {scale.scale:g} are not; "
             f"lower it, or use loss_scale=dynamic"
         )
-    if rule.mode == "dynamic" and scale.scale > rule.min:
+    if rule.mode in ("dynamic", "calibrated") and scale.scale > rule.min:
         return (
             f"Wrong loss scale: gradients still overflow at {scale.scale:g} on its way down; start lower "
             f"(loss_scale.init), or allow more skips (max_consecutive_skips)"
         )
     return (
         "One operation's gradient: the losses are finite and gradients are not, at any loss scale. Look at the module "
-        "of the culprit for a root, logarithm or quotient at 0, and keep it in FP32 (precision.fp32_modules)"
+        "of the culprit for a root, logarithm or quotient at 0, and keep it in FP32 (precision.rules)"
     )
 
 

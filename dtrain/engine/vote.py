@@ -49,6 +49,7 @@ class VoteRecord:
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
         bad_loss: the first loss that is not finite, else 0.
+        max_abs_grad: of this rank's gradients as they left backward, still scaled; 0 where they were not measured.
         num_bad_losses: micro-batches whose loss is not finite.
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.
@@ -69,6 +70,7 @@ class VoteRecord:
     sum_weighted_loss: float
     sum_squares: float
     bad_loss: float = 0.0
+    max_abs_grad: float = 0.0
     num_bad_losses: int = 0
     bad_micro_batch: int = -1
     bad_weight: int = -1
@@ -106,7 +108,7 @@ class Observations:
     """What a rank's device has seen of a step, as tensors.
 
     Attributes:
-        floats: FP64 [4]: sum_weights, sum_weighted_loss, sum_squares, bad_loss.
+        floats: FP64 [5]: sum_weights, sum_weighted_loss, sum_squares, bad_loss, max_abs_grad.
         integers: int64 [4]: num_bad_losses, bad_micro_batch, bad_weight, bad_gradient.
     """
 
@@ -218,6 +220,11 @@ class Verdict:
         rows = [values[start : start + NUM_FIELDS] for start in range(4, len(values), NUM_FIELDS)]
         reason = REASONS[int(code) - 1] if code else None
         return Verdict(reason, loss, norm, tuple(map(VoteRecord.from_row, rows)))
+
+    @property
+    def max_abs_grad(self) -> float:
+        """Of all ranks' gradients, without the loss scale; see :class:`VoteRecord`."""
+        return max(record.max_abs_grad for record in self.records) / self.records[0].loss_scale
 
     @property
     def stop_requested(self) -> bool:

@@ -160,6 +160,13 @@ class VotingEngine(Engine):
     def _storages(self) -> dict[str, list[Tensor]]:
         """The tensors that hold this rank's model states, by the kinds of :meth:`memory` but for buffers."""
 
+    def saved_state(self) -> dict[str, Any]:
+        """What a checkpoint's ``engine_state`` holds of this engine alone; plain values."""
+        return {}
+
+    def restore_state(self, saved: Mapping[str, Any]) -> None:
+        """Takes back from an ``engine_state`` what :meth:`saved_state` gave, if it did; masters are loaded by then."""
+
     def _check_step(self) -> None:
         """Asserts before each update what is cheap to ask: that the model still computes with the engine's weights."""
         for name, parameter in self._frozen:
@@ -221,6 +228,8 @@ class VotingEngine(Engine):
         value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
         self._tally.add(self._micro_batch, value, factor)
         self._is_torn = True
+        alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
+        self.watch.is_on, self.watch.measures = not alone, self._settlement.scale.is_calibrating
         with self._autocast.backward():
             self._backward(value, Weight(factor, is_one=not isinstance(weight, Tensor) and weight == 1))
         self._is_torn = False
@@ -333,9 +342,10 @@ class VotingEngine(Engine):
     def _observe(self, squares: Tensor) -> Observations:
         losses = self._tally.summary()
         numbers, bad = self.watch.seen()
+        max_abs_grad = self.watch.max_abs(self.device)
         bad_gradient = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
         return Observations(
-            torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss)),
+            torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss, max_abs_grad)),
             torch.stack((losses.num_bad_losses, losses.bad_micro_batch, losses.bad_weight, bad_gradient)),
         )
 

@@ -68,7 +68,7 @@ def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[s
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.zero_()
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or parameter.is_meta:  # on meta it has no values to draw
             continue
         std = _INIT_STD / math.sqrt(2 * num_layers) if name.endswith(residual) else _INIT_STD
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

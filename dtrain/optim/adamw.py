@@ -18,7 +18,9 @@ from torch import Tensor
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.optim.compiled import CompiledAdamW, has_compiler
+from dtrain.optim.compiled import CompiledAdamW
+from dtrain.precision.compiler import has_compiler
+from dtrain.precision.float8.scaling import E4M3, cast
 from dtrain.sharding.buffer import UpdateSlice
 from dtrain.sharding.layout import CHUNK
 
@@ -110,7 +112,7 @@ class FlatAdamW:
 
     @torch.no_grad()
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """One update of segment ``number`` and the cast into its replica; the main grads are used up.
+        """One update of segment ``number`` and the cast into its replica, if it has one; the main grads are used up.
 
         A skipped update casts too: the replica gets the bits that it has.
         """
@@ -130,16 +132,23 @@ class BlockedAdamW:
     def update(self, number: int, scalars: UpdateScalars) -> None:
         """See :meth:`FlatAdamW.update`; the main grads are left divided."""
         for block in self._segments[number]:
-            tensors = ([block.master], [block.main_grad], [block.exp_avg], [block.exp_avg_sq])
-            _fused(self._rule, block.decayed, tensors, scalars)
-            block.replica.copy_(block.master)
+            _fused(self._rule, block.decayed, tuple([tensor] for tensor in block.states), scalars)
+            _cast(block)
+
+
+def _cast(block: UpdateSlice) -> None:
+    if block.replica is None:
+        return
+    if block.scale is None or block.amax is None:
+        block.replica.copy_(block.master)
+        return
+    block.replica.copy_(cast(block.master, block.scale, E4M3))
+    torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
     """``part`` in blocks; in one piece on a GPU, which has no use for them."""
-    size = _BLOCK if part.master.device.type == "cpu" else part.master.numel()
-    blocks = zip(*(tensor.split(size) for tensor in part.tensors), strict=True)
-    return [UpdateSlice(part.decayed, *block) for block in blocks]
+    return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
 
 
 @dataclass(frozen=True)

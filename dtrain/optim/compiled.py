@@ -1,17 +1,15 @@
 """AdamW in plain tensor code, compiled into one pass over memory.
 
 Reads main grad, master and both moments, writes master, moments and replica: 30 bytes an element with a BF16 replica.
+An FP8 replica with a delayed scale is written in the same pass, and the largest magnitude found for the next scale.
 ``torch.compile`` makes a fused C++ loop of it on a CPU and a Triton kernel on a GPU. Everything that may change is a
-tensor, so there are as many graphs as there are replica dtypes, and one for the coefficients; none per size, step or
-hyper-parameter. Nothing depends on an element's place, so any cut and any shards give the same bits.
+tensor, so there are as many graphs as there are kinds of replicas, and one for the coefficients; none per size, step
+or hyper-parameter. Nothing depends on an element's place, so any cut and any shards give the same bits.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -23,18 +21,11 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.scaling import E4M3, cast
 
 if TYPE_CHECKING:
     from dtrain.optim.adamw import AdamW, UpdateScalars
     from dtrain.sharding.buffer import UpdateSlice
-
-
-def has_compiler(device: torch.device) -> bool:
-    """Whether what ``torch.compile`` needs on ``device`` seems to be there: a C++ compiler, and Triton on a GPU."""
-    names = (os.environ.get("CXX") or os.environ.get("CC"), "c++", "g++", "clang++", "gcc", "clang")
-    return any(name and shutil.which(name) for name in names) and (
-        device.type != "cuda" or importlib.util.find_spec("triton") is not None
-    )
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
@@ -52,9 +43,15 @@ def _coefficients(constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Ten
     return torch.stack((grad_divisor, lr, lr / correction1, correction2.sqrt(), found_inf))
 
 
-def _update(tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor) -> None:
-    """Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits where ``found_inf`` is set."""
-    master, main_grad, exp_avg, exp_avg_sq, replica = tensors
+def _update(
+    tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor
+) -> Tensor | None:
+    """Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits where ``found_inf`` is set.
+
+    ``tensors``: master, main grad, both moments, then the replica if it is cast here, then its scale if it is FP8; so
+    scaled, the largest magnitude of the masters is returned.
+    """
+    master, main_grad, exp_avg, exp_avg_sq, *replica = tensors
     _, _, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
     grad_divisor, lr, step_size, root_correction, found_inf = coefficients.unbind()
     skip = found_inf != 0
@@ -67,16 +64,23 @@ def _update(tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor
     exp_avg.copy_(torch.where(skip, exp_avg, first))
     exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, second))
     master.copy_(kept)
-    replica.copy_(kept)
+    match replica:
+        case [low]:
+            low.copy_(kept)
+        case [low, scale]:
+            low.copy_(cast(kept, scale, E4M3))
+            return kept.abs().amax()
+    return None
 
 
 def _rebased(part: UpdateSlice) -> tuple[Tensor, ...]:
     """The tensors of ``part``, each as one that begins where its memory does: a graph knows its inputs' offsets."""
-    return tuple(from_dlpack(tensor.detach()) for tensor in part.tensors)
+    tensors = [*part.states, *(tensor for tensor in (part.replica, part.scale) if tensor is not None)]
+    return tuple(from_dlpack(tensor.detach()) for tensor in tensors)
 
 
 @cache
-def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
     """Both functions, once in a process: engines share the graphs."""
     return (
         torch.compile(_coefficients, dynamic=True, fullgraph=True),
@@ -96,7 +100,7 @@ class CompiledAdamW:
     """
 
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._segments = [[(_rebased(part), part.decayed) for part in segment] for segment in segments]
+        self._segments = [[(_rebased(part), part) for part in segment] for segment in segments]
         self._scalars: UpdateScalars | None = None
         self._coefficients = torch.empty(0)
         slices = [tensors for segment in self._segments for tensors, _ in segment]
@@ -112,24 +116,27 @@ class CompiledAdamW:
     def update(self, number: int, scalars: UpdateScalars) -> None:
         """See :meth:`dtrain.optim.adamw.FlatAdamW.update`; the main grads are left as they were."""
         coefficients, update = _compiled()
-        for tensors, decayed in self._segments[number]:
+        for tensors, part in self._segments[number]:
             if scalars is not self._scalars:  # the first slice of this update
                 self._scalars = scalars
                 self._coefficients = coefficients(
                     self._constants, scalars.lr, scalars.step, scalars.grad_divisor, scalars.found_inf
                 )
-            update(tensors, self._constants, self._decays[decayed], self._coefficients)
+            amax = update(tensors, self._constants, self._decays[part.decayed], self._coefficients)
+            if part.amax is not None and amax is not None:
+                torch.maximum(part.amax, amax, out=part.amax)
 
     @torch.no_grad()
     def _build(self, slices: Sequence[tuple[Tensor, ...]]) -> None:
-        """Compiles for the replica dtypes of ``slices`` by a skipped update, which changes no bit of them."""
+        """Compiles for the kinds of replicas of ``slices`` by a skipped update, which changes no bit of them."""
         start = time.perf_counter()
         device = self._constants.device
         coefficients, update = _compiled()
         # tensors of their own: a graph knows which of its inputs are one
         skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(4)]
-        # the largest of each dtype: how many threads a loop is worth is decided on the first size seen
-        largest = {tensors[-1].dtype: tensors for tensors in sorted(slices, key=lambda tensors: tensors[0].numel())}
+        # the largest of each kind: how many threads a loop is worth is decided on the first size seen
+        by_size = sorted(slices, key=lambda tensors: tensors[0].numel())
+        largest = {tuple(tensor.dtype for tensor in tensors): tensors for tensors in by_size}
         try:
             skipped = coefficients(self._constants, *skipped_by)
             for tensors in largest.values():

@@ -36,6 +36,7 @@ BOUNDS = {
     "tf32": Bounds(loss=2e-3, weights=5e-3),
     "fp16": Bounds(loss=2e-3, weights=5e-3),
     "bf16": Bounds(loss=5e-3, weights=5e-2),
+    "fp8": Bounds(loss=1e-2, weights=5e-2),
 }
 """By precision; see docs/parity.md for the measurements behind them."""
 

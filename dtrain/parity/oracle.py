@@ -1,21 +1,25 @@
 """Plain PyTorch on one process: what every engine is held against. It shares no code with them.
 
 In FP32 it is the oracle. In the precision of the engines, its weights shaken by one unit in their last place, it is the
-yardstick: how far rounding alone drives a training run away from the oracle.
+yardstick: how far rounding alone drives a training run away from the oracle. For FP8 it has products of its own, whose
+scales are not the engines'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.config.schema import OptimConfig
 
 _FIRST_SCALE = 2.0**16
+_SMALLEST = 1e-30  # of what a scale is made of: zeros have none
 
 
 class PlainTraining:
@@ -29,6 +33,7 @@ class PlainTraining:
             and a step whose gradients overflow is taken again with half the scale.
         shake: relative size of a uniform random change of the weights that each step's forwards see; the update is made
             to the weights without it.
+        float8_linears: names of the Linears whose three products take their operands rounded to FP8.
 
     Attributes:
         applied_steps: updates so far.
@@ -43,7 +48,11 @@ class PlainTraining:
         *,
         compute_dtype: torch.dtype | None = None,
         shake: float = 0.0,
+        float8_linears: Collection[str] = (),
     ) -> None:
+        for name in float8_linears:
+            linear: Any = model.get_submodule(name)
+            linear.forward = partial(_linear_in_float8, linear, compute_dtype or torch.float32)
         self.applied_steps = 0
         self._attempted_steps = 0
         self._model = model
@@ -133,3 +142,33 @@ def _loss_of(output: Any) -> Tensor:
         return output
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
     return loss
+
+
+def _linear_in_float8(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        y: Tensor = _Float8Product.apply(x, linear.weight)
+        return y.to(dtype) if linear.bias is None else y.to(dtype) + linear.bias.to(dtype)
+
+
+class _Float8Product(torch.autograd.Function):
+    """``x`` [..., K] times the transpose of ``weight`` [N, K], in FP32; all three products on rounded operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        operands = _rounded(x, torch.float8_e4m3fn), _rounded(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(*operands)
+        ctx.dtypes = x.dtype, weight.dtype
+        return F.linear(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        rounded = _rounded(gradient, torch.float8_e5m2)
+        of_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2)
+        return (rounded @ weight).to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1])
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as ``dtype`` has it after its largest value has been brought to the largest number there; FP32."""
+    scale = torch.finfo(dtype).max / x.float().abs().amax().clamp(min=_SMALLEST)
+    return (x.float() * scale).to(dtype).float() / scale

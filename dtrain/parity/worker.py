@@ -132,12 +132,14 @@ def _plain_training(
     config: RunConfig, dataset: TextDataset, device: torch.device, policy: PrecisionPolicy, *, shake: float
 ) -> PlainTraining:
     set_matmul_precision(policy)
+    model = build_model(config.model, dataset.vocab_size, config.seed).float().to(device)
     return PlainTraining(
-        build_model(config.model, dataset.vocab_size, config.seed).float().to(device),
+        model,
         config.optim,
         lambda step, index: torch.manual_seed(rng_key(config.seed, step, index)),
         compute_dtype=policy.compute_dtype if policy.is_low else None,
         shake=shake,
+        float8_linears=policy.resolve(model).float8_modules,
     )
 
 

@@ -1,8 +1,8 @@
-"""How a forward runs under a contract: autocast outside, islands of FP32 inside, and outputs that are never low."""
+"""How a forward runs under a contract: autocast, regions of other formats inside, and outputs that are never low."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -11,55 +11,74 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dtrain.precision import cpu_autocast
-from dtrain.precision.policy import Contract, PrecisionPolicy
+from dtrain.precision import autocast_ops
+from dtrain.precision.contract import Contract
+from dtrain.precision.float8.linear import convert
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.regions import is_exempt
+
+REDUCED_SUMS = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+"""Of ``torch.backends.cuda.matmul``: where products may be summed in 16 bits, which two of them allow by default."""
+
+
+_REGION = "region_dtype"  # of a replaced forward
 
 
 class Autocast:
     """Installs a contract's forward rules on a model.
 
     Autocast alone would run an FP32 Linear in BF16, so the forward of every FP32 module runs with autocast off and its
-    floating inputs cast; and on CPU it leaves softmax and norms low, which :mod:`dtrain.precision.cpu_autocast` mends.
-    Where an engine holds their weights low, they compute on FP32 copies.
+    floating inputs cast; and it leaves softmax and norms low on CPU, which :mod:`dtrain.precision.autocast_ops` mends.
+    Where an engine holds their weights low, they compute on FP32 copies. A module of another 16-bit format than what is
+    round it runs under autocast of that format, and what it returns is cast back. Linears whose products are FP8
+    become :class:`~dtrain.precision.float8.linear.Float8Linear`, which casts the weights that it finds until an engine
+    gives it a source of its own.
     """
 
     def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
         self._policy = contract.policy
+        self._is_mixed = contract.is_mixed
         self._device_type = device.type
-        if self._policy.is_low:
-            # the modules inside too: a ModuleList has no forward of its own, and a caller may reach past a parent's
-            inside = {id(m): m for name in contract.fp32_modules for m in model.get_submodule(name).modules()}
-            for module in inside.values():
+        recipe = contract.recipe
+        for name in contract.float8_modules:
+            linear = model.get_submodule(name)
+            assert recipe is not None
+            assert isinstance(linear, nn.Linear)
+            convert(linear, recipe)
+        # the modules inside are regions too: a ModuleList has no forward of its own, and a caller may reach past it
+        for name, dtype in contract.regions.items():
+            module = model.get_submodule(name)
+            if dtype == torch.float32:
                 _run_in_fp32(module, device.type, casts_weights=contract.weights == "compute")
+            else:
+                _run_low(module, device.type, dtype)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """The context that a forward runs in."""
-        if not self._policy.is_low:
-            yield
-            return
-        with torch.autocast(self._device_type, dtype=self._policy.compute_dtype), self.backward():
+        low = self._policy.is_low
+        with (
+            torch.autocast(self._device_type, dtype=self._policy.compute_dtype) if low else nullcontext(),
+            self.backward(),
+        ):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
         """The context that a backward runs in."""
-        on_cpu = self._policy.is_low and self._device_type == "cpu"
-        return cpu_autocast.enabled() if on_cpu else nullcontext()
+        return autocast_ops.enabled(self._device_type) if self._is_mixed else nullcontext()
 
     def cast_output(self, output: Any) -> Any:
         """``output`` with its floating tensors in the output dtype, unless it carries a loss already.
 
         0-dim tensors stay as they are: a loss that was computed low must be refused, not dressed up.
         """
-        if not self._policy.is_low or find_loss(output) is not None:
+        if not self._is_mixed or find_loss(output) is not None:
             return output
-        dtype = self._policy.output_dtype
-
-        def cast(value: Any) -> Any:
-            low = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-            return value.to(dtype) if low else value
-
-        return pytree.tree_map(cast, output)
+        return _cast_low(output, self._policy.output_dtype)
 
 
 def find_loss(output: Any) -> Tensor | None:
@@ -71,27 +90,67 @@ def find_loss(output: Any) -> Tensor | None:
 
 
 def set_matmul_precision(policy: PrecisionPolicy) -> None:
-    """Sets the process-wide mode of FP32 products (matrices, convolutions, RNNs): TF32 only where the policy is."""
+    """Sets the process-wide modes of products: TF32 only where the policy is, and sums in FP32 always."""
     torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
     cudnn: Any = torch.backends.cudnn
     cudnn.allow_tf32 = policy.tf32
     # without an answer of their own the two would follow torch.backends.fp32_precision, whatever that was set to
     for operator in (cudnn.conv, cudnn.rnn):
         operator.fp32_precision = "tf32" if policy.tf32 else "ieee"
+    matmul: Any = torch.backends.cuda.matmul
+    for name in REDUCED_SUMS:
+        setattr(matmul, name, False)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of ``module`` as a function of the module, so that a deep copy of it runs its own weights."""
+    own = module.forward
+    return own.__func__ if isinstance(own, MethodType) else lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) -> None:
-    own = module.forward
-    # a bound method again, so that a deep copy of the module (an average of the weights, say) runs its own weights
-    original = own.__func__ if isinstance(own, MethodType) else lambda _, *args, **kwargs: own(*args, **kwargs)
+    original = _own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(cpu_autocast.to_fp32, (args, kwargs))
+        args, kwargs = pytree.tree_map(autocast_ops.to_fp32, (args, kwargs))
         weights = _fp32_weights(self) if casts_weights else nullcontext()
         with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)
 
     module.forward = MethodType(forward, module)
+
+
+def _run_low(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    original = _own_forward(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_exempt(device_type):  # code says FP32 here, and a rule does not know that
+            return original(self, *args, **kwargs)
+        is_low = torch.is_autocast_enabled(device_type)
+        outer = torch.get_autocast_dtype(device_type) if is_low else torch.float32
+        args, kwargs = _cast_low((args, kwargs), dtype)
+        # no cache: a weight that two modules share may have been cast to the other's format
+        with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
+            output = original(self, *args, **kwargs)
+        return _cast_low(output, outer)
+
+    vars(forward)[_REGION] = dtype
+    module.forward = MethodType(forward, module)
+
+
+def low_region(module: nn.Module) -> torch.dtype | None:
+    """The 16-bit format that :class:`Autocast` has made ``module`` run in, where that differs from what is round it."""
+    return getattr(module.forward, _REGION, None)
+
+
+def _cast_low(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with what is BF16 or FP16 in them in ``dtype``; 0-dim tensors, which may be losses, stay."""
+
+    def cast(value: Any) -> Any:
+        is_low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.dim() > 0
+        return value.to(dtype) if is_low else value
+
+    return pytree.tree_map(cast, values)
 
 
 @contextmanager
@@ -103,7 +162,7 @@ def _fp32_weights(module: nn.Module) -> Iterator[None]:
         for part, parameters in replaced:
             part._parameters = _FP32View(parameters)
         for rnn, weights in flat:
-            rnn._flat_weights = [cpu_autocast.to_fp32(weight) for weight in weights]
+            rnn._flat_weights = [autocast_ops.to_fp32(weight) for weight in weights]
         yield
     finally:
         for part, parameters in replaced:
@@ -120,7 +179,7 @@ class _FP32View(dict[str, Any]):
         self._original = parameters
 
     def __getitem__(self, name: str) -> Any:
-        return cpu_autocast.to_fp32(self._original[name])
+        return autocast_ops.to_fp32(self._original[name])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)  # that library's own, on its kind of dict

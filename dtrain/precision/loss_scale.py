@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 
-MODES = ("auto", "none", "static", "dynamic")
+MODES = ("auto", "none", "static", "dynamic", "calibrated")
+_LARGEST_FP16 = 65504.0
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,18 @@ class LossScale:
     """How the loss is scaled.
 
     Attributes:
-        mode: ``none`` (1), ``static`` (always ``init``), ``dynamic`` (grows and backs off), or ``auto``: dynamic where
-            the compute dtype is FP16, none elsewhere, because BF16 and FP32 have the range of the gradients.
+        mode: ``none`` (1), ``static`` (always ``init``), ``dynamic`` (grows and backs off), ``calibrated`` (chosen once
+            from measured gradients, see :class:`LossScaleState`), or ``auto``: dynamic where the compute dtype is FP16,
+            none elsewhere, because BF16 and FP32 have the range of the gradients.
         init: the first scale.
         growth_factor: factor after ``growth_interval`` clean steps in a row.
         backoff_factor: factor after an overflow.
         growth_interval: clean steps before the scale grows.
         hysteresis: overflows (since the scale last grew) before it backs off; 1 backs off at once.
-        min: floor of the dynamic scale.
-        max: ceiling of the dynamic scale.
+        min: floor of the dynamic and of the calibrated scale.
+        max: ceiling of both.
+        calibration_steps: applied steps whose gradients are measured.
+        margin: by how much gradients may outgrow those that were measured before they overflow FP16; at least 1.
     """
 
     mode: str = "auto"
@@ -41,6 +46,8 @@ class LossScale:
     hysteresis: int = 1
     min: float = 2.0**-14
     max: float = 2.0**24
+    calibration_steps: int = 10
+    margin: float = 8.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -59,6 +66,11 @@ class LossScale:
                 f"loss scale needs growth_interval and hysteresis of at least 1; "
                 f"got {self.growth_interval} and {self.hysteresis}"
             )
+        if self.calibration_steps < 1 or not 1 <= self.margin < math.inf:
+            raise ConfigError(
+                f"loss scale needs calibration_steps and margin of at least 1, the margin finite; "
+                f"got {self.calibration_steps} and {self.margin:g}"
+            )
 
     @staticmethod
     def of(value: LossScale | str | float) -> LossScale:
@@ -71,7 +83,12 @@ class LossScale:
         return LossScale(mode="static", init=scale, min=min(scale, LossScale.min), max=max(scale, LossScale.max))
 
     def resolved(self, compute_dtype: torch.dtype) -> LossScale:
-        """The record with ``auto`` decided for ``compute_dtype``."""
+        """The record with ``auto`` decided for ``compute_dtype``; tells where ``calibrated`` serves no purpose."""
+        if self.mode == "calibrated" and compute_dtype != torch.float16:
+            logger.info(
+                f"loss scale mode 'calibrated' keeps gradients within FP16, and these are {compute_dtype}, which has "
+                f"the range of FP32: it does no harm and no good, loss_scale=none gives the same"
+            )
         if self.mode != "auto":
             return self
         return replace(self, mode="dynamic" if compute_dtype == torch.float16 else "none")
@@ -89,38 +106,115 @@ class LossScale:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """The scale in force and what it takes to change it."""
+    """The scale in force and what it takes to change it.
+
+    Mode ``calibrated`` is dynamic until so many steps were applied as the rule says, so that it gets measurements at
+    all. Then the scale becomes the largest power of two by which the largest gradient seen, times the margin, stays
+    within FP16. From there it is lowered by overflows, for good, and never raised.
+
+    Attributes:
+        rule: how the loss is scaled.
+        scale: in force.
+        clean_steps: since the scale last changed.
+        overflows_left: that are tolerated before the scale backs off.
+        max_abs_grad: the largest gradient measured, without its scale.
+        num_measured: applied steps that were measured.
+        is_calibrated: whether the scale was chosen from them.
+    """
 
     rule: LossScale
     scale: float
     clean_steps: int
     overflows_left: int
+    max_abs_grad: float = 0.0
+    num_measured: int = 0
+    is_calibrated: bool = False
 
-    def update(self, found_inf: bool) -> LossScaleState:
-        """The state after a step whose gradients overflowed (``found_inf``) or were applied."""
-        rule = self.rule
-        if rule.mode != "dynamic":
+    @property
+    def is_calibrating(self) -> bool:
+        """Whether the next update needs ``max_abs_grad``."""
+        return self.rule.mode == "calibrated" and not self.is_calibrated
+
+    def update(self, found_inf: bool, max_abs_grad: float = 0.0) -> LossScaleState:
+        """The state after a step.
+
+        Args:
+            found_inf: its gradients overflowed; else they were applied.
+            max_abs_grad: the largest element of all gradients as they left backward on any rank, without their scale.
+        """
+        if self.rule.mode not in ("dynamic", "calibrated"):
             return self
         if found_inf:
-            left = self.overflows_left - 1
-            if left > 0:
-                return replace(self, clean_steps=0, overflows_left=left)
-            return replace(self, scale=max(self.scale * rule.backoff_factor, rule.min), clean_steps=0, overflows_left=0)
-        clean = self.clean_steps + 1
+            return self._overflowed()
+        if self.is_calibrated:
+            return self
+        grown = self._clean()
+        return grown._measured(max_abs_grad) if self.is_calibrating else grown
+
+    def _overflowed(self) -> LossScaleState:
+        rule, left = self.rule, self.overflows_left - 1
+        if left > 0:
+            return replace(self, clean_steps=0, overflows_left=left)
+        return replace(self, scale=max(self.scale * rule.backoff_factor, rule.min), clean_steps=0, overflows_left=0)
+
+    def _clean(self) -> LossScaleState:
+        rule, clean = self.rule, self.clean_steps + 1
         if clean < rule.growth_interval:
             return replace(self, clean_steps=clean)
-        return LossScaleState(rule, min(self.scale * rule.growth_factor, rule.max), 0, rule.hysteresis)
+        scale = min(self.scale * rule.growth_factor, rule.max)
+        return replace(self, scale=scale, clean_steps=0, overflows_left=rule.hysteresis)
+
+    def _measured(self, max_abs_grad: float) -> LossScaleState:
+        largest = max(self.max_abs_grad, max_abs_grad)
+        measured = replace(self, max_abs_grad=largest, num_measured=self.num_measured + 1)
+        if measured.num_measured < self.rule.calibration_steps:
+            return measured
+        scale = measured._chosen_scale() if measured.max_abs_grad else self.scale
+        return replace(measured, scale=scale, clean_steps=0, overflows_left=self.rule.hysteresis, is_calibrated=True)
+
+    def _chosen_scale(self) -> float:
+        """The largest power of two whose product with the largest gradient and the margin FP16 holds, within limits."""
+        mantissa, exponent = math.frexp(self.max_abs_grad * self.rule.margin)
+        limit, room = math.frexp(_LARGEST_FP16)
+        power = room - exponent - (mantissa > limit)
+        return min(max(math.ldexp(1.0, power), self.rule.min), self.rule.max)
+
+    def news_since(self, before: LossScaleState) -> str:
+        """What the user should know of the change from the state ``before`` the step; empty if nothing."""
+        if not self.is_calibrated:
+            return ""
+        if before.is_calibrated:
+            if self.scale == before.scale:
+                return ""
+            return (
+                f"loss scale lowered from {before.scale:g} to {self.scale:g} for good: gradients outgrew the margin of "
+                f"{self.rule.margin:g} over those of the calibration"
+            )
+        if not self.max_abs_grad:
+            return f"loss scale stays {self.scale:g}: all gradients of the {self.num_measured} measured steps were 0"
+        product = self.max_abs_grad * self.scale * self.rule.margin
+        sign = "<=" if product <= _LARGEST_FP16 else ">"
+        return (
+            f"loss scale calibrated to {self.scale:g}: largest gradient {self.max_abs_grad:.1e} x {self.scale:g} x "
+            f"margin {self.rule.margin:g} = {product:.3g} {sign} {_LARGEST_FP16:,.0f}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        return {"rule": asdict(self.rule), "scale": self.scale, "clean_steps": self.clean_steps,
-                "overflows_left": self.overflows_left}  # fmt: skip
+        return asdict(self)
 
     def restored(self, saved: dict[str, Any]) -> LossScaleState:
         """This machine at the saved point; where the rule's mode was changed since, its own fresh start."""
-        if saved["rule"]["mode"] != self.rule.mode or self.rule.mode != "dynamic":
+        rule = self.rule
+        if saved["rule"]["mode"] != rule.mode or rule.mode not in ("dynamic", "calibrated"):
             return self
-        scale = min(max(float(saved["scale"]), self.rule.min), self.rule.max)
         return LossScaleState(
-            self.rule, scale, int(saved["clean_steps"]), min(int(saved["overflows_left"]), self.rule.hysteresis)
+            rule,
+            scale=min(max(float(saved["scale"]), rule.min), rule.max),
+            clean_steps=int(saved["clean_steps"]),
+            overflows_left=min(int(saved["overflows_left"]), rule.hysteresis),
+            # absent from what was saved before there was a calibrated mode
+            max_abs_grad=float(saved.get("max_abs_grad", 0.0)),
+            num_measured=int(saved.get("num_measured", 0)),
+            is_calibrated=bool(saved.get("is_calibrated", False)),
         )

@@ -1,29 +1,33 @@
 """Precision as a value: which dtype each parameter, output and reduction has, and the contract that proves it.
 
-A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a :class:`Contract`: the dtype of
-every replica, printed at the start, stored with each checkpoint, asserted on the live tensors.
+A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a
+:class:`~dtrain.precision.contract.Contract`: the format of every module and the dtype of every replica, printed at the
+start, stored with each checkpoint, asserted on the live tensors.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from dtrain.errors import ConfigError, ContractError, ModelError, nearest
+from dtrain.config.schema import check_rules, refusal_of_format
+from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.precision.contract import HELD, Contract, resolve
+from dtrain.precision.float8.choice import Decision
+from dtrain.precision.float8.options import Float8Options
 
-NAMES = ("auto", "fp32", "tf32", "bf16", "fp16")
+NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
 REDUCE_NAMES = ("auto", "fp32", "bf16", "fp16")
-_COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_HELD = (torch.float32, torch.bfloat16, torch.float16)  # what an FP32 master holds; all else keeps its dtype, frozen
-_NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
-_FP32_CLASSES = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin, nn.modules.loss._Loss)
+_COMPUTE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True)
@@ -31,16 +35,19 @@ class PrecisionPolicy:
     """Which numbers a model computes in.
 
     Attributes:
-        name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; ``auto`` until :meth:`on` has seen the device.
+        name: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``; ``auto`` until :meth:`on` has seen the device.
         compute_dtype: of the replicas, of matrix products and of the gradients as they leave backward.
         master_dtype: of the weights the optimizer updates, and of its state and the reduced gradients.
         reduce_dtype: of gradients on the wire, where their replica has the compute dtype; sums are always FP32. None:
             decided by :meth:`reducing`.
         output_dtype: floating outputs of the model that carry no loss of their own are cast to it, so that a loss or
             metric computed outside the model is never low.
-        fp32_modules: name patterns (``fnmatch``) of modules kept in FP32 beside norms, softmax and losses.
+        rules: pairs of a name pattern and a format (``fp32``, ``bf16``, ``fp16``, ``fp8``) for the modules that it
+            covers; the last that covers a module decides (:mod:`dtrain.precision.rules`).
         tf32: FP32 matrix products may run on TF32 Tensor Cores (10 mantissa bits).
         reason: why ``auto`` chose this.
+        float8: how FP8 products are formed.
+        decisions: that were taken before about FP8 products, of a run that goes on; the others are taken anew.
     """
 
     name: str
@@ -48,9 +55,11 @@ class PrecisionPolicy:
     master_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype = torch.float32
-    fp32_modules: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
     tf32: bool = False
     reason: str = ""
+    float8: Float8Options = field(default_factory=Float8Options)
+    decisions: tuple[Decision, ...] = ()
 
     def __post_init__(self) -> None:
         if self.master_dtype != torch.float32 or self.output_dtype != torch.float32:
@@ -66,25 +75,46 @@ class PrecisionPolicy:
                 f"reduce dtype float16 under compute dtype {self.compute_dtype}: no loss scale keeps these gradients "
                 f"in the range of FP16 (6e-8 to 65,504); use bf16 or fp32"
             )
+        check_rules(self.rules)
+        if self.uses_float8 and self.name != "auto" and self.compute_dtype != torch.bfloat16:
+            raise ConfigError(
+                f"an fp8 rule under precision={self.name}: FP8 products give BF16, so all else computes in BF16 too; "
+                f"use precision=fp8 or bf16"
+            )
 
     @staticmethod
-    def named(name: str, *, fp32_modules: Iterable[str] = ()) -> PrecisionPolicy:
+    def named(
+        name: str, *, rules: Mapping[str, str] | None = None, float8: Float8Options | None = None
+    ) -> PrecisionPolicy:
         """The policy of that name.
 
+        Args:
+            name: one of :data:`NAMES`.
+            rules: format by name pattern, see :mod:`dtrain.precision.rules`; the last that covers a module decides.
+            float8: how FP8 products are formed.
+
         Raises:
-            ConfigError: an unknown name.
+            ConfigError: an unknown name or format, or an ``fp8`` rule where all else is not BF16.
         """
         if name not in NAMES:
-            raise ConfigError(f"unknown precision '{name}'{nearest(name, NAMES)}")
-        dtype = _COMPUTE.get(name, torch.float32)
-        return PrecisionPolicy(name, dtype, fp32_modules=tuple(fp32_modules), tf32=name == "tf32")
+            raise ConfigError(refusal_of_format(name) or f"unknown precision '{name}'{nearest(name, NAMES)}")
+        return PrecisionPolicy(
+            name,
+            _COMPUTE.get(name, torch.float32),
+            rules=tuple((rules or {}).items()),
+            tf32=name == "tf32",
+            float8=float8 or Float8Options(),
+        )
 
     def on(self, device: torch.device) -> PrecisionPolicy:
-        """The policy as ``device`` can honour it; decides ``auto`` and says why.
+        """The policy as ``device`` can honour it; decides ``auto``, here and in the FP8 options, and says why.
 
         Raises:
-            ConfigError: TF32 on a device without it.
+            ConfigError: TF32, or FP8 products without emulation, on a device without them; ``auto`` that does not
+                become BF16 where a rule says ``fp8``.
         """
+        if self.uses_float8 and (float8 := self.float8.on(device)) != self.float8:
+            return replace(self, float8=float8).on(device)
         if self.name == "auto":
             name, reason = _choose(device)
             return replace(self, name=name, compute_dtype=_COMPUTE[name], reason=reason)
@@ -123,53 +153,18 @@ class PrecisionPolicy:
         return torch.float32
 
     @property
+    def uses_float8(self) -> bool:
+        """Whether it asks for FP8 products, by its name or by a rule."""
+        return self.name == "fp8" or any(name == "fp8" for _, name in self.rules)
+
+    @property
     def is_low(self) -> bool:
         """Whether the compute dtype is narrower than FP32."""
         return self.compute_dtype != torch.float32
 
-    def resolve(self, model: nn.Module, weights: str = "policy") -> Contract:
-        """The contract of ``model`` under this policy.
-
-        Args:
-            model: with its names and dtypes.
-            weights: how an engine holds what the model computes with: ``policy``, FP32 modules in FP32 and the rest in
-                the compute dtype; ``fp32``, all in FP32, cast in each forward; ``compute``, all in the compute dtype,
-                also those of FP32 modules, which compute on FP32 copies.
-
-        Raises:
-            ConfigError: a pattern of ``fp32_modules`` matches no module.
-        """
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        for pattern in self.fp32_modules:
-            if not fnmatch.filter(names, pattern):
-                raise ConfigError(f"fp32_modules pattern '{pattern}' matches no module{nearest(pattern, names[1:])}")
-        fp32_modules = tuple(
-            name
-            for name, module in model.named_modules(remove_duplicate=False)
-            if is_fp32_class(module) or any(fnmatch.fnmatch(name, pattern) for pattern in self.fp32_modules)
-        )
-        inside = tuple(f"{name}." if name else "" for name in fp32_modules)
-        protected = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name.startswith(inside)}
-        if weights == "fp32":
-            protected = {id(p) for p in model.parameters()}
-        elif weights == "compute":
-            protected = set()
-        dtypes = {
-            name: (torch.float32 if id(p) in protected else self.compute_dtype) if p.dtype in _HELD else p.dtype
-            for name, p in model.named_parameters()
-        }
-        return Contract(self, fp32_modules, dtypes, weights)
-
-
-def is_fp32_class(module: nn.Module) -> bool:
-    """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses.
-
-    A norm whose children have parameters is a block round a norm, such as ``PreNorm``: its children decide.
-    """
-    if isinstance(module, _FP32_CLASSES):
-        return True
-    is_block = any(True for child in module.children() for _ in child.parameters())
-    return not is_block and bool(_NORM_CLASS.search(type(module).__name__))
+    def resolve(self, model: nn.Module, weights: str = "policy", decisions: Sequence[Decision] = ()) -> Contract:
+        """The contract of ``model`` under this policy: :func:`dtrain.precision.contract.resolve`."""
+        return resolve(self, model, weights, decisions)
 
 
 def _choose(device: torch.device) -> tuple[str, str]:
@@ -182,83 +177,6 @@ def _choose(device: torch.device) -> tuple[str, str]:
     if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
         return "bf16", "this CPU multiplies BF16 matrices in hardware"
     return "fp32", "this CPU has no BF16 matrix instructions"
-
-
-@dataclass(frozen=True)
-class Contract:
-    """Which dtype every parameter's replica has, and all else that a checkpoint or a reader needs to know.
-
-    Attributes:
-        policy: that it follows from.
-        fp32_modules: names of the modules that compute in FP32.
-        replica_dtypes: of the weights as the model's forward finds them, by parameter.
-        weights: how they are held, see :meth:`PrecisionPolicy.resolve`.
-    """
-
-    policy: PrecisionPolicy
-    fp32_modules: tuple[str, ...]
-    replica_dtypes: Mapping[str, torch.dtype]
-    weights: str = "policy"
-
-    def describe(self) -> list[str]:
-        """Lines for people."""
-        policy = self.policy
-        counts = Counter(self.replica_dtypes.values())
-        computed = [
-            f"{counts.pop(dtype, 0)} in {short(dtype)}"
-            for dtype in dict.fromkeys((policy.compute_dtype, torch.float32))
-        ]
-        computed += [f"{count} frozen in {short(dtype)}" for dtype, count in counts.items()]
-        verb = "computed" if self.weights == "policy" else "held"
-        lines = [
-            f"precision {policy.name}: master {short(policy.master_dtype)}, compute {short(policy.compute_dtype)}, "
-            f"gradients travel in {short(policy.reduce_dtype)}, summed in fp32, output {short(policy.output_dtype)}, "
-            f"moments fp32",
-            f"parameters {verb}: {', '.join(computed)} ({len(self.fp32_modules)} modules compute in fp32)",
-        ]
-        return [f"precision auto: {policy.name}, because {policy.reason}", *lines] if policy.reason else lines
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for ``config.yaml``, manifests and comparison between ranks."""
-        policy = self.policy
-        return {
-            "precision": policy.name,
-            "master": short(policy.master_dtype),
-            "compute": short(policy.compute_dtype),
-            "accumulate": "fp32",
-            "reduce": short(policy.reduce_dtype),
-            "output": short(policy.output_dtype),
-            "optimizer_state": "fp32",
-            "weights": self.weights,
-            "tf32": policy.tf32,
-            "fp32_modules": list(self.fp32_modules),
-            "replicas": {name: short(dtype) for name, dtype in self.replica_dtypes.items()},
-        }
-
-    def check_parameters(self, model: nn.Module) -> None:
-        """Asserts the dtype of every live replica.
-
-        Raises:
-            ContractError: naming the first parameter whose dtype is another one.
-        """
-        for name, parameter in model.named_parameters():
-            want = self.replica_dtypes[name]
-            if parameter.dtype != want:
-                raise ContractError(
-                    f"the compute replica of '{name}' is {parameter.dtype}, the contract says {want}; "
-                    f"do not call .to(), .half() or .float() on a model after dtrain.initialize"
-                )
-
-
-def short(dtype: torch.dtype | None) -> str:
-    """The name that configurations use: ``fp32``, ``bf16``, ``fp16``."""
-    names: dict[torch.dtype | None, str] = {
-        torch.float32: "fp32",
-        torch.bfloat16: "bf16",
-        torch.float16: "fp16",
-        None: "auto",
-    }
-    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -285,7 +203,7 @@ def check_trainable(model: nn.Module) -> None:
         if not p.requires_grad:
             continue
         trainable += 1
-        if p.dtype not in _HELD:
+        if p.dtype not in HELD:
             raise ModelError(f"'{name}' is {p.dtype}; an FP32 master can hold float32, bfloat16 and float16 only")
     if not trainable:
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.collectives import Communicator, Pending
 from dtrain.errors import ContractError
-from dtrain.sharding.layout import FlatLayout, Segment, Slot
+from dtrain.sharding.layout import FlatLayout, Segment
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -18,120 +18,198 @@ def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     return [flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots]
 
 
-class ReplicaBuffer:
-    """The compute replicas of one flat layout: parameters become views of one flat tensor.
+class ParameterViews:
+    """How a model sees a replica: its parameters are views of the flat buffer.
 
-    The Parameter objects stay the same, so ties, user references and hooks survive.
+    The Parameter objects stay the same, so ties, user references and hooks survive. While there is no buffer, every
+    parameter is NaN in its own shape, at the cost of one element.
 
     Args:
-        segment: this rank's slice of the layout.
+        layout: of the flat buffer.
         parameters: by name.
-        comm: the ranks that share.
-
-    Attributes:
-        flat: the whole layout, [numel].
-        own: this rank's segment, [segment.numel]: what the update casts the master into.
+        dtype: of the parameters; None: that of the layout.
     """
 
-    def __init__(self, segment: Segment, parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
-        self.layout = segment.layout
-        self.parameters = [parameters[slot.spec.name] for slot in segment.layout.slots]
-        self._take_over(segment, comm)
-        for parameter in self.parameters:
+    num_planes = 1
+    """Flat buffers that hold the replica."""
+
+    def __init__(
+        self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None = None
+    ) -> None:
+        self._layout = layout
+        self._parameters = [parameters[slot.spec.name] for slot in layout.slots]
+        device = self._parameters[0].device
+        nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
+        self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
+        for parameter in self._parameters:
             parameter.grad = None
+        self.hide()
 
-    def _take_over(self, segment: Segment, comm: Communicator) -> None:
-        self.flat = comm.allocate(self.layout.numel, self.layout.dtype)
-        self.own = self.flat[segment.flat_start : segment.flat_start + segment.numel]
-        views = slot_views(self.flat, self.layout)
-        for parameter, view in zip(self.parameters, views, strict=True):
-            view.copy_(parameter.detach())
-        self._show(views)
+    def show(self, planes: Sequence[Tensor]) -> None:
+        """The values are in ``planes``, each [numel], from now on."""
+        self._set(slot_views(planes[0], self._layout))
 
-    def _show(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self.parameters, values, strict=True):
+    def hide(self) -> None:
+        """There are no values from now on."""
+        self._set(self._placeholders)
+
+    def _set(self, values: Sequence[Tensor]) -> None:
+        self._addresses = [value.data_ptr() for value in values]
+        for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
+    def renew(self) -> None:
+        """The values have changed where they lie."""
+
+    def kept(self) -> list[Tensor]:
+        """What is kept beside the planes, made from their values."""
+        return []
+
     def check(self) -> None:
-        """Asserts that the model still computes with this buffer.
+        """Asserts that the model still computes with what it was shown.
 
         Raises:
             ContractError: naming the parameter that was replaced.
         """
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
+        for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
             if not parameter.requires_grad:
                 raise ContractError(
                     f"'{slot.spec.name}' was frozen after dtrain.initialize; its moments and decay would go on, "
                     f"so freeze it before, and build a new engine"
                 )
-        for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
-            if slot.spec.numel and parameter.data_ptr() != self._address(slot):
+        for parameter, slot, address in zip(self._parameters, self._layout.slots, self._addresses, strict=True):
+            if slot.spec.numel and parameter.data_ptr() != address:
                 raise ContractError(
                     f"parameter '{slot.spec.name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
                     f"{parameter.device}); do not call .to(), .half() or assign .data after dtrain.initialize"
                 )
 
-    def _address(self, slot: Slot) -> int:
-        return self.flat.data_ptr() + slot.start * self.layout.dtype.itemsize
+
+class ReplicaBuffer:
+    """The compute replicas of one flat layout; zeros until they are first refreshed.
+
+    Args:
+        segment: this rank's slice of the layout.
+        views: how the model sees them.
+        comm: the ranks that share.
+
+    Attributes:
+        planes: the whole layout, each [numel].
+        own: this rank's segment of each plane, [segment.numel]: what the master is cast into.
+    """
+
+    def __init__(self, segment: Segment, views: ParameterViews, comm: Communicator) -> None:
+        self.layout = segment.layout
+        self.views = views
+        self._comm = comm
+        self._take_over(segment)
+
+    def _take_over(self, segment: Segment) -> None:
+        self.planes = [self._comm.allocate(self.layout.numel, self.layout.dtype) for _ in range(self.views.num_planes)]
+        self.own = [plane[segment.flat_start : segment.flat_start + segment.numel] for plane in self.planes]
+        self.views.show(self.planes)
+
+    def gather(self) -> list[Pending]:
+        """Starts the gather of all shards; all ranks call in the same order."""
+        return [
+            self._comm.all_gather(plane, own, label=f"{self.layout.name}{'/columns' if number else ''}")
+            for number, (plane, own) in enumerate(zip(self.planes, self.own, strict=True))
+        ]
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What this rank holds from one refresh to the next."""
+        return [*self.planes, *self.views.kept()]
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """What it holds for as long as a group is gathered."""
+        return []
 
 
 class ShardedReplica(ReplicaBuffer):
     """Compute replicas of which each rank holds its shard; the whole layout exists only between gather and free.
 
-    Every gather has a new buffer, so what a caller still holds of an old one stays what it was. While there is none,
-    ``flat`` is empty and every parameter is NaN in its own shape, at the cost of one element.
+    Every gather has new planes, so what a caller still holds of old ones stays what it was. While there are none,
+    they are empty.
     """
 
-    def _take_over(self, segment: Segment, comm: Communicator) -> None:
-        self._comm = comm
-        self._pending = Pending()
-        self.own = comm.allocate(segment.numel, self.layout.dtype)
-        values = {slot.spec.name: p.detach() for slot, p in zip(self.layout.slots, self.parameters, strict=True)}
-        for part in segment.intervals():
-            source = values[part.spec.name].reshape(-1)[part.start : part.stop]
-            self.own[part.offset : part.offset + source.numel()].copy_(source)
-        self._nan = self.own.new_full((), torch.nan)
-        self._placeholders = [self._nan.expand(slot.spec.shape) for slot in self.layout.slots]
+    def _take_over(self, segment: Segment) -> None:
+        self.own = [self._comm.allocate(segment.numel, self.layout.dtype) for _ in range(self.views.num_planes)]
+        self._pending: list[Pending] = []
         self.free()
 
     def start_gather(self) -> None:
         """Starts the gather of all shards; all ranks call in the same order."""
         with torch.inference_mode(False):
-            self.flat = self.own.new_empty(self.layout.numel)
-        self._pending = self._comm.all_gather(self.flat, self.own, label=f"gather {self.layout.name}")
+            self.planes = [own.new_empty(self.layout.numel) for own in self.own]
+        self._pending = self.gather()
 
     def finish_gather(self) -> None:
-        """Waits for the gather; the parameters become views of its result."""
-        self._pending.wait()
+        """Waits for the gather; the model sees its result."""
+        self._wait()
         with torch.inference_mode(False):
-            self._show(slot_views(self.flat, self.layout))
+            self.views.show(self.planes)
 
     def free(self) -> None:
         """Lets the whole go, after a gather that is under way."""
-        self._pending.wait()
-        self._show(self._placeholders)
+        self._wait()
+        self.views.hide()
         with torch.inference_mode(False):
-            self.flat = self.own.new_empty(0)
+            self.planes = [own.new_empty(0) for own in self.own]
 
-    def _address(self, slot: Slot) -> int:
-        return super()._address(slot) if self.flat.numel() else self._nan.data_ptr()
+    def _wait(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What this rank holds from one refresh to the next."""
+        return self.own
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """What it holds for as long as a group is gathered."""
+        return [*self.planes, *self.views.kept()]
 
 
 @dataclass(frozen=True)
 class UpdateSlice:
-    """A stretch of the arena with one weight-decay class; all tensors 1-D, of one length, FP32 but for the replica."""
+    """A stretch of the arena with one weight-decay class; all tensors 1-D, of one length, FP32 but for the replica.
+
+    Attributes:
+        replica: takes the masters' cast; None: they are cast later.
+        scale: 0-dim FP32, of an FP8 replica: what the masters are divided by first.
+        amax: 0-dim FP32, beside ``scale``: grows to the largest magnitude of the masters.
+    """
 
     decayed: bool
     master: Tensor
     main_grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    replica: Tensor
+    replica: Tensor | None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Master, main grad, both moments and replica."""
-        return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq, self.replica
+    def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Master, main grad and both moments."""
+        return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
+
+    def cut(self, size: int) -> list[UpdateSlice]:
+        """In parts of ``size`` elements, the last one shorter."""
+        return [
+            replace(
+                self,
+                master=self.master[part],
+                main_grad=self.main_grad[part],
+                exp_avg=self.exp_avg[part],
+                exp_avg_sq=self.exp_avg_sq[part],
+                replica=None if self.replica is None else self.replica[part],
+            )
+            for part in (slice(start, start + size) for start in range(0, self.master.numel(), size))
+        ]
 
 
 class BufferPool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dtrain.precision.policy import is_fp32_class
+from dtrain.precision.rules import is_fp32_class
 
 
 def decayed_names(model: nn.Module) -> set[str]:

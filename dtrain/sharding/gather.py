@@ -79,7 +79,7 @@ class Gathering:
         self._forward = Course(units)
         self._backward: Course | None = None  # no backward has been yet
         self._held: dict[GatheredGroup, None] = {}  # units that are gathered, or will be; the last used comes last
-        self._storages: dict[int, tuple[GatheredGroup, ShardedReplica]] = {}
+        self._storages: dict[int, tuple[GatheredGroup, ShardedReplica, int]] = {}  # with the number of the plane
         self._depth = 0  # forwards of the model that are under way
         self._records_graph = False
         self._in_backward = False
@@ -235,9 +235,9 @@ class Gathering:
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of ``tensor``: of a gathered buffer the place, of others the tensor and its version."""
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
-            group, replica = self._storages.get(tensor.untyped_storage().data_ptr(), (None, None))
-            if group is not None and replica is not None and tensor.dtype == replica.layout.dtype:
-                return _Place(group, replica, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            found = self._storages.get(tensor.untyped_storage().data_ptr())
+            if found is not None and tensor.dtype == found[1].layout.dtype:
+                return _Place(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # detached: autograd would keep an output alive that holds its own graph; the version is shared
         return tensor.detach(), tensor._version
 
@@ -245,7 +245,7 @@ class Gathering:
         if isinstance(saved, _Place):
             if not self._is_current(saved.group):
                 self._use(saved.group)
-            return saved.replica.flat.as_strided(saved.size, saved.stride, saved.offset)
+            return saved.replica.planes[saved.plane].as_strided(saved.size, saved.stride, saved.offset)
         tensor: Tensor
         tensor, version = saved
         if tensor._version != version:  # torch checks this itself only where there are no hooks
@@ -271,7 +271,8 @@ class Gathering:
             self._gather_ahead(course, group)
         group.finish()
         for replica in group.replicas:
-            self._storages[replica.flat.data_ptr()] = (group, replica)
+            for number, plane in enumerate(replica.planes):
+                self._storages[plane.data_ptr()] = (group, replica, number)
 
     def _gather_ahead(self, course: Course, *current: GatheredGroup) -> None:
         """Starts ``current`` and the groups expected next; what is needed least makes room for them."""
@@ -292,7 +293,8 @@ class Gathering:
     def _free(self, group: GatheredGroup) -> None:
         if group.is_started:
             for replica in group.replicas:
-                self._storages.pop(replica.flat.data_ptr(), None)
+                for plane in replica.planes:
+                    self._storages.pop(plane.data_ptr(), None)
             group.free()
             self._held.pop(group, None)
 
@@ -303,6 +305,7 @@ class _Place:
 
     group: GatheredGroup
     replica: ShardedReplica
+    plane: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int

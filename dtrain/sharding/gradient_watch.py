@@ -1,4 +1,4 @@
-"""Which gradient was the first that is not finite: noted as gradients pass by, read only if a step is skipped."""
+"""What gradients are as they leave backward: which was the first that is not finite, and how large the largest is."""
 
 from __future__ import annotations
 
@@ -11,20 +11,30 @@ from torch import Tensor
 class GradientWatch:
     """Sums every gradient once: the sum is finite unless an element is Inf or NaN (or the sum itself overflows).
 
-    What is watched is one parameter's gradient from one micro-batch of this rank, before any other rank's is added. The
-    sum is taken while the gradient is hot in cache.
+    What is watched is one parameter's gradient from one micro-batch of this rank, before any other rank's is added (or
+    this rank's FP32 sum of them so far). The sum is taken while the gradient is hot in cache. Nothing waits for the
+    device.
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
+
+    Attributes:
+        is_on: whether :meth:`look` does; where one micro-batch is alone on one rank there is nothing to tell apart.
+        measures: whether :meth:`measure` does.
     """
 
     def __init__(self, num_parameters: int) -> None:
+        self.is_on = True
+        self.measures = False
         self._num_parameters = num_parameters
+        self._maxima: list[Tensor] = []
         self._sums: dict[torch.dtype, list[Tensor]] = {}
         self._numbers: dict[torch.dtype, list[int]] = {}
 
     def look(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
         """Notes the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
+        if not self.is_on:
+            return
         dtype = grads[0].dtype
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
         wide = torch.float32 if dtype == torch.float16 else None
@@ -38,7 +48,19 @@ class GradientWatch:
         bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
         return numbers, torch.cat(bad) if bad else None
 
+    def measure(self, grad: Tensor) -> None:
+        """Takes note of the largest element of a gradient as it leaves backward, neither weighted nor summed."""
+        if self.measures and grad.numel():
+            self._maxima.append(grad.abs().amax())
+
+    def max_abs(self, device: torch.device) -> Tensor:
+        """The largest element of all gradients that were measured in this step: 0-dim FP64 on ``device``, 0 if none."""
+        if not self._maxima:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([maximum.double() for maximum in self._maxima]).amax()
+
     def clear(self) -> None:
         """Forgets the step."""
+        self._maxima.clear()
         self._sums.clear()
         self._numbers.clear()

@@ -133,10 +133,19 @@ class FlatLayout:
         cut = ((decayed, max(low, start) - start, min(high, stop) - start) for decayed, low, high in self.classes)
         return tuple((decayed, low, high) for decayed, low, high in cut if low < high)
 
+    def slot_ranges(self, start: int, stop: int) -> tuple[tuple[Slot, int, int], ...]:
+        """(slot, start, stop) of each parameter with the padding after it, cut and counted like classes."""
+        ends = [*(slot.start for slot in self.slots[1:]), self.real_numel]
+        cut = (
+            (slot, max(slot.start, start) - start, min(end, stop) - start)
+            for slot, end in zip(self.slots, ends, strict=True)
+        )
+        return tuple((slot, low, high) for slot, low, high in cut if low < high)
+
 
 def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
-    """The flat buffers of one group, one a replica dtype, low dtypes first."""
-    ordered = sorted(specs, key=lambda s: (s.replica_dtype == torch.float32, not s.decayed))
+    """The flat buffers of one group, one a replica dtype, the narrowest first."""
+    ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), not s.decayed))
     layouts = []
     for dtype, same_dtype in groupby(ordered, key=lambda s: s.replica_dtype):
         layouts.append(_flat_layout(group, dtype, same_dtype, world_size))
@@ -179,6 +188,10 @@ class Segment:
     def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
         """(decayed, start, stop) of the hyper-parameter classes in this segment, counted from its beginning."""
         return self.layout.class_ranges(self.flat_start, self.flat_start + self.numel)
+
+    def slot_ranges(self) -> tuple[tuple[Slot, int, int], ...]:
+        """(slot, start, stop) of each parameter with the padding after it, counted from the segment's beginning."""
+        return self.layout.slot_ranges(self.flat_start, self.flat_start + self.numel)
 
 
 @dataclass(frozen=True)

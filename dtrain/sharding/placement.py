@@ -42,27 +42,37 @@ STAGES: dict[int, Placements] = {
 
 
 def memory_formula(
-    placements: Placements, *, low_numel: int, fp32_numel: int, low_bytes: int, world_size: int
+    placements: Placements,
+    *,
+    low_numel: int,
+    fp32_numel: int,
+    low_bytes: int,
+    world_size: int,
+    float8_numel: int = 0,
+    float8_bytes: int = 0,
 ) -> dict[str, int]:
     """Model-state bytes of one rank by the ZeRO formula, with FP32 main grads.
 
     Per parameter: ``low_bytes`` (4 for FP32 modules) for the compute replica, 4 for the main grad, 4 for the master and
-    8 for both moments; what is sharded is divided by ``world_size``. Padding and buffers are not in the formula.
+    8 for both moments; what is sharded is divided by ``world_size``. Padding, buffers and FP8 scales are not in the
+    formula.
 
     Args:
         placements: a row of :data:`STAGES`.
-        low_numel: parameters whose replica is low.
+        low_numel: parameters whose replica is low, those with an FP8 one apart.
         fp32_numel: parameters whose replica is FP32.
         low_bytes: bytes of a low element.
         world_size: ranks that share.
+        float8_numel: parameters whose replica is FP8.
+        float8_bytes: bytes of an element of it, one for each plane.
     """
-    numel = low_numel + fp32_numel
+    numel = low_numel + fp32_numel + float8_numel
 
     def share(total: int, placement: Placement) -> int:
         return total if placement is Placement.REPLICATE else -(-total // world_size)
 
     return {
-        "compute": share(low_numel * low_bytes + fp32_numel * 4, placements.compute),
+        "compute": share(low_numel * low_bytes + fp32_numel * 4 + float8_numel * float8_bytes, placements.compute),
         "main_grad": share(numel * 4, placements.gradient),
         "master": share(numel * 4, placements.master),
         "moments": share(numel * 8, placements.master),

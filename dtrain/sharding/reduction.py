@@ -206,7 +206,7 @@ class GradientReducer:
         self._watch = watch
         # of each group's first parameter, in the order of backward
         self._first_numbers = list(accumulate(num_parameters, initial=0))
-        self._watched_micro_batch: int | None = None
+        self._micro_batch = 0
         self._incomplete: set[int] = set()
         self._num_parameters = num_parameters
         self._comm = comm
@@ -221,8 +221,7 @@ class GradientReducer:
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
         """Opens micro-batch ``number`` of ``weight``; ``last``: the sums are reduced after it."""
-        only_one = last and number == 0 and self._comm.world_size == 1  # then there is nothing to tell apart
-        self._watched_micro_batch = None if only_one else number
+        self._micro_batch = number
         self._incomplete = set(range(len(self._groups)))
         self._missing = [set(range(number)) for number in self._num_parameters]
         self._next = 0
@@ -258,8 +257,7 @@ class GradientReducer:
         number = self._first_numbers[group]
         for flat in self._groups[group]:
             grads = flat.complete()
-            if self._watched_micro_batch is not None:
-                self._watch.look(self._watched_micro_batch, number, grads[::-1])  # backward reaches the last one first
+            self._watch.look(self._micro_batch, number, grads[::-1])  # backward reaches the last one first
             number += len(grads)
 
     def _launch_next(self) -> None:

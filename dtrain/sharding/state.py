@@ -10,19 +10,22 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.collectives import Communicator, Pending
 from dtrain.errors import UsageError
-from dtrain.precision.policy import Contract
+from dtrain.precision.contract import Contract
+from dtrain.precision.float8.scaling import E4M3
 from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
-from dtrain.sharding.buffer import ReplicaBuffer, ShardedReplica, UpdateSlice
+from dtrain.sharding.buffer import ParameterViews, ReplicaBuffer, ShardedReplica, UpdateSlice
 from dtrain.sharding.course import GatheredGroup
 from dtrain.sharding.decay import decayed_names
+from dtrain.sharding.float8_scales import Cast, CurrentScales, DelayedScales, ScaleTable
 from dtrain.sharding.gather import Gathering, GatherOptions
 from dtrain.sharding.gradient_watch import GradientWatch
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
 from dtrain.sharding.leaves import LeafBuffer, LeafSpec, LeafStore
 from dtrain.sharding.param_group import ParamGroup, find_groups, matching_parameters, move_to_root
 from dtrain.sharding.placement import Placement, Placements
+from dtrain.sharding.quantised import Float8Views
 from dtrain.sharding.reduction import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
 
 
@@ -40,6 +43,8 @@ class _Place:
 class ShardedState:
     """Takes a model's trainable parameters over: FP32 into the arena, replicas into flat buffers.
 
+    All ranks build it together.
+
     Args:
         model: on its device; its parameters become views of the replicas.
         contract: the replica dtype of every parameter.
@@ -49,6 +54,9 @@ class ShardedState:
         reproducible: sum leaves along the canonical tree.
         all_reduce: with replicated gradients and sharded masters (stage 1), all-reduce instead of reduce-scatter.
         gather: with sharded compute replicas (stage 3), when they are gathered and freed.
+
+    Attributes:
+        scales: of the FP8 replicas.
     """
 
     def __init__(
@@ -88,7 +96,11 @@ class ShardedState:
         # one rank's shard is the whole
         shards_compute = placements.compute is Placement.SHARD and comm.world_size > 1
         replica_type = ShardedReplica if shards_compute else ReplicaBuffer
-        self.replicas = [replica_type(segment, parameters, comm) for segment in self.arena.segments]
+        self._table = ScaleTable(self.layouts, contract.policy.float8.recipe == "rowwise", self._device)
+        self.replicas = [
+            replica_type(segment, self._views(segment.layout, parameters), comm) for segment in self.arena.segments
+        ]
+        self.scales = self._float8_scales()
         self.gathering = Gathering(model, self._gathered_groups(), gather, comm) if shards_compute else None
         self._grad_storages: list[Tensor] = []
         self.watch = GradientWatch(sum(len(layout.slots) for layout in self.layouts))
@@ -99,6 +111,7 @@ class ShardedState:
         self._install_hooks(layouts, parameters)
         self.weight = Weight(torch.ones((), dtype=torch.float32, device=self._device), is_one=True)
         self.in_backward = False
+        self.refresh_replicas()
 
     # -- construction ----------------------------------------------------------------------------------------------
 
@@ -106,21 +119,20 @@ class ShardedState:
         return torch.zeros(numel, dtype=torch.float32, device=self._device)
 
     def _with_islands_in_root(self, groups: tuple[ParamGroup, ...]) -> tuple[ParamGroup, ...]:
-        """Where a unit has low and FP32 parameters, the FP32 ones (norms) join the root's.
+        """Where a unit has low and FP32 parameters, the FP32 ones (norms) join the root's; beside FP8, biases do too.
 
         They are few and small: a flat buffer of their own in every unit would be mostly padding, and would double the
         number of collectives.
         """
-        if not self._contract.policy.is_low:
-            return groups
         dtypes = self._contract.replica_dtypes
-        islands = {
-            name
-            for group in groups
-            if any(dtypes[name] != torch.float32 for name, _ in group.parameters)
-            for name, _ in group.parameters
-            if dtypes[name] == torch.float32
-        }
+        islands: set[str] = set()
+        for group in groups:
+            narrowest = min((dtypes[name] for name, _ in group.parameters), key=lambda dtype: dtype.itemsize)
+            islands |= {
+                name
+                for name, p in group.parameters
+                if dtypes[name] != narrowest and (dtypes[name] == torch.float32 or (narrowest == E4M3 and p.dim() < 2))
+            }
         return move_to_root(groups, islands)
 
     def _layouts_of(self, group: ParamGroup) -> tuple[FlatLayout, ...]:
@@ -129,6 +141,31 @@ class ShardedState:
             for name, p in group.parameters
         ]
         return flat_layouts(group.name, specs, self._comm.world_size)
+
+    def _views(self, layout: FlatLayout, parameters: dict[str, nn.Parameter]) -> ParameterViews:
+        if layout.dtype != E4M3:
+            return ParameterViews(layout, parameters)
+        recipe = self._contract.recipe
+        assert recipe is not None
+        return Float8Views(layout, parameters, self._table, recipe)
+
+    def _float8_scales(self) -> CurrentScales:
+        scales_type = DelayedScales if self._contract.policy.float8.weight_scale == "delayed" else CurrentScales
+        replicas = [replica.own for replica in self.replicas]
+        comm = self._comm if self._placements.master is Placement.SHARD else None
+        recipe = self._contract.recipe
+        compiled = recipe is not None and recipe.compile
+        return scales_type(self._table, self.arena.segments, self.master, replicas, comm, compiled=compiled)
+
+    def grad_dtype(self, layout: FlatLayout) -> torch.dtype:
+        """Of the gradients of the parameters in a flat buffer, as they leave backward."""
+        return self._contract.parameter_dtype(layout.slots[0].spec.name)
+
+    def attach(self, model: nn.Module) -> None:
+        """Lets the model's Linears that compute in FP8 find their weights here."""
+        for replica in self.replicas:
+            if isinstance(replica.views, Float8Views):
+                replica.views.attach(model)
 
     def _gathered_groups(self) -> list[GatheredGroup]:
         sharded = [replica for replica in self.replicas if isinstance(replica, ShardedReplica)]
@@ -173,7 +210,7 @@ class ShardedState:
     def _leaf_buffers(self, exchange_leaves: bool) -> dict[str, LeafBuffer]:
         """By the name of the flat buffer; of all, or where FP32 sums travel of those that are rounded for it."""
         wire_dtype = self._contract.policy.wire_dtype
-        specs = [LeafSpec(layout, wire_dtype(layout.dtype)) for layout in self.backward_order]
+        specs = [LeafSpec(layout, wire_dtype(self.grad_dtype(layout))) for layout in self.backward_order]
         if not exchange_leaves:
             travels = self._comm.world_size > 1
             specs = [spec for spec in specs if travels and spec.dtype != torch.float32]
@@ -232,6 +269,7 @@ class ShardedState:
                 f"'{place.name}' got a second gradient in one micro-batch; reentrant activation checkpointing does "
                 f"this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
+        self.watch.measure(grad)
         self._flats[place.flat].receive(place.slot, grad, self.weight)
         self.reducer.complete(position, place.number)
         if self.gathering is not None:
@@ -250,44 +288,70 @@ class ShardedState:
     # -- the update ------------------------------------------------------------------------------------------------
 
     def update_slices(self) -> list[list[UpdateSlice]]:
-        """The arena, segment by segment, each cut where the weight-decay class changes."""
-        return [
-            [self._update_slice(number, decayed, low, high) for decayed, low, high in segment.class_ranges()]
-            for number, segment in enumerate(self.arena.segments)
-        ]
+        """The arena, segment by segment, each cut where the weight-decay class changes, or between weights."""
+        slices = []
+        for number, segment in enumerate(self.arena.segments):
+            if segment.layout.dtype == E4M3:
+                casts = self.scales.casts(number)
+            else:
+                casts = [Cast(*found, self.replicas[number].own[0]) for found in segment.class_ranges()]
+            slices.append([self._update_slice(number, cast) for cast in casts])
+        return slices
 
-    def _update_slice(self, number: int, decayed: bool, low: int, high: int) -> UpdateSlice:
+    def _update_slice(self, number: int, cast: Cast) -> UpdateSlice:
         start = self.arena.segments[number].arena_start
-        place = slice(start + low, start + high)
+        own = slice(cast.start, cast.stop)
+        place = slice(start + cast.start, start + cast.stop)
         return UpdateSlice(
-            decayed,
+            cast.decayed,
             master=self.master[place],
-            main_grad=self.main_grads[number][low:high],
+            main_grad=self.main_grads[number][own],
             exp_avg=self.exp_avg[place],
             exp_avg_sq=self.exp_avg_sq[place],
-            replica=self.replicas[number].own[low:high],
+            replica=None if cast.replica is None else cast.replica[own],
+            scale=cast.scale,
+            amax=cast.amax,
         )
 
-    def refresh_replicas(self, update: Callable[[int], None] | None = None) -> None:
+    def refresh_replicas(self, update: Callable[[int], None] | None = None, skipped: Tensor | None = None) -> None:
         """Makes the compute replicas what the masters are, in forward order, and gathers what other ranks own.
+
+        FP8 weights with current scales come last: their largest magnitudes on all ranks must be known first, and travel
+        while the rest is updated.
 
         Args:
             update: called with the number of each segment to update its master and its replica, so that the first
                 groups travel while others are still updated; None casts the masters as they are.
+            skipped: with ``update``: whether it changes nothing, decided on the device; 0-dim.
         """
         gather = self._placements.master is Placement.SHARD and self._placements.compute is Placement.REPLICATE
         if self.gathering is not None:
             self.gathering.free()
+        late = self.scales.begin(skipped)
+        for number in late:
+            if update is not None:
+                update(number)
+            self.scales.measure(number)
+        maximum = self.scales.exchange() if late else Pending()
         pending = []
         for number, (segment, replica) in enumerate(zip(self.arena.segments, self.replicas, strict=True)):
+            if number in late:
+                continue
             if update is None:
-                replica.own.copy_(self.master[segment.arena_start : segment.arena_stop])
+                replica.own[0].copy_(self.master[segment.arena_start : segment.arena_stop])
             else:
                 update(number)
-            if gather:
-                pending.append(self._comm.all_gather(replica.flat, replica.own, label=segment.layout.name))
+            pending += replica.gather() if gather else []
+        maximum.wait()
+        for number in late:
+            self.scales.cast(number)
+            pending += self.replicas[number].gather() if gather else []
+        if not late:
+            pending.append(self.scales.exchange())
         for work in pending:
             work.wait()
+        for replica in self.replicas:
+            replica.views.renew()
 
     # -- the norm --------------------------------------------------------------------------------------------------
 
@@ -366,10 +430,9 @@ class ShardedState:
 
     def storages(self) -> dict[str, list[Tensor]]:
         """The tensors that hold this rank's model states, by kind; those gathered now, and idle leaf buffers, apart."""
-        sharded = self.gathering is not None
         return {
-            "compute": [replica.own if sharded else replica.flat for replica in self.replicas],
-            "gathered": [replica.flat for replica in self.replicas] if sharded else [],
+            "compute": [*(tensor for replica in self.replicas for tensor in replica.held), *self.scales.held],
+            "gathered": [tensor for replica in self.replicas for tensor in replica.gathered],
             "main_grad": self._grad_storages,
             "master": [self.master],
             "moments": [self.exp_avg, self.exp_avg_sq],

@@ -10,36 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class Peak:
-    """Dense peak of a device in TFLOP/s by format, FP32 accumulation."""
-
-    half: float  # BF16 and FP16
-    tf32: float
-    fp32: float
-
-
-_A100 = Peak(half=312.0, tf32=156.0, fp32=19.5)
-_H100_SXM = Peak(half=989.4, tf32=494.7, fp32=66.9)
-_H100_PCIE = Peak(half=756.0, tf32=378.0, fp32=51.0)
-_H100_NVL = Peak(half=835.5, tf32=417.5, fp32=60.0)
-
-PEAKS: dict[str, Peak] = {
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA A30": Peak(half=165.0, tf32=82.0, fp32=10.3),
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _H100_NVL,
-    "NVIDIA GH200 480GB": _H100_SXM,
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _H100_NVL,
-}
-"""Vendor datasheets (NVIDIA A100, A30, H100, GH200, H200), without sparsity, by the exact name that torch reports: a
-slice of a GPU (MIG) has another name, and so no peak."""
+from dtrain.precision.tensor_cores import rate
 
 
 def device_name(device: torch.device) -> str:
@@ -59,17 +30,13 @@ def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
 
     Args:
         device: the name of one rank's device, as :func:`device_name` gives it.
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; under ``fp8`` products have formats of several rates.
         flops_per_s: the model's own FLOPs a second on one rank (no recomputation).
 
     Returns:
-        None where the peak of that device in that precision is unknown: never a guess.
+        None where there is no one peak: of an unknown device, or under ``fp8``.
     """
-    peak = PEAKS.get(device)
-    if peak is None:
-        return None
-    by_precision = {"bf16": peak.half, "fp16": peak.half, "tf32": peak.tf32, "fp32": peak.fp32}
-    teraflops = by_precision.get(precision)
+    teraflops = None if precision == "fp8" else rate(device, precision)
     return flops_per_s / (teraflops * 1e12) if teraflops is not None else None
 
 

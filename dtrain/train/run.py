@@ -25,6 +25,7 @@ from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, w
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.run_dir import (
+    CONTRACT_FILE,
     RunDir,
     check_not_newer,
     check_resume,
@@ -117,7 +118,7 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
         return EXIT_DONE
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
-    engine = make_engine(config, model, comm)
+    engine = make_engine(config, model, comm, run_dir.contract)
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)
@@ -174,6 +175,7 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
 
     def open_all() -> None:
         write_config(run_dir, config, step)
+        write_atomically(run_dir.path / CONTRACT_FILE, json.dumps(engine.contract.to_dict(), indent=2) + "\n")
         if engine.library_config is not None:
             text = json.dumps(engine.library_config, indent=2) + "\n"
             write_atomically(run_dir.path / f"{engine.name}.json", text)

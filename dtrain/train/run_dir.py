@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from dtrain.checkpoint.diff import state_differences
 from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name, step_of
 from dtrain.checkpoint.integrity import load_manifest
 from dtrain.checkpoint.lease import hold
+from dtrain.checkpoint.manifest import Manifest
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
@@ -25,6 +26,7 @@ from dtrain.errors import CheckpointError, ConfigError
 from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
 CONFIG_FILE = "config.yaml"
+CONTRACT_FILE = "precision.json"
 CHECKPOINTS = "checkpoints"
 
 _MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len")  # of the model's keys, on resume
@@ -38,11 +40,13 @@ class RunDir:
         path: the run directory; it exists.
         load_from: a checkpoint, or a directory of them; None to start from step 0.
         finished: all steps are done already.
+        contract: the precision contract of that checkpoint; empty where there is none, or it does not tell.
     """
 
     path: Path
     load_from: Path | None
     finished: bool
+    contract: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def checkpoints(self) -> Path:
@@ -74,18 +78,23 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
             does not let continue, or the checkpoint to continue from is of another model.
     """
 
-    def decide(go_on_waiting: Callable[[], None]) -> tuple[str, str | None, bool]:
+    def decide(go_on_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
         path = _create(config, job)
         load_from, finished = _starting_point(config, path)
         if not finished:
             _hold(path, held, go_on_waiting)
             load_from, finished = _starting_point(config, path)  # the job before may have saved until now
-        if load_from is not None:
-            _compare_with_checkpoint(load_from, redacted(config))
-        return str(path), str(load_from) if load_from else None, finished
+        manifest = None if load_from is None else _newest_manifest(load_from)
+        contract: dict[str, Any] = {}
+        if manifest is not None:
+            _compare_with_checkpoint(manifest, redacted(config))
+            contract = manifest.state.get("contract") or {}
+        return str(path), str(load_from) if load_from else None, finished, contract
 
-    path, load_from, finished = on_rank_0_for_long(comm, "", decide, ConfigError, expected=(ConfigError, OSError))
-    return RunDir(Path(path), Path(load_from) if load_from else None, finished)
+    path, load_from, finished, contract = on_rank_0_for_long(
+        comm, "", decide, ConfigError, expected=(ConfigError, OSError)
+    )
+    return RunDir(Path(path), Path(load_from) if load_from else None, finished, contract)
 
 
 def decide_on_rank_0(comm: Communicator, decide: Callable[[], Any]) -> Any:
@@ -203,14 +212,15 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
     return None, False
 
 
-def _compare_with_checkpoint(load_from: Path, now: dict[str, Any]) -> None:
+def _newest_manifest(load_from: Path) -> Manifest | None:
     candidates = [load_from] if is_single(load_from) else committed(load_from)
-    if not candidates:
-        return
     try:
-        manifest = load_manifest(candidates[-1])
+        return load_manifest(candidates[-1]) if candidates else None
     except (DamageError, OSError):
-        return  # the engine will name the damage, and take an older one if there is one
+        return None  # the engine will name the damage, and take an older one if there is one
+
+
+def _compare_with_checkpoint(manifest: Manifest, now: dict[str, Any]) -> None:
     before = manifest.state.get("config")
     if before:  # of what the checkpoint does not tell nothing has changed: an imported one tells its model alone
         compare_configs(before, {group: now[group] for group in now if group in before}, manifest.step)

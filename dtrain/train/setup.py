@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
+from dtrain.precision.contract import earlier_decisions
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.param_group import matching_parameters
@@ -67,6 +70,8 @@ def torch_settings_restored() -> Iterator[None]:
     cudnn_tf32 = torch.backends.cudnn.allow_tf32
     operators: list[Any] = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn]  # type: ignore[attr-defined]
     formats = [operator.fp32_precision for operator in operators]
+    products = torch.backends.cuda.matmul
+    sums = {name: getattr(products, name) for name in REDUCED_SUMS}
     try:
         yield
     finally:
@@ -76,6 +81,8 @@ def torch_settings_restored() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
         for operator, name in zip(operators, formats, strict=True):
             operator.fp32_precision = name
+        for name, allowed in sums.items():
+            setattr(products, name, allowed)
         torch.set_float32_matmul_precision(matmul)
 
 
@@ -100,8 +107,11 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 
 
 def make_policy(config: RunConfig) -> PrecisionPolicy:
-    """The precision that ``config`` names."""
-    return PrecisionPolicy.named(config.precision.name, fp32_modules=config.precision.fp32_modules)
+    """The precision that ``config`` names, its rules, and its FP8 options for a micro-batch of this run."""
+    precision = config.precision
+    num_rows = precision.float8.num_rows or config.train.micro_batch_size * config.model.max_seq_len
+    float8 = Float8Options(**(asdict(precision.float8) | {"num_rows": num_rows}))
+    return PrecisionPolicy.named(precision.name, rules=precision.rules, float8=float8)
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
@@ -128,8 +138,12 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
     policy.reducing(engine.reduce_dtype, leaves_travel=leaves_travel)
 
 
-def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engine:
-    """The engine that ``config`` names, around ``model``."""
+def make_engine(
+    config: RunConfig, model: nn.Module, comm: Communicator, saved_contract: Mapping[str, Any] | None = None
+) -> Engine:
+    """The engine that ``config`` names, around ``model``; going on by the FP8 decisions of ``saved_contract``."""
+    policy = make_policy(config).on(comm.device)
+    policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optim, scale, engine = config.optim, config.precision.loss_scale, config.engine
     # a key of one engine only has the name of its argument
     own = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name != "name"}
@@ -140,7 +154,7 @@ def make_engine(config: RunConfig, model: nn.Module, comm: Communicator) -> Engi
         ),
         schedule=make_schedule(config.schedule, config.train.steps),
         engine=engine.name,
-        precision=make_policy(config),
+        precision=policy,
         # a constant scale need not lie between the bounds of a dynamic one
         loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
         max_grad_norm=optim.max_grad_norm,

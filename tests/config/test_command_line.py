@@ -134,6 +134,29 @@ def test_precision_from_the_environment(
     assert main(["train"]) == 2
     line = "dtrain: DTRAIN_PRECISION=bf17 in the environment is not a precision; did you mean 'bf16'?\n"
     assert capsys.readouterr().err == line
+    monkeypatch.setenv("DTRAIN_PRECISION", "nvfp4")
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("dtrain: DTRAIN_PRECISION=nvfp4 in the environment: nvfp4 needs the FP4")
+    monkeypatch.setenv("DTRAIN_PRECISION", "fp8")
+    assert main(["train"]) == 0
+    assert trainings.configs[-1].precision.name == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("written", "rules"),
+    [
+        ("""precision.rules={"*.head": fp32, "blocks.0.*": bf16}""", {"*.head": "fp32", "blocks.0.*": "bf16"}),
+        ("precision.rules={*.head:fp32,blocks.1:bf16}", {"*.head": "fp32", "blocks.1": "bf16"}),
+        ("""precision.rules={'blocks.[01].*': fp32}""", {"blocks.[01].*": "fp32"}),
+        ('precision.rules={0: fp32, "1": bf16}', {"0": "fp32", "1": "bf16"}),
+        ("precision.rules.head=fp32", {"head": "fp32"}),
+        ("""+precision.rules={"b*": bf16, "a*": fp32}""", {"b*": "bf16", "a*": "fp32"}),
+    ],
+)
+def test_rules_on_the_command_line(trainings: Trainings, written: str, rules: dict[str, str]) -> None:
+    assert main(["train", "precision=bf16", written]) == 0
+    (config,) = trainings.configs
+    assert list(config.precision.rules.items()) == list(rules.items()), "in the order in which they are written"
 
 
 def test_sweep(

@@ -35,7 +35,8 @@ def test_every_option_composes(group: str, option: str) -> None:
 def test_yaml_and_schema_list_the_same_options() -> None:
     for group, options in GROUP_OPTIONS.items():
         assert {name for folder, name in OPTIONS if folder == group} == set(options)
-    assert {name for folder, name in OPTIONS if folder == "precision"} == {"auto", "fp32", "tf32", "bf16", "fp16"}
+    names = {"auto", "fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert {name for folder, name in OPTIONS if folder == "precision"} == names
 
 
 def test_yaml_of_groups_only_picks_and_overrides() -> None:

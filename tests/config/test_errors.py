@@ -29,7 +29,14 @@ UNKNOWN = [
     ("model=tinny", "unknown option 'model=tinny'; did you mean 'model=tiny'?"),
     ("experiment=smoek", "unknown option 'experiment=smoek'; did you mean 'experiment=smoke'?"),
     ("engine=megatron", "unknown option 'engine=megatron'; did you mean 'engine=native'?"),
-    ("precision=fp8", "unknown option 'precision=fp8'; did you mean 'precision=fp32'?"),
+    ("precision=fp9", "unknown option 'precision=fp9'; did you mean 'precision=fp8'?"),
+    (
+        "precision=mxfp8",
+        "precision=mxfp8: mxfp8 has a scale for each block of 32 elements, which the Tensor Cores of Blackwell apply "
+        "and those of Hopper do not; use fp8",
+    ),
+    ("precision.fp32_modules=[head]", "unknown key 'precision.fp32_modules'; did you mean 'precision.rules'?"),
+    ("precision.rules.blocks.0=fp32", "unknown key 'precision.rules.blocks.0'; did you mean 'precision.rules'?"),
     ("+train.steps=3", "'train.steps' exists already; write it without '+'"),
     ("+experiment=smoke", "'experiment' is chosen already; write experiment=smoke without '+'"),
     (
@@ -55,6 +62,8 @@ WRONG_TYPE = [
     ("optim.betas=[a,b]", "optim.betas[0]=a is not a number"),
     ("tracker=wandb tracker.tags=x", "tracker.tags=x is not a list"),
     ("model.args=3", "model.args=3 is not a mapping {key: value}"),
+    ("precision.rules=[head]", "'precision.rules' is a mapping {key: value}, not a list"),
+    ("precision.rules={head:null}", "precision.rules.head=None is not text"),
     (
         "checkpoint.keep_last.x=3 checkpoint=default",
         "unknown key 'checkpoint.keep_last.x'; did you mean 'checkpoint.keep_last'?",
@@ -85,7 +94,20 @@ IMPOSSIBLE = [
     ("optim.lr=nan", "optim.lr=nan is not a finite number"),
     ("launch.timeout_s=inf", "launch.timeout_s=inf is not a finite number"),
     ("engine.zero_stage=4", "engine.zero_stage=4 is too large; it must be at most 3"),
-    ("precision.name=fp8", "precision.name=fp8 is not one of auto, fp32, tf32, bf16, fp16"),
+    ("precision.name=fp9", "precision.name=fp9 is not one of auto, fp32, tf32, bf16, fp16, fp8; did you mean 'fp8'?"),
+    (
+        "precision=fp8 precision.float8.grad_format=e5m3",
+        "precision.float8.grad_format=e5m3 is not one of auto, e5m2, e4m3; did you mean 'e5m2'?",
+    ),
+    (
+        'precision.rules={"head":fp4}',
+        "precision rule 'head': 'fp4' is not one of fp32, bf16, fp16, fp8; did you mean 'fp8'?",
+    ),
+    (
+        "precision.rules={head:tf32}",
+        "precision rule 'head': tf32 is a mode of the whole process, not of a module: backward runs long after a "
+        "module's forward has ended; use precision=tf32, and no rule",
+    ),
     ("optim.compile=never", "optim.compile=never is not one of auto, true, false"),
     (
         "engine.zero_stage=1 engine.grad_reduction=allreduce",
@@ -102,6 +124,31 @@ IMPOSSIBLE = [
 ]
 
 CONTRADICTIONS = [
+    (
+        "precision=fp16 precision.rules={head:fp8}",
+        "an fp8 rule under precision=fp16: FP8 products give BF16, so all else computes in BF16 too; use precision=fp8 "
+        "or bf16",
+    ),
+    (
+        "precision=bf16 precision.float8.recipe=rowwise",
+        "precision.float8.recipe=rowwise is not used with precision=bf16 and no fp8 rule; remove it, or set "
+        "precision=fp8",
+    ),
+    (
+        "precision=fp8 precision.float8.recipe=rowwise precision.float8.weight_scale=delayed",
+        "precision.float8.weight_scale=delayed needs precision.float8.recipe=tensorwise: a row has no scale of its own "
+        "to keep",
+    ),
+    (
+        "precision=fp8 engine=deepspeed",
+        "engine=deepspeed cannot do precision=fp8: ZeRO holds all weights in one dtype, without scales; use "
+        "precision=auto, fp32, tf32, bf16 or fp16, or engine=native, fsdp2 or ddp",
+    ),
+    (
+        "precision=bf16 engine=deepspeed precision.rules={head:fp16}",
+        "engine=deepspeed cannot do precision.rules=fp16: ZeRO holds all weights in one dtype; a module can only "
+        "compute on FP32 copies; use precision.rules=fp32, or engine=native, fsdp2 or ddp",
+    ),
     (
         "checkpoint.when_busy=skip checkpoint.asynchronous=false",
         "checkpoint.when_busy=skip is used with checkpoint.asynchronous=true only: a synchronous save has ended before "
@@ -136,6 +183,15 @@ CONTRADICTIONS = [
         "precision=fp16 precision.loss_scale.mode=static precision.loss_scale.growth_factor=4",
         "precision.loss_scale.growth_factor=4.0 is not used with precision=fp16 and precision.loss_scale.mode=static; "
         "remove it, or set precision.loss_scale.mode=dynamic",
+    ),
+    (
+        "precision=fp16 precision.loss_scale.margin=4",
+        "precision.loss_scale.margin=4.0 is not used with precision=fp16 and precision.loss_scale.mode=auto; remove "
+        "it, or set precision.loss_scale.mode=calibrated",
+    ),
+    (
+        "precision=fp16 precision.loss_scale.mode=calibrated precision.loss_scale.calibration_steps=0",
+        "precision.loss_scale.calibration_steps=0 is too small; it must be at least 1",
     ),
     (
         "precision=fp16 precision.loss_scale.init=1e9",

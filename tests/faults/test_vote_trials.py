@@ -136,6 +136,11 @@ class Trial:
     stop: int | None = None  # the rank that wants to stop
     failed_save: int | None = None  # the rank whose save has failed
 
+    @property
+    def measures(self) -> bool:
+        """Whether the ranks look for the largest gradient: in some trials, because it takes time."""
+        return self.world == 2 and self.num_micro_batches == 1
+
     @staticmethod
     def clean(dice: random.Random) -> Trial:
         world, number = dice.randint(1, 4), dice.randint(1, MAX_MICRO_BATCHES)
@@ -369,7 +374,7 @@ class Rank:
         self.known = known_record(trial, rank)
         self.settlement = Settlement(
             self.link,
-            LossScale("dynamic", init=SCALE).start(),
+            LossScale("calibrated", init=SCALE, calibration_steps=2).start(),
             SkipCounter(limit=2),
             Suspects(self.search, self.watch.clear, trial.model.backward_names),
             CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
@@ -382,12 +387,15 @@ class Rank:
         for micro_batch in range(trial.num_micro_batches):
             loss, weight = (table[self.rank][micro_batch] for table in (trial.losses, trial.weights))
             self._tally.add(micro_batch, torch.tensor(loss), torch.tensor(weight))
-            if trial.world > 1 or trial.num_micro_batches > 1:
-                first = 0
-                for layout in trial.model.backward_order:
-                    grads = slot_views(leaves[layout.name][micro_batch, self.rank], layout)[::-1]
-                    self.watch.look(micro_batch, first, grads)
-                    first += len(grads)
+            self.watch.is_on = trial.world > 1 or trial.num_micro_batches > 1
+            self.watch.measures = trial.measures
+            first = 0
+            for layout in trial.model.backward_order:
+                grads = slot_views(leaves[layout.name][micro_batch, self.rank], layout)[::-1]
+                for grad in grads:
+                    self.watch.measure(grad)
+                self.watch.look(micro_batch, first, grads)
+                first += len(grads)
 
     def own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
         for segment, main_grad in zip(self.segments, self.main_grads, strict=True):
@@ -440,7 +448,15 @@ def poked(trial: Trial) -> Iterator[None]:
         element.copy_(value)
 
 
-def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, float, list[Rank], list[Any]]:
+@dataclass(frozen=True)
+class Gradients:
+    """What is to come out of those of a step, still scaled: the norm of their sum, and the largest if measured."""
+
+    norm: float
+    largest: float
+
+
+def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradients, list[Rank], list[Any]]:
     """One step on all ranks; the field ``ignored`` of the records holds rank 0's value everywhere."""
     leaves = {layout.name: leaf for layout, leaf in zip(trial.model.layouts, trial.model.leaves, strict=True)}
     factors = torch.tensor(trial.weights).T.unsqueeze(-1)
@@ -449,6 +465,7 @@ def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, float, lis
         ranks = [Rank(rank, trial, main_grads) for rank in range(trial.world)]
         for rank in ranks:
             rank.backward(leaves)
+        largest = max(leaf[0].abs().max().item() for leaf in leaves.values()) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares() for rank in ranks])
     rows = torch.stack([fill(rank.known, rank.observe(own)) for rank, own in zip(ranks, squares, strict=True)])
     if ignored is not None:
@@ -462,12 +479,12 @@ def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, float, lis
             rank.link.texts = results
         results = [rank.settle() for rank in ranks]
     norm = math.sqrt(sum(grad.double().square().sum().item() for grad in main_grads))
-    return expect(trial), norm, ranks, results
+    return expect(trial), Gradients(norm, largest), ranks, results
 
 
 def check(trial: Trial, ignored: str | None = None) -> str | None:
     """Asserts that one step ends as it must; returns the reason."""
-    expected, norm, ranks, results = take(trial, ignored)
+    expected, gradients, ranks, results = take(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
     assert len({repr((rank.settlement.scale, rank.settlement.applied_steps)) for rank in ranks}) == 1
     assert [rank.settlement.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
@@ -486,13 +503,14 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     assert result.stop_requested == (trial.stop is not None)
     assert settlement.applied_steps == int(result.applied)
     assert settlement.scale.scale == (SCALE / 2 if expected.reason == "overflow" else SCALE)
-    assert settlement.scale.clean_steps == int(result.applied)
+    assert settlement.scale.clean_steps == settlement.scale.num_measured == int(result.applied)
     if result.applied:
+        assert settlement.scale.max_abs_grad == gradients.largest / SCALE
         pairs = [
             (w, x) for ws, xs in zip(trial.weights, trial.losses, strict=True) for w, x in zip(ws, xs, strict=True)
         ]
         total = sum(w for w, _ in pairs)
-        norm /= SCALE * total
+        norm = gradients.norm / (SCALE * total)
         assert result.loss == pytest.approx(sum(w * x for w, x in pairs) / total, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         divisor = SCALE * total / min(1.0, MAX_GRAD_NORM / (norm + 1e-6))

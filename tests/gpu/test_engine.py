@@ -291,7 +291,7 @@ def test_an_island_of_fp32_runs_in_fp32() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).cuda()
     weight = model[1].weight.detach().clone()
     bias = model[1].bias.detach().clone()
-    policy = dtrain.PrecisionPolicy.named("bf16", fp32_modules=("1",))
+    policy = dtrain.PrecisionPolicy.named("bf16", rules={"1": "fp32"})
     engine = dtrain.initialize(model, precision=policy, seed=0)
     seen: list[torch.Tensor] = []
     model[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
@@ -301,10 +301,20 @@ def test_an_island_of_fp32_runs_in_fp32() -> None:
     assert torch.equal(out, expected)
 
 
+def test_a_calibrated_loss_scale_is_chosen_from_gradients_on_the_device() -> None:
+    calibrated = dtrain.LossScale("calibrated", init=1024.0, calibration_steps=2)
+    engine = dtrain.initialize(torch.nn.Linear(4, 1).cuda(), precision="fp16", loss_scale=calibrated, seed=0)
+    scales = []
+    for largest in (0.5, 2.0, 0.5, 0.5):  # of the weight's gradient; the bias has 1
+        engine.backward(engine(torch.tensor([[largest, 0.0, 0.0, 0.0]], device="cuda")).mean())
+        scales.append(engine.step().loss_scale)
+    assert scales == [1024.0, 1024.0, 2048.0, 2048.0]  # 65,504 / (8 x 2) = 4,094
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_convolutions_and_rnns_of_fp32_are_not_tf32(precision: str) -> None:
     """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are islands of FP32."""
-    policy = dtrain.PrecisionPolicy.named(precision, fp32_modules=("0", "1"))
+    policy = dtrain.PrecisionPolicy.named(precision, rules={"0": "fp32", "1": "fp32"})
     for module, x in (
         (torch.nn.Conv1d(64, 64, 3), torch.randn(4, 64, 32)),
         (torch.nn.GRU(64, 64), torch.randn(16, 4, 64)),

@@ -11,8 +11,8 @@ from dtrain.engine.native import NativeEngine
 STEPS = 60
 
 
-def train(precision: str, loss_scale: str | float) -> tuple[list[float], float]:
-    """Losses, and the share of zero elements in the first main grads."""
+def train(precision: str, loss_scale: str | float) -> tuple[list[float], float, float]:
+    """Losses, the share of zero elements in the first main grads, and the last loss scale."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     x = torch.randn(64, 16)
@@ -36,15 +36,18 @@ def train(precision: str, loss_scale: str | float) -> tuple[list[float], float]:
             grads = [g for _, g in engine.state.gather_full_main_grads()]
             zeros = sum(int((g == 0).sum()) for g in grads) / sum(g.numel() for g in grads)
         losses.append(engine.step().loss * 1e6)
-    return losses, zeros
+    return losses, zeros, engine.loss_scale.scale
 
 
 def test_underflow_is_cured_by_scaling() -> None:
-    exact, _ = train("fp32", "none")
-    bare, bare_zeros = train("fp16", "none")
-    scaled, scaled_zeros = train("fp16", "dynamic")
+    exact, _, _ = train("fp32", "none")
+    bare, bare_zeros, _ = train("fp16", "none")
+    scaled, scaled_zeros, _ = train("fp16", "dynamic")
+    calibrated, _, scale = train("fp16", "calibrated")
     assert bare_zeros > 0.9, "without scaling most gradients flush to zero"
     assert scaled_zeros < 0.02
     assert exact[-1] < 0.5 * exact[0], "the FP32 run learns"
     assert bare[-1] > 0.8 * bare[0], "the unscaled FP16 run does not"
     assert abs(scaled[-1] - exact[-1]) < 0.05 * exact[0], "the scaled FP16 run matches FP32"
+    assert abs(calibrated[-1] - exact[-1]) < 0.05 * exact[0], "so does the one whose scale was measured"
+    assert scale == 2.0**24, "gradients so small want the largest scale there may be"

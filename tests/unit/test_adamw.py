@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from dtrain.errors import ConfigError
 from dtrain.optim import adamw, compiled
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
+from dtrain.precision.float8.scaling import E4M3, cast
 from dtrain.sharding.buffer import UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.host_reads import forbidden
@@ -116,6 +118,62 @@ def test_the_replica_is_the_masters_cast(rule: AdamW, dtype: torch.dtype) -> Non
     arena = Arena([True, False], dtype=dtype)
     steps(arena, FlatAdamW(rule, [arena.slices()]))
     assert torch.equal(arena.replica, arena.master.to(dtype))
+
+
+class Float8Arena(Arena):
+    """Two weights, one of them decayed, with delayed scales."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__([True, True, False], seed, E4M3)
+        self.scales, self.amax = torch.tensor([2.0**-7, 2.0**-6]), torch.zeros(2)
+        self.replica = torch.cat(
+            [cast(part, scale, E4M3) for part, scale in zip(self._weights(), self.scales, strict=True)]
+        )
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return self.master[: 2 * CHUNK], self.master[2 * CHUNK :]
+
+    def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
+        return [
+            replace(part, scale=self.scales[int(not part.decayed)], amax=self.amax[int(not part.decayed)])
+            for part in super().slices(cuts)
+        ]
+
+
+@both_ways
+def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_BLOCK", CHUNK)
+    plain, arena = Arena([True, True, False]), Float8Arena()
+    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
+    optimizer = FlatAdamW(rule, [arena.slices([1])])
+    for step in range(1, 4):
+        arena.new_gradient()
+        arena.amax.zero_()
+        optimizer.update(0, scalars(step, 0.01 / step, 7.0))
+    assert torch.equal(arena.master, want["master"])
+    for weight, scale, amax, values in zip(
+        arena._weights(), arena.scales, arena.amax, arena.replica.split([2 * CHUNK, CHUNK]), strict=True
+    ):
+        assert same_bits({"": values}, {"": cast(weight, scale, E4M3)})
+        assert amax == weight.abs().amax()
+    before = arena.states()
+    arena.main_grad.fill_(math.inf)
+    optimizer.update(0, scalars(4, 0.01, 7.0, found_inf=1.0))
+    assert same_bits(arena.states(), before)
+    # an Inf that an update makes is seen in the magnitudes: the cast makes 448 of it
+    arena.main_grad.zero_()
+    arena.master[5] = math.inf
+    optimizer.update(0, scalars(4, 0.0, 7.0))
+    assert arena.amax.isfinite().tolist() == [False, True]
+
+
+@both_ways
+def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
+    arena, plain = Arena([True, False]), Arena([True, False])
+    got = steps(arena, FlatAdamW(rule, [[replace(part, replica=None) for part in arena.slices()]]))
+    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
+    assert torch.equal(got["master"], want["master"])
+    assert torch.equal(arena.replica, Arena([True, False]).replica)
 
 
 def test_both_ways_agree_normwise() -> None:

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.precision.contract import Contract
 from dtrain.precision.forward import Autocast, find_loss
-from dtrain.precision.policy import Contract, PrecisionPolicy
+from dtrain.precision.policy import PrecisionPolicy
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,9 +35,9 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def prepared(model: nn.Module, name: str = "bf16", fp32_modules: tuple[str, ...] = ()) -> tuple[Autocast, Contract]:
+def prepared(model: nn.Module, name: str = "bf16", in_fp32: tuple[str, ...] = ()) -> tuple[Autocast, Contract]:
     """The forward rules, with replicas cast as the engine casts them."""
-    contract = PrecisionPolicy.named(name, fp32_modules=fp32_modules).resolve(model)
+    contract = PrecisionPolicy.named(name, rules=dict.fromkeys(in_fp32, "fp32")).resolve(model)
     for parameter_name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(contract.replica_dtypes[parameter_name])
     contract.check_parameters(model)
@@ -169,7 +170,7 @@ def test_a_function_inside_the_users_own_fp32_region_is_left_alone() -> None:
 
 def test_an_fp32_linear_runs_in_fp32_exactly() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    autocast, _ = prepared(model, fp32_modules=("1",))
+    autocast, _ = prepared(model, in_fp32=("1",))
     x = torch.randn(3, 8)
     output, seen = dtypes_of(lambda: model(x), autocast)
     assert seen["addmm"] == {BF16, FP32}
@@ -194,7 +195,7 @@ class Heads(nn.Module):
 
 def test_modules_inside_an_fp32_module_run_in_fp32_whoever_calls_them() -> None:
     model = Heads()
-    autocast, contract = prepared(model, fp32_modules=("heads", "wrapper"))
+    autocast, contract = prepared(model, in_fp32=("heads", "wrapper"))
     assert set(contract.replica_dtypes.values()) == {FP32}
     x = torch.randn(3, 8)
     output, seen = dtypes_of(lambda: model(x), autocast)
@@ -209,7 +210,7 @@ def test_keyword_and_nested_inputs_of_an_fp32_module_are_cast() -> None:
             return (*pair, gain, index)
 
     model = nn.ModuleDict({"pair": Pair()})
-    autocast, _ = prepared(model, fp32_modules=("pair",))
+    autocast, _ = prepared(model, in_fp32=("pair",))
     index = torch.tensor(3)
     with autocast():
         output = model["pair"]((low(2), low(2)), gain=low(1), index=index)

@@ -317,19 +317,28 @@ def test_a_contender_that_takes_the_last_memory_is_out(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not all(peer.is_installed for peer in PEERS.values()), reason="needs dtrain[bench]")
-def test_deepspeed_and_accelerate_train_as_ddp_does() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["ddp", "accelerate", "deepspeed_1"],
+        pytest.param(["ddp", "deepspeed_3", "dtrain deepspeed"], marks=pytest.mark.soak),  # DeepSpeed starts slowly
+    ],
+    ids=" ".join,
+)
+def test_deepspeed_and_accelerate_train_as_ddp_does(names: list[str]) -> None:
     config = read_suite([*TINY, *SHORT, "bench.rounds=1", "model.hidden_dim=96"], BENCH_ENGINE)
     assert config is not None
-    names = ["ddp", "accelerate", "deepspeed_1", "deepspeed_3"]
-    ours = Contender("dtrain deepspeed", "deepspeed", 2, "bf16", 2)
-    entries, absences = compete([*(Contender(name, name, 2, "bf16") for name in names), ours], config)
+    known = {"dtrain deepspeed": Contender("dtrain deepspeed", "deepspeed", 2, "bf16", 2)}
+    entries, absences = compete([known.get(name, Contender(name, name, 2, "bf16")) for name in names], config)
     assert absences == []
-    assert [entry.contender.name for entry in entries] == [*names, ours.name]
+    assert [entry.contender.name for entry in entries] == names
     for entry in entries:
         assert final_loss(entry) == pytest.approx(final_loss(entries[0]), rel=2e-3)
     numel = entries[0].footprint.num_parameters
     assert [entry.footprint.num_parameters for entry in entries] == [numel] * len(entries)
-    for entry in entries[2:]:
+    for entry in entries:
+        if "deepspeed" not in entry.contender.name:
+            continue
         held = {kind: size / numel for kind, size in entry.footprint.state.items()}
         assert held["master"] == pytest.approx(2, rel=0.02)
         assert held["moments"] == pytest.approx(4, rel=0.02)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import dtrain
 from dtrain.config.resolve import read_jobs
@@ -17,7 +19,8 @@ from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.doctor.engines import engine_table
 from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, able, check, reasons, table
 from dtrain.errors import ConfigError
-from tests.helpers.one_rank import build, loss_of
+from dtrain.precision.float8.options import Float8Options
+from tests.helpers.one_rank import loss_of
 from tests.helpers.ranks import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"
@@ -148,7 +151,7 @@ NEEDED = {
     "keep_gathered": {"zero_stage": 3},
 }
 """What a value other than the default needs beside it, where the engine takes it."""
-FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "offload": ("cpu",)}
+FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",), "offload": ("cpu",)}
 """All that is started with DeepSpeed, whose start takes seconds; its own tests have the rest."""
 
 
@@ -164,6 +167,13 @@ def cells(engine: str) -> list[tuple[str, Any]]:
     ]
 
 
+def wide() -> nn.Module:
+    """A model whose first and second product can be FP8."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 1))
+
+
 def attempt(engine: str, key: str, value: Any) -> str:
     """Starts the engine with this one value and takes a step; returns what was wrong, or nothing."""
     reason = reason_of(engine, key, value)
@@ -172,6 +182,10 @@ def attempt(engine: str, key: str, value: Any) -> str:
     settings: dict[str, Any] = {"precision": "fp32", "loss_scale": 1.0}
     if key == "compile":
         settings["optimizer"] = dtrain.AdamW(compile=value)
+    elif key == "rules":
+        settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
+    elif key == "weight_scale":
+        settings["precision"] = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(weight_scale=value))
     else:
         settings[key] = value
     if reason is None and value != SAMPLES[key][0]:
@@ -179,8 +193,8 @@ def attempt(engine: str, key: str, value: Any) -> str:
     if key == "reduce_dtype" and value == "fp16":
         settings["precision"] = "fp16"
     try:
-        started = dtrain.initialize(build(), engine=engine, seed=0, **settings)
-        started.backward(loss_of(started))
+        started = dtrain.initialize(wide(), engine=engine, seed=0, **settings)
+        started.backward(loss_of(started, torch.ones(3, 16)))
         outcome = started.step()
     except ConfigError as error:
         if reason is None:

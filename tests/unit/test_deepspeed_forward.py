@@ -49,7 +49,7 @@ def models() -> tuple[nn.Module, nn.Module]:
     """The model with BF16 weights under autocast, and one with the same values as FP32."""
     torch.manual_seed(0)
     low = Model()
-    contract = PrecisionPolicy.named("bf16", fp32_modules=["inside"]).resolve(low, "compute")
+    contract = PrecisionPolicy.named("bf16", rules={"inside": "fp32"}).resolve(low, "compute")
     assert set(contract.replica_dtypes.values()) == {torch.bfloat16}
     low.bfloat16()
     full = copy.deepcopy(low).float()

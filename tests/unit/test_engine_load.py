@@ -14,6 +14,7 @@ from torch import nn
 
 from dtrain.checkpoint import CheckpointReader, Place, open_newest
 from dtrain.errors import CheckpointError, UsageError
+from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.one_rank import build, masters, start, train_step, unchanged
 from tests.helpers.ranks import run_ranks
@@ -139,3 +140,14 @@ def test_another_way_to_update_is_said(tmp_path: Path, caplog: pytest.LogCapture
     path = engine.save(tmp_path)
     start().load(path)
     assert ("was saved with optim.compile=true, this run has false" in caplog.text) is saved
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_other_formats_than_the_saved_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
+    low = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
+    engine = start(precision=low)
+    train_step(engine)
+    path = engine.save(tmp_path)
+    start(precision=low if same else "fp32").load(path)
+    message = "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"
+    assert (message in caplog.text) is not same

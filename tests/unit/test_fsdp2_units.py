@@ -14,8 +14,8 @@ from dtrain.sharding.param_group import find_groups
 from tests.helpers.zoo import make
 
 
-def plan(model: nn.Module, precision: str = "bf16", fp32_modules: tuple[str, ...] = ()) -> UnitPlan:
-    contract = PrecisionPolicy.named(precision, fp32_modules=fp32_modules).resolve(model)
+def plan(model: nn.Module, precision: str = "bf16", in_fp32: tuple[str, ...] = ()) -> UnitPlan:
+    contract = PrecisionPolicy.named(precision, rules=dict.fromkeys(in_fp32, "fp32")).resolve(model)
     return plan_units(model, find_groups(model), contract)
 
 
@@ -77,7 +77,7 @@ def test_what_units_share() -> None:
 def test_large_fp32_modules_get_units_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fsdp2_units, "LARGE_NUMEL", 100)
     model = make("transformer").build(0)
-    found = plan(model, fp32_modules=("blocks.0.ffn", "head", "blocks.1.out"))
+    found = plan(model, in_fp32=("blocks.0.ffn", "head", "blocks.1.out"))
     dtypes = {unit.name: unit.dtype for unit in found.units}
     assert dtypes == {
         "blocks.0.ffn": torch.float32,

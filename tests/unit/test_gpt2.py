@@ -84,7 +84,9 @@ def test_dropout_acts_in_training_only() -> None:
 def test_it_learns_under_an_engine_whose_norms_stay_fp32(options: dict[str, object]) -> None:
     engine = dtrain.initialize(build(), optimizer=dtrain.AdamW(lr=1e-2), seed=0, **options)  # type: ignore[arg-type]
     norms = [name for name, module in engine.module.named_modules() if isinstance(module, nn.LayerNorm)]
-    assert set(norms) <= set(engine.contract.fp32_modules)
+    formats = {module.name: module.format for module in engine.contract.modules}
+    assert norms
+    assert {formats[name] for name in norms} == {"fp32"}
     tokens = random_tokens(4, 16)
     losses = []
     for _ in range(20):

@@ -19,11 +19,9 @@ shapes = st.one_of(
     st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
     st.integers(0, 5000).map(lambda n: (n,)),
 )
-many_specs = st.lists(st.tuples(shapes, st.booleans(), st.booleans()), max_size=8).map(
-    lambda rows: [
-        ParamSpec(f"p{i}", shape, LOW if low else torch.float32, decayed)
-        for i, (shape, low, decayed) in enumerate(rows)
-    ]
+dtypes = st.sampled_from([torch.float32, LOW, torch.float16, torch.float8_e4m3fn])
+many_specs = st.lists(st.tuples(shapes, dtypes, st.booleans()), max_size=8).map(
+    lambda rows: [ParamSpec(f"p{i}", shape, dtype, decayed) for i, (shape, dtype, decayed) in enumerate(rows)]
 )
 few = settings(deadline=None, max_examples=100)
 
@@ -44,7 +42,8 @@ def test_every_parameter_has_one_aligned_slot_of_its_own(specs: list[ParamSpec],
     layouts = flat_layouts("g", specs, world)
     assert sorted(slot.spec.name for layout in layouts for slot in layout.slots) == sorted(s.name for s in specs)
     dtypes = [layout.dtype for layout in layouts]
-    assert dtypes == sorted(set(dtypes), key=lambda dtype: dtype == torch.float32)
+    assert len(dtypes) == len(set(dtypes)), "one buffer a dtype"
+    assert dtypes == sorted(dtypes, key=lambda dtype: dtype.itemsize)
     for layout in layouts:
         assert all(slot.spec.replica_dtype == layout.dtype and slot.start % ALIGNMENT == 0 for slot in layout.slots)
         for before, after in itertools.pairwise(layout.slots):
@@ -147,6 +146,12 @@ def test_arena_segments_tile_and_map_back(specs: list[ParamSpec], world: int) ->
             real = min(max(layout.real_numel - segment.flat_start, 0), segment.numel)
             assert covered == real, "hyper-parameters for every chunk but those of the end's padding"
             assert all(low % CHUNK == 0 and high % CHUNK == 0 for _, low, high in segment.class_ranges())
+            classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
+            found: list[bool] = []
+            for slot, low, high in segment.slot_ranges():
+                assert (low, low % ALIGNMENT) == (len(found), 0), "between weights, with the padding after each"
+                found += [slot.spec.decayed] * (high - low)
+            assert found == classes
         assert arena.numel == cursor
     for group, chosen in (("a", specs), ("b", specs[::2])):
         for spec in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 
@@ -23,6 +25,16 @@ def scales(rule: LossScale, overflows: str) -> list[float]:
         state = state.update(found_inf=step == "x")
         seen.append(state.scale)
     return seen
+
+
+def calibrated(steps: list[float], **fields: Any) -> list[LossScaleState]:
+    """The states before and after each step: its largest gradient, or infinity for an overflow."""
+    state = LossScale("calibrated", **fields).start()
+    states = [state]
+    for largest in steps:
+        state = state.update(found_inf=math.isinf(largest), max_abs_grad=largest)
+        states.append(state)
+    return states
 
 
 def test_backs_off_at_once_and_grows_after_the_interval() -> None:
@@ -112,6 +124,94 @@ def test_any_sequence_of_steps_and_restores() -> None:
     run_state_machine_as_test(Machine, settings=settings(deadline=None, max_examples=60, stateful_step_count=30))
 
 
+# -- calibrated --------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibrated_scale_is_chosen_once() -> None:
+    states = calibrated([0.01, 0.031, 0.02, 5.0, 1e-9], calibration_steps=3)
+    # 65,504 / (8 x 0.031) = 264,129, and 2^18 = 262,144
+    assert [state.scale for state in states] == [65536, 65536, 65536, 2.0**18, 2.0**18, 2.0**18]
+    assert [state.is_calibrating for state in states] == [True, True, True, False, False, False]
+    assert states[-1].max_abs_grad == 0.031, "later gradients are not measured"
+    assert states[3].news_since(states[2]) == (
+        "loss scale calibrated to 262144: largest gradient 3.1e-02 x 262144 x margin 8 = 6.5e+04 <= 65,504"
+    )
+    assert not any(after.news_since(before) for after, before in zip(states[4:], states[3:], strict=False))
+    assert not states[2].news_since(states[1])
+
+
+def test_calibration_backs_off_until_gradients_can_be_measured() -> None:
+    inf = math.inf
+    states = calibrated([inf, inf, 1.0, inf, 2.0], calibration_steps=2, init=2.0**16)
+    assert [state.scale for state in states] == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**13, 2.0**11]
+    assert [state.num_measured for state in states] == [0, 0, 0, 1, 1, 2]
+
+
+def test_an_overflow_lowers_a_calibrated_scale_for_good() -> None:
+    states = calibrated([1.0, *[1e-3] * 3, math.inf, *[1e-3] * 5000], calibration_steps=1, growth_interval=1)
+    assert states[1].scale == states[4].scale == 2.0**12
+    assert {state.scale for state in states[5:]} == {2.0**11}
+    assert "lowered from 4096 to 2048 for good" in states[5].news_since(states[4])
+
+
+def test_without_any_gradient_the_scale_stays() -> None:
+    *_, before, after = calibrated([0.0, 0.0], calibration_steps=2, init=32.0)
+    assert (after.scale, after.is_calibrated) == (32.0, True)
+    assert after.news_since(before) == "loss scale stays 32: all gradients of the 2 measured steps were 0"
+
+
+def test_a_calibrated_scale_keeps_to_its_limits() -> None:
+    assert calibrated([1e-30], calibration_steps=1)[-1].scale == 2.0**24
+    states = calibrated([1e9], calibration_steps=1, min=1.0)
+    assert states[-1].scale == 1.0
+    assert "= 8e+09 > 65,504" in states[-1].news_since(states[0])
+
+
+@given(st.floats(2.0**-149, 2.0**120), st.sampled_from([1.0, 2.0, 3.0, 8.0, 10.5]))
+def test_a_calibrated_scale_is_the_largest_power_of_two_that_fits(largest: float, margin: float) -> None:
+    limits = {"min": 2.0**-200, "init": 1.0, "max": 2.0**200}
+    scale = calibrated([largest], calibration_steps=1, margin=margin, **limits)[-1].scale
+    assert math.frexp(scale)[0] == 0.5
+    product = Fraction(largest * margin)  # rounded once
+    assert product * Fraction(scale) <= 65504 < product * Fraction(scale) * 2
+
+
+@given(st.lists(st.one_of(st.just(math.inf), st.just(0.0), st.floats(1e-9, 1e3)), max_size=12), st.integers(0, 12))
+def test_a_calibration_goes_on_where_it_was_saved(steps: list[float], save_after: int) -> None:
+    fields: dict[str, Any] = {"calibration_steps": 4, "hysteresis": 2, "growth_interval": 2}
+    states = calibrated(steps, **fields)
+    rule = LossScale("calibrated", **fields)
+    state = rule.start().restored(json.loads(json.dumps(states[min(save_after, len(steps))].to_dict())))
+    for largest in steps[save_after:]:
+        state = state.update(found_inf=math.isinf(largest), max_abs_grad=largest)
+    assert state == states[-1]
+
+
+def test_states_saved_before_there_was_calibration_are_read() -> None:
+    saved = {"rule": {"mode": "dynamic", "init": 65536.0}, "scale": 512.0, "clean_steps": 3, "overflows_left": 1}
+    assert LossScale("dynamic").start().restored(saved) == LossScaleState(LossScale("dynamic"), 512.0, 3, 1)
+    fresh = LossScale("calibrated").start()
+    assert fresh.restored(saved) == fresh
+
+
+def test_fewer_calibration_steps_after_a_load_end_it_at_the_next() -> None:
+    saved = calibrated([0.5] * 4, calibration_steps=9)[-1].to_dict()
+    state = LossScale("calibrated", calibration_steps=2).start().restored(saved)
+    assert state.is_calibrating
+    assert state.update(found_inf=False, max_abs_grad=0.25).scale == 2.0**13
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_calibration_without_need_is_told(dtype: torch.dtype, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=logger.name):
+        rule = LossScale("calibrated").resolved(dtype)
+    assert rule == LossScale("calibrated")
+    assert ("no harm and no good" in caplog.text) == says
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("dtype", "mode"), [(torch.float16, "dynamic"), (torch.bfloat16, "none"), (torch.float32, "none")]
 )
@@ -141,7 +241,7 @@ def test_restored_keeps_to_the_rule_in_force() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mode": "dynamc"}, "'dynamc' is not one of auto, none, static, dynamic"),
+        ({"mode": "dynamc"}, "'dynamc' is not one of auto, none, static, dynamic, calibrated"),
         ({"init": 0.0}, "0 < min <= init <= max"),
         ({"init": 2.0**25}, "0 < min <= init <= max"),
         ({"min": 0.0}, "0 < min <= init <= max"),
@@ -154,6 +254,9 @@ def test_restored_keeps_to_the_rule_in_force() -> None:
         ({"backoff_factor": 1.5}, "backoff_factor <= 1"),
         ({"growth_interval": 0}, "at least 1; got 0 and 1"),
         ({"hysteresis": 0}, "at least 1; got 2000 and 0"),
+        ({"calibration_steps": 0}, "calibration_steps and margin of at least 1, the margin finite; got 0 and 8"),
+        ({"margin": 0.5}, "got 10 and 0.5"),
+        ({"margin": math.inf}, "got 10 and inf"),
     ],
 )
 def test_senseless_rules_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from dtrain.engine.observation import WireWatch, observe_forward
 from dtrain.errors import ContractError
+from dtrain.precision.contract import Contract
 from dtrain.precision.forward import Autocast
-from dtrain.precision.policy import Contract, PrecisionPolicy
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.regions import full_precision
 from tests.helpers.zoo import ZOO, make
 
 LOW = torch.bfloat16
@@ -31,13 +33,15 @@ def all_in(contract: Contract, dtype: torch.dtype) -> Contract:
 
 
 def prepared(
-    model: nn.Module, precision: str = "bf16", change: Callable[[Contract], Contract] = lambda contract: contract
+    model: nn.Module,
+    precision: str | PrecisionPolicy = "bf16",
+    change: Callable[[Contract], Contract] = lambda contract: contract,
 ) -> tuple[nn.Module, Contract, Autocast]:
     """``model`` as an engine leaves it after set-up."""
-    contract = change(policy(precision).resolve(model))
+    contract = change((policy(precision) if isinstance(precision, str) else precision).resolve(model))
     autocast = Autocast(contract, model, torch.device("cpu"))
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(contract.replica_dtypes[name])
+        parameter.data = parameter.data.to(contract.parameter_dtype(name))
     return model, contract, autocast
 
 
@@ -171,6 +175,73 @@ def test_without_gradients_nothing_is_put_on_the_graph() -> None:
     model, contract, autocast = prepared(mlp())
     with torch.no_grad():
         run(model, contract, autocast)
+
+
+# -- FP8 and rules -----------------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+
+
+def float8() -> PrecisionPolicy:
+    return PrecisionPolicy.named("fp8").on(torch.device("cpu"))
+
+
+def test_fp8_modules_keep_the_contract() -> None:
+    model, contract, autocast = prepared(wide(), float8())
+    assert contract.float8_modules == ("1",)
+    run(model, contract, autocast).float().sum().backward()
+    assert model[1]._parameters["weight"].grad.dtype == LOW
+
+
+def test_a_module_that_does_not_run_in_fp8_is_seen() -> None:
+    model, contract, autocast = prepared(wide(), float8())
+    model[1].__class__ = nn.Linear
+    with pytest.raises(ContractError, match="module '1' is called as Linear; the contract says that its"):
+        run(model, contract, autocast)
+    assert num_hooks(model) == 0
+
+
+def test_fp8_products_of_another_recipe_are_seen() -> None:
+    model, contract, autocast = prepared(wide(), float8())
+    model[1].recipe = replace(model[1].recipe, rowwise=True)
+    with pytest.raises(ContractError, match=r"module '1' multiplies by Recipe\(rowwise=True.* the contract"):
+        run(model, contract, autocast)
+
+
+def test_fp8_products_that_give_another_dtype_are_seen() -> None:
+    model, contract, autocast = prepared(wide(), float8())
+    own = type(model[1]).forward
+    model[1].forward = lambda x: own(model[1], x).float()
+    with pytest.raises(ContractError, match=r"module '1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16"):
+        run(model, contract, autocast)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_modules_of_another_format_keep_the_contract_and_give_what_is_round_them(name: str) -> None:
+    rules = {"0": "fp16", "1": "fp32", "3": "bf16"}
+    model, contract, autocast = prepared(wide(), PrecisionPolicy.named(name, rules=rules))
+    run(model, contract, autocast).float().sum().backward()
+    model[0].register_forward_hook(lambda module, args, output: output.to(torch.float64).float())
+    run(model, contract, autocast)  # a hook of the user's comes after
+    del model[0].forward
+    with pytest.raises(ContractError, match=r"module '0' \(Linear\) is called with another forward .* torch.float16"):
+        run(model, contract, autocast)
+
+
+def test_full_precision_is_no_breach_of_the_contract() -> None:
+    class Exempt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = wide()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with full_precision():
+                return self.inner(x)
+
+    model, contract, autocast = prepared(Exempt(), float8())
+    assert run(model, contract, autocast).dtype == torch.float32
 
 
 def test_wire() -> None:

@@ -20,7 +20,7 @@ from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
 from dtrain.parity.compare import BOUNDS, YARDSTICKS, Bounds, Given, Parting, first_parting, limits, measure
 from dtrain.parity.oracle import PlainTraining
-from dtrain.parity.run import References, check_oracle, run_engine
+from dtrain.parity.run import References, _choose_engines, check_oracle, run_engine
 from dtrain.parity.trajectory import Point, Trajectory
 from tests.helpers.faulty_model import FACTORY
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
@@ -212,6 +212,35 @@ def test_the_yardstick_in_fp16_lowers_its_scale_until_no_gradient_overflows() ->
     assert low.applied_steps == 1
 
 
+@pytest.mark.parametrize("magnitude", [1.0, 1e-6])
+def test_the_yardstick_in_fp8_rounds_the_operands_of_the_products_that_it_is_told(magnitude: float) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)).float().square().sum()
+
+    x = magnitude * torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    gradients = {}
+    for name, told in (("bf16", ()), ("fp8", ("first",))):
+        model = Two()
+        with torch.no_grad():
+            model.first.bias.zero_()
+        plain = PlainTraining(
+            model, OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=torch.bfloat16, float8_linears=told
+        )
+        plain.step([{"x": x}], 0.0)
+        gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    assert gradients["fp8"].keys() == gradients["bf16"].keys() == {"first.weight", "first.bias", "last.weight"}
+    for key, exact in gradients["bf16"].items():
+        error = float((gradients["fp8"][key] - exact).norm() / exact.norm())
+        # E4M3 rounds an operand by up to 6 %, E5M2 by up to 12 %; BF16 by 0.4 %
+        assert 0.01 < error < 0.15, key
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 MISTAKES = [
@@ -305,6 +334,30 @@ def test_engines_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "the same start, bit by bit"
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "logs", "parity.png", "report.json"}
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_engine_agrees_in_fp8_with_a_yardstick_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["parity.engines=[native]", "precision=fp8", "parity.ranks=1", f"run_dir={tmp_path}"]
+    assert main(["parity", *TINY, *words]) == 0
+    assert "native agrees with the oracle" in capsys.readouterr().out
+    report = report_of(tmp_path)
+    (entry,) = report["engines"]
+    off, expected = (max(run["loss"]) for run in (entry["deviations"], report["yardstick_deviations"]))
+    assert 0 < off < BOUNDS["fp8"].loss
+    assert 0 < expected < BOUNDS["fp8"].loss
+    # the products of FP8 move weights several times as far as those of BF16
+    assert max(max(series) for series in report["yardstick_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
+
+
+def test_an_engine_without_fp8_is_left_out_with_the_reason() -> None:
+    config = read_suite(["precision=fp8"], PARITY)
+    assert config is not None
+    chosen, left_out = _choose_engines(config, "fp8", torch.device("cpu"))
+    assert "deepspeed" not in chosen
+    assert {"native", "ddp"} <= set(chosen)
+    assert "cannot do precision=fp8" in left_out["deepspeed"]
 
 
 def test_the_step_and_tensor_of_a_fault_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

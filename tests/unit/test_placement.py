@@ -40,6 +40,14 @@ def test_fp32_modules_count_four_bytes_in_the_replica() -> None:
     assert got == {"compute": 2040, "main_grad": 2020, "master": 2020, "moments": 4040}
 
 
+@pytest.mark.parametrize(("stage", "compute"), [(2, 100 * 2 + 10 * 4 + 1000 * 2), (3, 560)])
+def test_fp8_weights_count_a_byte_a_plane(stage: int, compute: int) -> None:
+    got = memory_formula(
+        STAGES[stage], low_numel=100, fp32_numel=10, low_bytes=2, world_size=4, float8_numel=1000, float8_bytes=2
+    )
+    assert got == {"compute": compute, "main_grad": 1110, "master": 1110, "moments": 2220}
+
+
 def test_a_share_is_rounded_up() -> None:
     got = memory_formula(STAGES[2], low_numel=0, fp32_numel=1, low_bytes=4, world_size=3)
     assert got == {"compute": 4, "main_grad": 2, "master": 2, "moments": 3}

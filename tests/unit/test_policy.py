@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError, ContractError, ModelError
+from dtrain.precision.contract import Contract
 from dtrain.precision.forward import set_matmul_precision
-from dtrain.precision.policy import Contract, PrecisionPolicy, check_trainable, is_fp32_class
+from dtrain.precision.policy import PrecisionPolicy, check_trainable
+from dtrain.precision.rules import is_fp32_class
 from tests.helpers.zoo import make
 
 CPU = torch.device("cpu")
@@ -133,25 +135,25 @@ def test_a_block_named_after_its_norm_is_not_a_norm() -> None:
 
 def test_patterns_keep_whole_modules_in_fp32() -> None:
     model = make("transformer").build(0)
-    contract = PrecisionPolicy.named("bf16", fp32_modules=["blocks.1", "*.qkv", "head"]).resolve(model)
+    contract = PrecisionPolicy.named("bf16", rules={"blocks.1": "fp32", "*.qkv": "fp32", "head": "fp32"}).resolve(model)
     for name, dtype in contract.replica_dtypes.items():
         kept = "norm" in name or "qkv" in name or name.startswith(("blocks.1.", "head."))
         assert dtype == (FP32 if kept else BF16), name
 
 
 def test_a_star_keeps_everything() -> None:
-    contract = PrecisionPolicy.named("bf16", fp32_modules=["*"]).resolve(make("transformer").build(0))
+    contract = PrecisionPolicy.named("bf16", rules={"*": "fp32"}).resolve(make("transformer").build(0))
     assert set(contract.replica_dtypes.values()) == {FP32}
 
 
 def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
-    policy = PrecisionPolicy.named("bf16", fp32_modules=["embeding"])
-    with pytest.raises(ConfigError, match=r"pattern 'embeding' matches no module; did you mean 'embedding'\?"):
+    policy = PrecisionPolicy.named("bf16", rules={"embeding": "fp32"})
+    with pytest.raises(ConfigError, match=r"rule 'embeding' matches no module; did you mean 'embedding'\?"):
         policy.resolve(make("transformer").build(0))
 
 
 def test_a_parameter_tied_between_fp32_and_low_is_fp32() -> None:
-    contract = PrecisionPolicy.named("bf16", fp32_modules=["head"]).resolve(make("tied").build(0))
+    contract = PrecisionPolicy.named("bf16", rules={"head": "fp32"}).resolve(make("tied").build(0))
     assert contract.replica_dtypes["embedding.weight"] == FP32
     assert "head.weight" not in contract.replica_dtypes
 
@@ -159,7 +161,7 @@ def test_a_parameter_tied_between_fp32_and_low_is_fp32() -> None:
 def test_a_second_name_of_a_module_is_a_name() -> None:
     model = nn.ModuleDict({"first": nn.Linear(4, 4)})
     model["second"] = model["first"]
-    contract = PrecisionPolicy.named("bf16", fp32_modules=["second"]).resolve(model)
+    contract = PrecisionPolicy.named("bf16", rules={"second": "fp32"}).resolve(model)
     assert contract.replica_dtypes == {"first.weight": FP32, "first.bias": FP32}
 
 
@@ -203,8 +205,8 @@ def test_the_contract_says_everything_once() -> None:
 def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, name: str, why: str) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
-    policy = PrecisionPolicy.named("auto", fp32_modules=["head"]).on(CPU)
-    assert (policy.name, policy.fp32_modules) == (name, ("head",))
+    policy = PrecisionPolicy.named("auto", rules={"head": "fp32"}).on(CPU)
+    assert (policy.name, policy.rules) == (name, (("head", "fp32"),))
     first = policy.resolve(make("transformer").build(0)).describe()[0]
     assert first.startswith(f"precision auto: {name}, because ")
     assert why in first

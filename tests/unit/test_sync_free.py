@@ -81,6 +81,11 @@ def test_nothing_is_read_in_a_step(stage: int, options: dict[str, Any]) -> None:
     assert steps_without_reads(0, 1, {"zero_stage": stage, **options}) == [True, True, False, True]
 
 
+def test_nothing_is_read_in_a_step_whose_gradients_are_measured() -> None:
+    calibrated = dtrain.LossScale("calibrated", init=64.0, calibration_steps=2)
+    assert steps_without_reads(0, 1, {"precision": "fp16", "loss_scale": calibrated}) == [True, True, False, True]
+
+
 def all_without_reads(rank: int, world: int, stage: int) -> list[list[bool]]:
     options = [{"precision": "bf16"}, {"precision": "fp16", "loss_scale": DYNAMIC}]
     options += [{"precision": "bf16", "reproducible": True}]

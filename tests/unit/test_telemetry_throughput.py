@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from dtrain.telemetry.throughput import PEAKS, StepTimer, device_name, mfu
+from dtrain.telemetry.throughput import StepTimer, device_name, mfu
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,8 @@ def test_an_unknown_device_has_no_mfu(device: str) -> None:
     assert mfu(device, "bf16", 1e12) is None
 
 
-def test_an_unknown_precision_has_no_mfu() -> None:
+def test_products_of_several_formats_have_no_mfu() -> None:
     assert mfu("NVIDIA H200", "fp8", 1e12) is None
-
-
-def test_formats_are_never_slower_than_wider_ones() -> None:
-    assert all(peak.half > peak.tf32 > peak.fp32 for peak in PEAKS.values())
 
 
 def test_cpu_is_named() -> None:

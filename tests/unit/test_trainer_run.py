@@ -16,6 +16,7 @@ import torch
 
 from dtrain.config.resolve import compose
 from dtrain.errors import DtrainError
+from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train import run
 from dtrain.train.run import run_training
@@ -67,6 +68,7 @@ def test_a_run_leaves_what_it_promises(whole: Path) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "precision.json",
         "summary.json",
     ]
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
@@ -74,6 +76,7 @@ def test_a_run_leaves_what_it_promises(whole: Path) -> None:
     assert [line["step"] for line in curve] == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in curve if "val_loss" in line] == [2, 4]
     summary = json.loads((whole / "summary.json").read_text())
+    assert json.loads((whole / "precision.json").read_text()) == summary["contract"]
     assert (summary["finished"], summary["steps"], summary["skipped_steps"]) == (True, 4, 0)
     assert summary["tokens"] == curve[-2]["tokens"] == 4 * 4 * 64
     assert summary["val_loss"] == curve[-1]["val_loss"]
@@ -148,7 +151,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Pat
             "engine.zero_stage=3 engine.keep_gathered=[hed]",
             "keep_gathered pattern 'hed' matches no parameter and no module that has one; did you mean 'head'?",
         ),
-        ("precision.fp32_modules=[hed]", "fp32_modules pattern 'hed' matches no module; did you mean 'head'?"),
+        ("precision.rules={hed:fp32}", "precision rule 'hed' matches no module; did you mean 'head'?"),
     ],
 )
 def test_what_the_model_or_the_device_refuses_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
@@ -179,6 +182,7 @@ def _torch_settings() -> list[Any]:
         torch.backends.cudnn.benchmark,
         torch.backends.cudnn.allow_tf32,
         torch.get_float32_matmul_precision(),
+        [getattr(torch.backends.cuda.matmul, name) for name in REDUCED_SUMS],
     ]
 
 

@@ -191,11 +191,16 @@ def test_what_may_differ_is_no_disagreement() -> None:
     free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
     assert free == {
         "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
-        "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
+        "max_abs_grad", "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
     }  # fmt: skip
     other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
     assert find_disagreement([record(), other]) is None
     assert verdict_on([record(), other]).reason != "diverged"
+
+
+def test_the_largest_gradient_is_that_of_all_ranks_without_the_scale() -> None:
+    records = [record(max_abs_grad=3.0), record(max_abs_grad=24.0), record()]  # under a loss scale of 8
+    assert verdict_on(records).max_abs_grad == 3.0
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------

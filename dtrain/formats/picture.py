@@ -1,0 +1,117 @@
+"""The picture of the formats: how large their rounding errors are, and where their numbers end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, LEAST_GRADIENT, TF32, FloatFormat
+
+
+@dataclass(frozen=True)
+class _Style:
+    color: str  # Okabe and Ito's, which colour-blind readers tell apart
+    dash: str
+    width: float
+
+
+# TF32 and FP16 have the same error where both have numbers: one is seen through the other
+_STYLES = {
+    FP32: _Style("#0072B2", "-", 1.8),
+    TF32: _Style("#56B4E9", "-", 5.0),
+    BF16: _Style("#009E73", "-", 1.8),
+    FP16: _Style("#D55E00", "--", 1.8),
+    FP8_E4M3: _Style("#CC79A7", "-", 1.8),
+    FP8_E5M2: _Style("#E69F00", "-.", 1.8),
+}
+_EXPONENTS = range(-152, 132)
+_LOST = 1.0  # the relative error of what becomes 0
+_TOP = 30.0  # where the error of Inf is drawn
+
+
+def draw(path: Path) -> None:
+    """Writes a PNG."""
+    figure = Figure(figsize=(9, 7.2), dpi=110, layout="constrained")
+    errors, ranges = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2.4))
+    _draw_errors(errors)
+    _draw_ranges(ranges)
+    for axes in (errors, ranges):
+        axes.set_xscale("log")
+        axes.set_xlim(1e-47, 1e41)
+        axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.axvline(LEAST_GRADIENT, color="#7f7f7f", linewidth=1.2, linestyle=":")
+        axes.axvline(9e4, color="#7f7f7f", linewidth=1.2, linestyle=":")
+    ranges.set_xlabel("magnitude of the number")
+    ranges.xaxis.set_major_locator(LogLocator(numticks=10))
+    ranges.xaxis.set_minor_locator(NullLocator())
+    figure.legend(loc="outside upper center", ncols=6, fontsize=9, frameon=False)
+    errors.set_title("Mantissa bits set how exact a format is, exponent bits how far it reaches", fontsize=12)
+    figure.savefig(path)
+
+
+def worst_errors(floats: FloatFormat, exponents: Sequence[int] = _EXPONENTS) -> tuple[list[float], list[float]]:
+    """The starts of the binades [2^e, 2^(e + 1)), and the largest relative error of a number in each.
+
+    Inf where that becomes Inf.
+    """
+    points = [_worst(floats, exponent) for exponent in exponents]
+    return [math.ldexp(1.0, exponent) for exponent in exponents], points
+
+
+def _worst(floats: FloatFormat, exponent: int) -> float:
+    # the worst number lies half a step above the power of two; where half a step leaves the binade, at its start
+    start = Fraction(2) ** exponent
+    half_step = Fraction(2) ** (max(exponent, floats.min_exponent) - floats.mantissa_bits - 1)
+    number = start + half_step if half_step < start else start
+    value = floats.rounded(number).value
+    return float(abs(Fraction(value) - number) / number) if math.isfinite(value) else math.inf
+
+
+def _draw_errors(axes: Axes) -> None:
+    axes.set_yscale("log")
+    for floats, style in _STYLES.items():
+        starts, errors = worst_errors(floats)
+        axes.step(
+            starts,
+            [min(error, _TOP) for error in errors],
+            style.dash,
+            where="post",
+            color=style.color,
+            linewidth=style.width,
+            label=floats.name,
+        )
+    axes.axhline(_LOST, color="black", linewidth=0.8)
+    axes.set_ylim(2e-8, _TOP)
+    axes.set_ylabel("relative error of rounding, worst case")
+    axes.text(3e-46, 1.4, "at 1 the number is lost", fontsize=9)
+    axes.text(3e-46, 11, "at the top it is Inf", fontsize=9)
+    note: dict[str, Any] = {"fontsize": 9, "backgroundcolor": "white", "va": "center"}
+    axes.text(LEAST_GRADIENT / 4, 2e-6, "gradients down to\n$2^{-27}$ mattered", ha="right", **note)
+    axes.text(3.6e5, 2e-6, "300 x 300 = 90,000", **note)
+
+
+def _draw_ranges(axes: Axes) -> None:
+    order = FORMATS[::-1]
+    for row, floats in enumerate(order):
+        color = _STYLES[floats].color
+        for start, stop, alpha in (
+            (floats.min_subnormal, floats.min_normal, 0.4),
+            (floats.min_normal, floats.max, 1.0),
+        ):
+            axes.barh(row, stop - start, left=start, height=0.62, color=color, alpha=alpha)
+        if floats.max < 1e6:  # the bar has no room for it
+            axes.text(1e6, row, f"{floats.min_subnormal:.2g} to {floats.max:,.0f}", va="center", fontsize=9)
+        else:
+            span = f"{floats.min_subnormal:.2g} to {floats.max:.3g}"
+            axes.text(1e22, row, span, va="center", ha="center", fontsize=9, color="white", weight="bold")
+    axes.set_yticks(range(len(order)), [floats.name for floats in order])
+    axes.set_ylabel("range\n(pale: subnormal)")

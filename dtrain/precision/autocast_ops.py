@@ -1,0 +1,127 @@
+"""What a device's own autocast lacks: the operations that it should, and does not, compute in FP32 or low.
+
+Products and convolutions are low; softmax, norms, losses, reductions and ``linalg`` are FP32. PyTorch's lists differ
+between CPU and CUDA and leave gaps in both: CPU's softmax and norms stay low, CUDA's ``linalg`` raises. The gaps are
+filled with kernels registered with the dispatcher under the device's autocast key, so that composite functions
+(attention with weights, ``gumbel_softmax``, ``torch.det``) are covered as well. They act only inside :func:`enabled`;
+elsewhere a user's own autocast stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NORMS = ("softmax.int", "log_softmax.int", "layer_norm", "group_norm", "rms_norm", "instance_norm", "batch_norm")
+# functions made of others are listed only where they refuse low inputs, or multiply matrices
+_REDUCTIONS = (
+    *("sum", "sum.dim_IntList", "nansum", "mean", "mean.dim", "prod", "prod.dim_int"),
+    *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction", "cov", "trace"),
+    *("cumsum", "cumprod", "logcumsumexp", "logsumexp"),
+    *("norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim_dtype", "renorm"),
+    *("linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "nuclear_norm", "nuclear_norm.dim"),
+    *("dist", "pdist", "cdist", "cosine_similarity"),
+)
+_LINALG = (
+    *("linalg_inv", "linalg_inv_ex", "inverse", "linalg_pinv", "linalg_pinv.atol_rtol_tensor"),
+    *("linalg_pinv.atol_rtol_float", "linalg_tensorinv", "linalg_matrix_power", "linalg_matrix_exp"),
+    *("linalg_solve", "linalg_solve_ex", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve"),
+    *("linalg_tensorsolve", "linalg_lstsq", "linalg_cond", "linalg_matrix_rank"),
+    *("linalg_det", "_linalg_det", "logdet", "linalg_slogdet", "_linalg_slogdet"),
+    *("linalg_cholesky", "linalg_cholesky_ex", "cholesky", "cholesky_inverse", "cholesky_solve"),
+    *("linalg_qr", "qr", "geqrf", "ormqr", "linalg_householder_product"),
+    *("linalg_svd", "_linalg_svd", "svd", "linalg_svdvals"),
+    *("linalg_eig", "linalg_eigvals", "linalg_eigh", "_linalg_eigh", "linalg_eigvalsh"),
+    *("linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_lu_solve", "lu_solve", "_lu_with_info"),
+    *("linalg_ldl_factor", "linalg_ldl_factor_ex", "linalg_ldl_solve"),
+)
+_LOSSES = ("ctc_loss.IntList", "ctc_loss.Tensor")  # all others are on both devices' own lists, or made of such
+_FP32 = (*_NORMS, *_REDUCTIONS, *_LINALG, *_LOSSES)
+_PRODUCTS = (
+    *("mv", "addmv", "addr", "dot", "vdot", "bilinear", "chain_matmul", "linalg_multi_dot"),
+    *("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+)
+_LOW = (torch.bfloat16, torch.float16)
+_NARROW = (*_LOW, torch.float32)
+
+_depth = 0  # of nested `enabled`; a device's backward has a thread of its own, and no second forward runs meanwhile
+
+
+@contextmanager
+def enabled(device_type: str) -> Iterator[None]:
+    """Inside, and under autocast of ``cpu`` or ``cuda``, the listed functions run in FP32, or low.
+
+    For backward as well: activation checkpointing runs forwards again there, under the autocast it has saved.
+    """
+    global _depth
+    _register(device_type)
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def to_fp32(value: Any) -> Any:
+    """``value``, in FP32 where it is a BF16 or FP16 tensor."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+
+
+@cache
+def _register(device_type: str) -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    key = f"Autocast{device_type.upper()}"
+
+    def fill_gaps(names: tuple[str, ...], cast: Callable[[Any], Any]) -> None:
+        for name in names:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                library.impl(name, _casting(name, cast, device_type), key, with_keyset=True)
+
+    fill_gaps(_FP32, to_fp32)
+    fill_gaps(_PRODUCTS, lambda value: _to_autocast_dtype(value, device_type))
+    if device_type == "cpu":
+        library.impl("embedding", _embedding, key)
+    return library  # cached, because the registration ends with it
+
+
+def _casting(name: str, cast: Callable[[Any], Any], device_type: str) -> Callable[..., Any]:
+    op, _, overload = name.partition(".")
+    function = getattr(getattr(torch.ops.aten, op), overload or "default")
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _depth:
+            return function.redispatch(keys & below, *args, **kwargs)  # as if nothing were registered
+        # as torch.autocast(enabled=False), which takes longer than a small operation
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            return function(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    return kernel
+
+
+def _to_autocast_dtype(value: Any, device_type: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(torch.get_autocast_dtype(device_type)) if value.dtype in _NARROW else value
+    if isinstance(value, (list, tuple)):
+        return [_to_autocast_dtype(part, device_type) for part in value]
+    return value
+
+
+def _embedding(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """A look-up in FP32 where there will be a gradient.
+
+    CPU adds the gradient rows of a repeated token one by one in the table's dtype, and a BF16 sum stops growing after
+    some 256 equal addends; CUDA sums them in FP32 by itself.
+    """
+    table = weight.float() if _depth and torch.is_grad_enabled() else weight
+    with torch.autocast("cpu", enabled=False):
+        rows: Tensor = torch.ops.aten.embedding.default(table, indices, *args, **kwargs)
+    return rows.to(weight.dtype)

@@ -1,0 +1,139 @@
+"""``Float8Linear``: a Linear whose three products - output, input gradient, weight gradient - are FP8."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dtrain.errors import ModelError
+from dtrain.precision.float8.matmul import multiply
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.scaling import E4M3, Quantised, quantise, quantise_both
+from dtrain.precision.float8.weights import LocalWeights, WeightSource
+from dtrain.precision.regions import is_exempt
+
+_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Float8Linear(nn.Linear):
+    """A Linear whose products are FP8, its bias added in the output's dtype. Made by :func:`convert`.
+
+    In a :func:`dtrain.full_precision` region it multiplies in FP32, with the weight that FP8 has left of it.
+    """
+
+    recipe: Recipe
+    source: WeightSource
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[N, K] in the dtype of the parameter, dequantised where that holds no numbers; gradients flow through it."""
+        return self.source.dequantised(self._parameter)
+
+    @property
+    def _parameter(self) -> Tensor:
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., K] in FP32, BF16 or FP16, to [..., N] in the recipe's dtype.
+
+        Raises:
+            ModelError: another dtype or another last dimension.
+        """
+        if x.dtype not in _INPUTS or not x.dim() or x.shape[-1] != self.in_features:
+            raise ModelError(
+                f"an FP8 Linear takes FP32, BF16 or FP16 [..., {self.in_features}]; got {x.dtype} {list(x.shape)}; "
+                f"cast the input, or keep the module out of FP8 by a rule"
+            )
+        if is_exempt(x.device.type):
+            return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        y: Tensor = _Product.apply(x, self._parameter, self.recipe, self.source, torch.is_grad_enabled())
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def extra_repr(self) -> str:
+        """With the recipe."""
+        return f"{super().extra_repr()}, float8=({self.recipe.describe()})"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Float8Linear:
+        """A copy owns its weight, and casts it itself."""
+        weight = self._parameters.get("weight")  # where weights are sharded, an index would ask for them
+        assert weight is not None
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        values = self.source.dequantised(weight).detach().clone()
+        memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"source": LocalWeights(self.recipe)}, memo))
+        return copied
+
+
+def convert(module: nn.Linear, recipe: Recipe, source: WeightSource | None = None) -> Float8Linear:
+    """``module`` itself, which computes in FP8 from now on; its parameters, hooks and name stay.
+
+    Args:
+        module: not a subclass of ``nn.Linear``, whose own forward would be lost.
+        recipe: of its products.
+        source: of its weight; by default the parameter, cast in each forward.
+    """
+    module.__class__ = Float8Linear
+    assert isinstance(module, Float8Linear)
+    module.recipe, module.source = recipe, source or LocalWeights(recipe)
+    return module
+
+
+class _Product(torch.autograd.Function):
+    """What is saved of the input is its transpose in FP8, [K, M]: the right operand of the weight gradient.
+
+    Both gradients have the recipe's dtype; autograd casts them to that of the input and of the parameter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, source: WeightSource, records: bool) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        right, of_weight = source.forward(weight)
+        of_input: tuple[Tensor, ...] = ()
+        if records and ctx.needs_input_grad[1]:
+            left, columns = quantise_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
+            of_input = (columns.values, columns.scale)
+        else:
+            left = quantise(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
+        ctx.save_for_backward(*of_input, *(of_weight if ctx.needs_input_grad[0] else ()))
+        ctx.recipe, ctx.source, ctx.x_shape, ctx.weight_shape = recipe, source, x.shape, weight.shape
+        y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
+        # an output that autograd knows as a view could not be changed in place, as by nn.ReLU(inplace=True)
+        shape = (*x.shape[:-1], weight.shape[0])
+        output: Tensor = torch.ops.aten._unsafe_view(y[:, : weight.shape[0]].contiguous(), shape)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        recipe: Recipe = ctx.recipe
+        saved = ctx.saved_tensors
+        rows = grad.reshape(-1, ctx.weight_shape[0])
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        how = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
+        if needs_dx and needs_dw:
+            left, columns = quantise_both(rows, recipe.grad_dtype, **how)
+        elif needs_dx:
+            left = quantise(rows, recipe.grad_dtype, **how)
+        else:
+            columns = quantise(rows.t(), recipe.grad_dtype, **how)
+        dx = dw = None
+        if needs_dw:
+            right = Quantised(saved[0], saved[1])
+            dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
+        if needs_dx:
+            right = ctx.source.backward(*(saved[2:] if needs_dw else saved))
+            dx = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate)
+            dx = dx[:, : ctx.x_shape[-1]].reshape(ctx.x_shape)
+        return dx, dw, None, None, None

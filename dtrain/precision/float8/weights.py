@@ -1,0 +1,155 @@
+"""Where a Float8Linear finds its weight in FP8, and what of it is kept."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dtrain.precision.float8.matmul import operand
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.scaling import E4M3, Quantised, dequantise, quantise
+
+
+class WeightSource(Protocol):
+    """Gives a Float8Linear its weight [N, K] as the right operand of both products that need it."""
+
+    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+        """For the output: [N, K] as :func:`dtrain.precision.float8.matmul.operand` makes it, and its scale.
+
+        Also the tensors that autograd saves and gives to :meth:`backward`.
+        """
+
+    def backward(self, *saved: Tensor) -> Quantised:
+        """For the gradient of the input: [K, N]; rowwise with a scale for each of its K rows."""
+
+    def dequantised(self, weight: Tensor) -> Tensor:
+        """The weight in the dtype of ``weight``, for whoever reads it as a tensor; gradients flow to ``weight``."""
+
+
+class LocalWeights:
+    """Casts the weight that the forward finds, and again in backward: it keeps nothing, and no FP8 is saved.
+
+    For weights that come and go: what autograd saves is the parameter, which is freed and gathered as ever.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+        """See :class:`WeightSource`."""
+        own = quantise(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantised(operand(own.values, emulate=self._recipe.emulate), own.scale), (weight,)
+
+    def backward(self, *saved: Tensor) -> Quantised:
+        """See :class:`WeightSource`."""
+        (weight,) = saved
+        own = quantise(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantised(operand(own.values, emulate=self._recipe.emulate), own.scale)
+
+    def dequantised(self, weight: Tensor) -> Tensor:
+        """The parameter itself."""
+        return weight
+
+
+class QuantisedWeights(ABC):
+    """A weight that is held in FP8. What products need of it beside is made once, and kept until :meth:`refresh`.
+
+    Args:
+        recipe: of the module.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._operands: dict[tuple[int, bool], Tensor] = {}
+
+    @abstractmethod
+    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        """The weight for the output, and for the gradient of the input; both [N, K], row-major.
+
+        Tensorwise both are one. Rowwise the first has a scale for each of its N rows; the second one for each of its K
+        columns, [K]: it becomes the rows of the transpose.
+        """
+
+    @abstractmethod
+    def dequantised(self, weight: Tensor) -> Tensor:
+        """See :class:`WeightSource`."""
+
+    def refresh(self) -> None:
+        """The planes have other values now, or other memory, or none."""
+        self._operands.clear()
+
+    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+        """See :class:`WeightSource`."""
+        rows, columns = self.planes(weight)
+        return Quantised(self._operand(rows.values, transposed=False), rows.scale), (columns.values, columns.scale)
+
+    def backward(self, *saved: Tensor) -> Quantised:
+        """See :class:`WeightSource`."""
+        values, scale = saved
+        return Quantised(self._operand(values, transposed=True), scale)
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept now, each with memory of its own."""
+        return [kept for (plane, _), kept in self._operands.items() if kept.data_ptr() != plane]
+
+    def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
+        emulate = self._recipe.emulate
+        key = (values.data_ptr(), transposed and not emulate)  # decoded numbers are not copied to be transposed
+        if key not in self._operands:
+            self._operands[key] = operand(values, emulate=emulate, transposed=key[1])
+        return self._operands[key].t() if transposed and emulate else self._operands[key]
+
+
+class KeptWeights(QuantisedWeights):
+    """Casts the weight when it is first needed, and keeps that until :meth:`refresh`: once a step, if called then."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._planes: tuple[Quantised, Quantised] | None = None
+
+    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        """See :class:`QuantisedWeights`."""
+        if self._planes is None:
+            with torch.inference_mode(False):  # training will need what an evaluation has cast
+                self._planes = self._cast(weight.detach())
+        return self._planes
+
+    def _cast(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        rows = quantise(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        if not self._recipe.rowwise:
+            return rows, rows
+        columns = quantise(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
+        return rows, Quantised(columns.values.t().contiguous(), columns.scale)
+
+    def dequantised(self, weight: Tensor) -> Tensor:
+        """The parameter itself."""
+        return weight
+
+    def tensors(self) -> list[Tensor]:
+        """The planes as well."""
+        planes = {plane.values.data_ptr(): plane.values for plane in self._planes or ()}
+        return [*planes.values(), *super().tensors()]
+
+    def refresh(self) -> None:
+        """The weight has changed."""
+        super().refresh()
+        self._planes = None
+
+
+class _Dequantised(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+        return dequantise(Quantised(values, scale)).to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def dequantised(weight: Tensor, rows: Quantised) -> Tensor:
+    """What ``rows`` [N, K] stand for, in the dtype of ``weight``; gradients flow through it to ``weight``."""
+    result: Tensor = _Dequantised.apply(weight, rows.values, rows.scale)
+    return result

@@ -1,0 +1,13 @@
+"""Shows the number formats; the same as ``dtrain formats``."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+if importlib.util.find_spec("dtrain") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dtrain.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main(["formats", *sys.argv[1:]]))

@@ -1,0 +1,435 @@
+"""FP8 on the native engine: the same bits at every stage and world size, through checkpoints and skipped steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.distributed.collectives import Communicator
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import ContractError, UsageError
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.float8.scaling import E4M3, cast, quantise, scale_of
+from dtrain.sharding.float8_scales import HEAD_ROOM, DelayedScales
+from tests.distributed.test_memory import Stack as WideStack
+from tests.distributed.test_memory import measure
+from tests.helpers import gather_models
+from tests.helpers.float8_models import DIM, VARIANTS, Model, batch, planes, start, train
+from tests.helpers.host_reads import forbidden, like_a_gpu
+from tests.helpers.ranks import run_ranks
+
+STEPS = range(4)
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def digest(tensors: dict[str, Tensor]) -> str:
+    content = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        content.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+# -- the bits ----------------------------------------------------------------------------------------------------------
+
+
+def bits_of_stages(rank: int, world: int, stages: range, reproducible: bool) -> dict[str, list[tuple[Any, str]]]:
+    found: dict[str, list[tuple[Any, str]]] = {variant: [] for variant in VARIANTS}
+    for variant, own in found.items():
+        for stage in stages:
+            engine = start(variant, zero_stage=stage, reproducible=reproducible)
+            losses = train(engine, STEPS)
+            own.append((losses, digest(engine.master_state())))
+            assert engine.memory()["gathered"] == 0
+    return found
+
+
+@functools.cache
+def bits(world: int, stages: range, reproducible: bool = True) -> dict[str, list[tuple[Any, str]]]:
+    found: list[dict[str, list[tuple[Any, str]]]] = run_ranks(world, bits_of_stages, stages, reproducible)
+    return found[0]
+
+
+@pytest.mark.parametrize(("world", "stages"), [(2, range(4)), (4, range(1, 4, 2))])
+def test_equal_bits(world: int, stages: range) -> None:
+    for variant, (reference,) in bits(1, range(1)).items():
+        losses, _ = reference
+        assert losses[-1] < 0.8 * losses[0], "it learns"
+        assert bits(world, stages)[variant] == [reference] * len(stages), variant
+
+
+def test_recipes_and_the_plain_order_differ() -> None:
+    """The controls: the test above can fail."""
+    alone = bits(1, range(1))
+    assert alone["tensorwise"] != alone["rowwise"]
+    assert bits(2, range(1), False)["tensorwise"] != alone["tensorwise"]
+
+
+MODELS = [
+    "plain", "checkpointed_blocks", "checkpointed_inside", "reused", "interleaved", "branching", "dicts",
+    "encoder_layers", "detached", "lists_in_lists",
+]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"prefetch": 0},
+    {"reshard_after_forward": False, "prefetch": 2},
+    {"keep_gathered": ["blocks.1"]},
+]
+
+
+def differs_from_stage_2(rank: int, world: int) -> list[str]:
+    gather_models.DIM = DIM  # what is too small is no FP8 product
+
+    def run(name: str, variant: str, stage: int, **options: Any) -> tuple[list[float], str]:
+        engine = start(variant, gather_models.build(name), zero_stage=stage, reproducible=True, **options)
+        assert len(engine.contract.float8_modules) >= 2, name
+        losses = []
+        for step in range(2):
+            for index in engine.accumulate([rank, world + rank]):
+                engine.backward(engine(gather_models.batch(step, index)))
+            losses.append(engine.step().loss)
+        return losses, digest(engine.master_state())
+
+    wrong = []
+    for number, name in enumerate(MODELS):
+        variant = list(VARIANTS)[number % 3]
+        options = OPTIONS[number % 4]
+        if run(name, variant, 3, **options) != run(name, variant, 2):
+            wrong.append(f"{name} {variant} {options}")
+    return wrong
+
+
+def test_stage_3_gathers_what_odd_models_need() -> None:
+    assert run_ranks(2, differs_from_stage_2) == [[], []]
+
+
+# -- the replicas ------------------------------------------------------------------------------------------------------
+
+
+def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
+    """After some steps each Linear finds what its master gives when it is cast whole, once, with one scale."""
+    engine = start(variant, zero_stage=2)
+    before = engine.master_state()
+    for step in range(3):
+        largest = {name: w.abs().amax() for name, w in before.items()}
+        train(engine, [step])
+        before = engine.master_state()
+        for name in engine.contract.float8_modules if rank == 0 else ():
+            module = engine.module.get_submodule(name)
+            assert isinstance(module, Float8Linear)
+            master, key = before[f"{name}.weight"], f"{name}.weight"
+            found = module.source.planes(module._parameters["weight"])  # type: ignore[attr-defined]
+            if variant == "delayed":
+                scale = scale_of(HEAD_ROOM * largest[key], E4M3)
+                want = [(cast(master, scale, E4M3), scale)]
+            else:
+                rows = quantise(master, E4M3, rowwise=variant == "rowwise")
+                want = [(rows.values, rows.scale)]
+            if variant == "rowwise":
+                columns = quantise(master.t(), E4M3, rowwise=True)
+                want.append((columns.values.t(), columns.scale))
+            for plane, (values, scale) in zip(found, want, strict=False):
+                assert torch.equal(plane.values.view(torch.uint8), values.contiguous().view(torch.uint8))
+                assert torch.equal(plane.scale, scale)
+            error = (module.weight - master).abs()
+            assert (error <= 0.08 * master.abs() + 0.002 * master.abs().amax()).all(), "half a unit of E4M3, and BF16"
+            assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
+
+
+@every_variant
+def test_replicas_are_the_masters_cast(variant: str) -> None:
+    run_ranks(2, planes_are_the_masters, variant)
+
+
+def skipped(rank: int, world: int, variant: str) -> list[Any]:
+    """What changes in a step that one rank's overflow skips: nothing."""
+    engine = start(variant, zero_stage=3)
+    train(engine, [0, 1, 2])
+    if isinstance(engine.state.scales, DelayedScales):
+        next_scale = engine.state.scales._next
+        assert not torch.equal(next_scale, planes(engine)["scales"]), "an update would cast with other scales"
+
+    def state() -> dict[str, Tensor]:
+        kinds = {kind: arena for kind, arena in engine.state.storages().items() if kind in ("master", "moments")}
+        return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | planes(engine)
+
+    before = state()
+    loss = engine(batch(3, rank))
+    engine.backward(loss * (math.inf if rank == 1 else 1.0))
+    outcome = engine.step()
+    same = {name: torch.equal(tensor, before[name]) for name, tensor in state().items()}
+    train(engine, [3])
+    moved = digest(planes(engine)) != digest({name: before[name] for name in planes(engine)})
+    return [outcome.applied, [name for name, equal in same.items() if not equal], moved]
+
+
+@every_variant
+@pytest.mark.parametrize("how", ["update", "load"])
+def test_an_overflow_in_a_weight_is_not_hidden(variant: str, how: str, tmp_path: Path) -> None:
+    """E4M3 has no Inf, and the cast makes 448 of it, which nobody would notice."""
+    engine = start(variant)
+    train(engine, [0])
+    slot = next(layout.slots[0] for layout in engine.state.layouts if layout.dtype == E4M3)
+    segment = next(s for s in engine.state.arena.segments if slot in s.layout.slots)
+    engine.state.master[segment.arena_start + slot.start + 17] = math.inf
+    if how == "update":
+        (_,) = train(engine, [1])  # computes with the replicas of before
+    else:
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+    engine.backward(engine(batch(2, 0)))
+    outcome = engine.step()
+    assert not outcome.applied
+    assert outcome.reason == "nonfinite_loss"
+
+
+@every_variant
+def test_a_skipped_step_keeps_every_bit(variant: str) -> None:
+    for applied, changed, moved in run_ranks(2, skipped, variant):
+        assert not applied
+        assert changed == []
+        assert moved, "the next step changes them, so the test can fail"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.half(),
+        lambda module: setattr(module._parameters["weight"], "data", torch.ones(3 * DIM, DIM, dtype=torch.bfloat16)),
+        lambda module: module._parameters["weight"].requires_grad_(False),
+    ],
+    ids=["half", "data", "frozen"],
+)
+def test_a_replaced_weight_is_noticed(change: Callable[[nn.Module], Any], stage: int) -> None:
+    engine = start(zero_stage=stage)
+    engine.backward(engine(batch(0, 0)))
+    change(engine.module.blocks[0].up)  # type: ignore[index,union-attr]
+    with pytest.raises(ContractError, match=r"'blocks.0.up.(weight|bias)' (no longer lies|was frozen)"):
+        engine.step()
+
+
+def reads_outside(rank: int, world: int) -> str:
+    engine = start(zero_stage=3)
+    with pytest.raises(UsageError) as caught:
+        _ = engine.module.blocks[0].up.weight  # type: ignore[index,union-attr]
+    return str(caught.value)
+
+
+def test_a_sharded_weight_is_not_read_outside_its_forward() -> None:
+    assert "'blocks.0.up.weight' is read outside a forward" in run_ranks(2, reads_outside)[0]
+
+
+def copied(rank: int, world: int) -> list[bool]:
+    found = []
+    for stage in (1, 3):
+        engine = start("rowwise", zero_stage=stage)
+        twin = copy.deepcopy(engine.module)
+        has_values = not any(p.isnan().any() for p in twin.parameters())
+        train(engine, [0], leaves=2)
+        twin.load_state_dict({name: 0.01 * torch.ones_like(p) for name, p in twin.named_parameters()})
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            is_finite = bool(twin(batch(0, 0)).isfinite())
+        found += [has_values, is_finite]
+    return found
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    """At stage 3, as ever, one without values until it is given some."""
+    assert run_ranks(2, copied) == [[True, True, False, True]] * 2
+
+
+@every_variant
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_host_reads_nothing(variant: str, stage: int) -> None:
+    engine = start(variant, zero_stage=stage, reproducible=True)
+    looks = like_a_gpu(engine)
+    for step in range(3):
+        inputs = [batch(step, index) for index in range(2)]
+        with forbidden():
+            for x in engine.accumulate(inputs):
+                loss = engine(x)
+                engine.backward((loss * 0).log() if step == 1 else loss)
+            outcome = engine.step()
+        assert looks == list(range(step))
+    assert outcome.applied
+    assert engine.applied_steps == 2
+
+
+def communicates(rank: int, world: int) -> None:
+    for shared in (True, False):
+        comm = Communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=shared)
+        whole, own = comm.allocate(world * 100, E4M3), comm.allocate(100, E4M3)
+        own.copy_(torch.full((100,), 2.0**rank))
+        own[7] = math.nan
+        comm.all_gather(whole, own, label="fp8").wait()
+        want = torch.cat([torch.full((100,), 2.0**other) for other in range(world)])
+        want[7::100] = math.nan
+        assert torch.equal(whole.float().nan_to_num(nan=-1.0), want.nan_to_num(nan=-1.0))
+        numbers = torch.tensor([float(rank), -float(rank), math.inf if rank == 1 else 1.0])
+        comm.all_reduce_max(numbers, label="max").wait()
+        assert numbers.tolist() == [world - 1.0, 0.0, math.inf]
+
+
+def test_fp8_travels_and_the_maximum_is_that_of_all() -> None:
+    run_ranks(3, communicates)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def state_bits(engine: NativeEngine) -> str:
+    return digest(engine.master_state() | {"scales": planes(engine)["scales"]})
+
+
+def train_and_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """Five steps, saved after the third, when delayed scales are about to change, and what a new engine finds there."""
+    found: dict[str, Any] = {}
+    for variant in VARIANTS:
+        engine = start(variant, zero_stage=2, reproducible=True)
+        train(engine, [0, 1, 2])
+        engine.save(folder / variant)
+        saved, own = engine.saved_state().get("float8"), digest(planes(engine))
+        losses = train(engine, [3, 4])
+        again = start(variant, model=Model(2), zero_stage=2, reproducible=True)
+        again.load(folder / variant)
+        found[variant] = (losses, state_bits(engine), saved, own == digest(planes(again)))
+        again.state.scales.restore(None)
+        again.state.refresh_replicas()
+        found[variant] += (own == digest(planes(again)),)
+    return found
+
+
+def load_and_train(rank: int, world: int, folder: Path, stage: int) -> dict[str, Any]:
+    found = {}
+    for variant in VARIANTS:
+        engine = start(variant, model=Model(2), zero_stage=stage, reproducible=True)
+        engine.load(folder / variant)
+        found[variant] = (train(engine, [3, 4]), state_bits(engine))
+    return found
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    straight = run_ranks(2, train_and_save, tmp_path)[0]
+    for variant, (_, _, saved, as_saved, without_scales) in straight.items():
+        assert as_saved, f"{variant}: other replicas after a load"
+        assert (saved is not None) == (variant == "delayed")
+        assert without_scales == (variant != "delayed"), "the control: delayed scales do not follow from the masters"
+    for world, stage in ((1, 1), (2, 3), (4, 2)):
+        for variant, found in run_ranks(world, load_and_train, tmp_path, stage)[0].items():
+            assert found == straight[variant][:2], f"{variant} at stage {stage} on {world} ranks"
+
+
+def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
+    low = start(precision="bf16", zero_stage=1)
+    train(low, [0, 1])
+    low.save(tmp_path / "bf16")
+    for variant in VARIANTS:
+        engine = start(variant, model=Model(2))
+        engine.load(tmp_path / "bf16")
+        assert digest(engine.master_state()) == digest(low.master_state())
+        train(engine, [2])
+        engine.save(tmp_path / variant)
+        again = start(model=Model(2), precision="bf16")
+        again.load(tmp_path / variant)
+        assert digest(again.master_state()) == digest(engine.master_state())
+        assert train(again, [3])[0] == pytest.approx(train(engine, [3])[0], rel=0.1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def measured(rank: int, world: int) -> dict[tuple[str, int], Any]:
+    def policy(recipe: str) -> Any:
+        return dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(recipe=recipe))
+
+    cases = [("tensorwise", 0), ("tensorwise", 3), ("rowwise", 2), ("rowwise", 3)]
+    return {(recipe, stage): measure(WideStack, stage, policy(recipe)) for recipe, stage in cases}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_bytes_follow_the_formula(world: int) -> None:
+    numel = sum(p.numel() for p in WideStack().parameters() if p.dim() == 2)
+    for found in run_ranks(world, measured):
+        for (recipe, stage), (live, reported, formula) in found.items():
+            where = f"{recipe} at stage {stage}: {reported} against {formula}, live {live}"
+            states = sum(reported[kind] for kind in formula)
+            assert sum(formula.values()) <= states <= 1.03 * sum(formula.values()), where
+            assert reported["gathered"] == 0, where
+            assert abs(live - sum(reported.values())) < 16 * 1024, where
+            # the first product and the last one, of eight, stay BF16; biases and norms are small
+            replicas = numel * 6 // 8 * (1 if recipe == "tensorwise" else 2) + numel * 2 // 8 * 2
+            assert reported["compute"] == pytest.approx(replicas / (world if stage == 3 else 1), rel=0.06), where
+
+
+def test_memory_counts_what_products_keep() -> None:
+    engine = start(zero_stage=2)
+    between = engine.memory()["compute"]
+    engine.backward(engine(batch(0, 0)))
+    kept = sum(4 * 96 * 32 for name in engine.contract.float8_modules)  # decoded for the emulation, padded
+    assert engine.memory()["compute"] == between + kept
+    engine.step()
+    assert engine.memory()["compute"] == between
+
+
+def test_few_collectives_a_step() -> None:
+    """A maximum for all weights, and one gather a flat buffer: biases and norms lie with the root's."""
+    assert run_ranks(2, collectives_of_a_step)[0] == {"all_reduce_max": 1, "all_gather": 4}
+
+
+def collectives_of_a_step(rank: int, world: int) -> dict[str, int]:
+    engine = start(zero_stage=2)
+    train(engine, [0], leaves=2)
+    engine.backward(engine(batch(1, rank)))
+    engine.finish_gradients()
+    before = engine.comm._num_issued
+    names: list[str] = []
+    record = engine.comm.record
+
+    def recorded(op: str, label: str, tensor: Tensor) -> str:
+        names.append(op)
+        return record(op, label, tensor)
+
+    engine.comm.record = recorded  # type: ignore[method-assign]
+    engine.step()
+    assert engine.comm._num_issued > before
+    return {op: names.count(op) for op in ("all_reduce_max", "all_gather")}
+
+
+RULES = {"blocks.0.up": "fp16", "blocks.1.down": "fp32", "first": "fp8"}
+
+
+def bits_of_rules(rank: int, world: int, stages: range) -> tuple[list[str], list[Any]]:
+    policy = dtrain.PrecisionPolicy.named("fp8", rules=RULES)
+    found = []
+    for stage in stages:
+        engine = start(precision=policy, zero_stage=stage, reproducible=True)
+        losses = train(engine, STEPS)
+        found.append((losses, digest(engine.master_state()), engine.loss_scale.scale))
+    return [layout.name for layout in engine.state.layouts], found
+
+
+def test_rules_give_buffers_of_four_formats() -> None:
+    (names, (reference,)), (_, found) = (run_ranks(w, bits_of_rules, s)[0] for w, s in ((1, range(1)), (2, range(4))))
+    root = [f"root/{dtype}" for dtype in ("float8_e4m3fn", "bfloat16", "float16", "float32")]
+    assert names == [*root, "blocks.0/float8_e4m3fn", "blocks.0/float16", "blocks.1/float8_e4m3fn"]
+    assert found == [reference] * 4

@@ -1,0 +1,77 @@
+"""A small model whose inner Linears are FP8 under ``precision="fp8"``, under any engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dtrain
+from dtrain.engine.voting import VotingEngine
+
+VOCAB, DIM, INNER, LENGTH = 24, 32, 92, 8
+FLOAT8 = [f"blocks.{number}.{name}" for number in range(2) for name in ("up", "down")]
+
+
+class Block(nn.Module):
+    """92 inner features, which 16 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, INNER)
+        self.down = nn.Linear(INNER, DIM, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Float8Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(index: int) -> Tensor:
+    """Tokens [4, LENGTH] of the micro-batch with that global index."""
+    start = torch.randint(VOCAB, (4, 1), generator=torch.Generator().manual_seed(index))
+    return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
+
+
+def start(engine: str, zero_stage: int, precision: Any = "fp8", *, seed: int = 5, **options: Any) -> VotingEngine:
+    """The model under an engine, before its first step; ``seed`` decides its weights too."""
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Float8Model()
+    built = dtrain.initialize(
+        model,
+        optimizer=dtrain.AdamW(lr=3e-3),
+        max_grad_norm=0.5,
+        seed=seed,
+        engine=engine,
+        zero_stage=zero_stage,
+        precision=precision,
+        **options,
+    )
+    assert isinstance(built, VotingEngine)
+    return built
+
+
+def train_step(engine: VotingEngine, micro_batches: int = 4) -> dtrain.StepOutcome:
+    """One step on ``micro_batches`` over all ranks."""
+    first = engine.attempted_steps * micro_batches
+    for index in engine.accumulate(range(engine.rank, micro_batches, engine.world_size)):
+        engine.backward(engine(tokens=batch(first + index)))
+    return engine.step()

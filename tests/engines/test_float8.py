@@ -1,0 +1,229 @@
+"""FP8 under every engine that has it: one training, weights cast when they must be, skips, checkpoints, memory."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtrain
+from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.engine.voting import VotingEngine
+from dtrain.errors import ConfigError
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.float8.scaling import E4M3, quantise
+from dtrain.precision.float8.weights import KeptWeights
+from dtrain.precision.policy import PrecisionPolicy
+from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step
+from tests.engines.helpers import held, same, state_digests
+from tests.helpers.host_reads import forbidden, like_a_gpu
+from tests.helpers.ranks import run_ranks
+
+ENGINES = [
+    (name, stage)
+    for name, engine in CAPABILITIES.items()
+    if engine.takes("precision", "fp8")
+    for stage in engine.values("zero_stage")
+]
+ROWWISE = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise"))
+WORLD = 2
+
+
+def float8_linears(engine: VotingEngine) -> dict[str, Float8Linear]:
+    return {name: module for name, module in engine.module.named_modules() if isinstance(module, Float8Linear)}
+
+
+# -- one training ------------------------------------------------------------------------------------------------------
+
+
+def curves(rank: int, world: int, cases: list[tuple[str, int, Any]]) -> list[list[float]]:
+    found = []
+    for name, stage, precision in cases:
+        engine = start(name, stage, precision)
+        assert list(float8_linears(engine)) == ([] if precision == "bf16" else FLOAT8)
+        outcomes = [train_step(engine) for _ in range(8)]
+        assert all(outcome.applied for outcome in outcomes)
+        found.append([outcome.loss for outcome in outcomes])
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp8", ROWWISE], ids=["tensorwise", "rowwise"])
+def test_all_engines_train_alike_and_near_bf16(precision: Any) -> None:
+    """Two micro-batches a rank and step. FSDP2 casts to FP8 what BF16 has rounded before; the others the masters."""
+    engines = ENGINES if precision == "fp8" else [("native", 0), ("ddp", 0), ("fsdp2", 3)]
+    cases = [("native", 0, "bf16"), *((name, stage, precision) for name, stage in engines)]
+    low, *found = run_ranks(WORLD, curves, cases)[0]
+    assert low[-1] < 0.8 * low[0]
+    by_engine = dict(zip(engines, found, strict=True))
+    for engine, losses in by_engine.items():
+        assert losses != low, f"{engine} computed in BF16"
+        assert losses == pytest.approx(low, rel=2e-2), engine
+        assert losses == pytest.approx(by_engine["native", 0], rel=1e-2 if engine[0] == "fsdp2" else 2e-3), engine
+
+
+def test_the_recipes_differ() -> None:
+    one, other = run_ranks(1, curves, [("ddp", 0, "fp8"), ("ddp", 0, ROWWISE)])[0]
+    assert one != other
+
+
+# -- when weights are cast ---------------------------------------------------------------------------------------------
+
+
+def cast_anew(engine: VotingEngine, name: str) -> Tensor:
+    """The weight of a Linear as its master gives it: FP8."""
+    master = dict(engine.full_state("master"))[f"{name}.weight"]
+    return quantise(master, E4M3, rowwise=False).values
+
+
+def watch_ddp(rank: int, world: int, folder: Path) -> None:
+    engine = start("ddp", 0)
+    engine.save(folder)
+    name, linear = next(iter(float8_linears(engine).items()))
+    source = cast(KeptWeights, linear.source)
+    weight = linear.get_parameter("weight")
+
+    def planes() -> Tensor:
+        return source.planes(weight)[0].values
+
+    def equal(a: Tensor, b: Tensor) -> bool:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+    at_first = planes().clone()
+    assert equal(at_first, cast_anew(engine, name))
+    seen = []
+    for index in engine.accumulate([rank, rank + world]):
+        engine.backward(engine(tokens=batch(index)))
+        seen.append(planes())
+    assert seen[0] is seen[1], "cast once for both micro-batches"
+    assert engine.step().applied
+    assert not equal(planes(), at_first)
+    assert equal(planes(), cast_anew(engine, name)), "of the masters after the step"
+    with engine.eval():
+        engine(tokens=batch(0))
+    # a load brings other masters, and a forward right after it must not find the old weights
+    engine.load(folder)
+    assert equal(planes(), at_first)
+    fresh = start("ddp", 0)
+    with engine.eval(), fresh.eval():
+        assert torch.equal(engine(tokens=batch(9)), fresh(tokens=batch(9)))
+
+
+def test_ddp_casts_a_weight_once_a_step(tmp_path: Path) -> None:
+    run_ranks(WORLD, watch_ddp, tmp_path)
+
+
+# -- skips -------------------------------------------------------------------------------------------------------------
+
+
+def overflow(rank: int, world: int, cases: list[tuple[str, int]]) -> None:
+    for case in cases:
+        engine = start(*case)
+        train_step(engine)
+        before, loss = held(engine), evaluate(engine)
+        handle = None
+        if rank == world - 1:
+            broken = engine.module.get_submodule("blocks.1.down")
+            handle = broken.register_full_backward_pre_hook(lambda _, grads: (torch.full_like(grads[0], torch.inf),))
+        outcome = train_step(engine)
+        if handle is not None:
+            handle.remove()
+        assert outcome.reason == "overflow", case
+        assert outcome.culprit is not None
+        assert outcome.culprit.rank == world - 1, case
+        assert same(before, held(engine)), case
+        assert torch.equal(evaluate(engine), loss), f"{case}: the weights that a forward finds"
+        assert train_step(engine).applied, case
+
+
+def evaluate(engine: VotingEngine) -> Tensor:
+    with engine.eval():
+        loss: Tensor = engine(tokens=batch(0))
+    return loss
+
+
+def test_an_infinity_that_meets_a_saturating_cast_is_skipped_everywhere() -> None:
+    """E4M3 and the clamp of E5M2 would make a large number of it, and the update would be applied."""
+    run_ranks(WORLD, overflow, ENGINES)
+
+
+# -- no waiting --------------------------------------------------------------------------------------------------------
+
+
+CASES = [
+    *product(ENGINES, ({}, {"recipe": "rowwise"})),
+    *product([engine for engine in ENGINES if engine[0] == "native"], ({"weight_scale": "delayed"},)),
+]
+
+
+@pytest.mark.parametrize(("engine", "options"), CASES, ids=str)
+def test_the_host_reads_nothing_in_a_step(engine: tuple[str, int], options: dict[str, Any]) -> None:
+    """With the operations that a GPU would run."""
+    made = start(*engine, PrecisionPolicy.named("fp8", float8=Float8Options(emulate=False, **options)))
+    like_a_gpu(cast(Any, made))
+    with forbidden():
+        outcomes = [train_step(made, 2) for _ in range(3)]
+    assert all(outcome.applied for outcome in outcomes)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+PLACES = [("native", 3), ("ddp", 0), ("fsdp2", 3)]
+
+
+def save_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
+    found = []
+    for precision, (name, stage) in [*product(["fp8"], PLACES), ("bf16", PLACES[0])]:
+        engine = start(name, stage, precision)
+        train_step(engine)
+        engine.save(folder / f"{name}-{precision}")
+        state = state_digests(engine)
+        found.append((state, [train_step(engine).loss for _ in range(2)]))
+    return found
+
+
+def load_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
+    """What each engine holds after loading what each has saved, and how it goes on."""
+    found = []
+    engines = [start(name, stage, "fp8", seed=1) for name, stage in PLACES]
+    for engine in (*engines, start("native", 2, "bf16", seed=1)):
+        for source in ("native-fp8", "ddp-fp8", "fsdp2-fp8", "native-bf16"):
+            engine.load(folder / source)
+            state = state_digests(engine)
+            found.append((state, [train_step(engine).loss for _ in range(2)]))
+    return found
+
+
+def test_any_engine_loads_what_any_other_saved(tmp_path: Path) -> None:
+    """And FP8 what was trained in BF16, and the other way round; on two ranks saved, on one loaded."""
+    saved = run_ranks(WORLD, save_all, tmp_path)[0]
+    loaded = run_ranks(1, load_all, tmp_path)[0]
+    assert len(loaded) == 4 * len(saved)
+    for (state, losses), (expected, others) in zip(loaded, saved * 4, strict=True):
+        assert state == expected
+        assert losses == pytest.approx(others, rel=2e-2)
+
+
+# -- what it takes, and who does not have it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp8", ROWWISE], ids=["tensorwise", "rowwise"])
+def test_memory_counts_the_weights_that_ddp_keeps_within_a_step(precision: Any) -> None:
+    engine = start("ddp", 0, precision)
+    assert engine.memory()["compute"] == 0
+    engine.backward(engine(tokens=batch(0)))
+    numel = sum(engine.module.get_submodule(name).get_parameter("weight").numel() for name in FLOAT8)
+    planes = 1 if precision == "fp8" else 2
+    # each in FP8, and in FP32 for the emulation; 92 features are padded to 96
+    assert 5 * planes * numel <= engine.memory()["compute"] <= 1.1 * 5 * planes * numel
+    engine.step()
+    assert engine.memory()["compute"] == engine.memory_formula()["compute"] == 0
+
+
+def test_deepspeed_says_why_it_has_no_fp8() -> None:
+    with pytest.raises(ConfigError, match=r"engine=deepspeed cannot do precision=fp8: .*use .*engine=native"):
+        dtrain.initialize(Float8Model(), engine="deepspeed", precision="fp8")

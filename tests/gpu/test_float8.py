@@ -1,0 +1,313 @@
+"""FP8 on one GPU: Tensor Cores against float64 and the emulation, the timed choice, every engine that has it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.engine.base import LazyOutcome
+from dtrain.models import build_model
+from dtrain.precision.float8.choice import Product, decide
+from dtrain.precision.float8.linear import Float8Linear, convert
+from dtrain.precision.float8.matmul import multiply
+from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.scaling import E4M3, quantise
+from dtrain.precision.float8.weights import KeptWeights
+from dtrain.precision.policy import PrecisionPolicy
+from tests.gpu.test_engine import (  # noqa: F401 - fixtures
+    ADAMW,
+    CONFIG,
+    VOCAB,
+    _one_rank_of_nccl,
+    batch,
+    forbid_waiting,
+    train,
+)
+from tests.helpers.oracle import normwise_error
+
+DEVICE = torch.device("cuda")
+RECIPES = ("tensorwise", "rowwise")
+ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
+OPTIONS = [Float8Options(recipe=recipe, choice="all") for recipe in RECIPES]
+DELAYED = Float8Options(weight_scale="delayed", choice="all")
+
+tensor_cores = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8 Tensor Cores"
+)
+
+
+def recipe_of(options: Float8Options) -> Recipe:
+    return Recipe.of(options.on(DEVICE), torch.bfloat16)
+
+
+def ids(options: Float8Options) -> str:
+    return f"{options.recipe}-{options.weight_scale}"
+
+
+# -- products ----------------------------------------------------------------------------------------------------------
+
+
+@tensor_cores
+@pytest.mark.parametrize("grad_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (64, 48, 2064), (1000, 144, 272), (4096, 1024, 1024)])
+def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str, grad_format: str) -> None:
+    """Beyond one rounding to BF16 a sum of K products may be off by the bits that the Tensor Core accumulates in.
+
+    Hopper keeps 13 bits of a partial sum of up to 128 products, then adds it in FP32.
+    """
+    if (recipe, grad_format) == ("rowwise", "e5m2"):
+        pytest.skip("torch._scaled_mm takes E4M3 alone, row by row")
+    m, n, k = shape
+    chosen = replace(recipe_of(Float8Options(recipe=recipe, grad_format=grad_format)), compile=False)
+    m = -(-m // 16) * 16
+    x, w = torch.randn(m, k, device=DEVICE) * 3, torch.randn(n, k, device=DEVICE) * 0.02
+    # strided: what is cast may be a transpose
+    a = quantise(x.t().contiguous().t(), chosen.grad_dtype, rowwise=chosen.rowwise)
+    b = quantise(w, E4M3, rowwise=chosen.rowwise)
+    exact_a, exact_b = (
+        (operand.values.double() * (operand.scale.double()[:, None] if chosen.rowwise else operand.scale.double()))
+        for operand in (a, b)
+    )
+    exact, size = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
+    for emulate in (False, True):
+        y = multiply(a, b, torch.bfloat16, emulate=emulate)
+        assert y.shape == (m, n)
+        allowed = exact.abs() * 2**-8 + size * (2**-20 if emulate else 2**-12)
+        assert bool(((y.double() - exact).abs() <= allowed).all())
+
+
+def run_linear(linear: nn.Linear, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    inputs = x.clone().requires_grad_()
+    linear.zero_grad()
+    y = linear(inputs)
+    y.backward(gradient)
+    assert inputs.grad is not None
+    assert linear._parameters["weight"].grad is not None  # type: ignore[union-attr]
+    return y.detach(), inputs.grad, linear._parameters["weight"].grad  # type: ignore[union-attr]
+
+
+def sqnr(got: Tensor, want: Tensor) -> float:
+    """Of the signal over its error, in dB."""
+    return float(20 * torch.log10(want.norm() / (got.double() - want).norm()))
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("shape", [((4, 64), 128, 256), ((37,), 100, 52), ((3, 5, 7), 17, 33)])
+def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
+    options: Float8Options, shape: tuple[tuple[int, ...], int, int]
+) -> None:
+    """Shapes that Tensor Cores do not take among them."""
+    rows, inside, outside = shape
+    torch.manual_seed(0)
+    plain = nn.Linear(inside, outside, device=DEVICE).bfloat16()
+    x = torch.randn(*rows, inside, device=DEVICE).bfloat16()
+    gradient = torch.randn(*rows, outside, device=DEVICE).bfloat16()
+    exact = run_linear(copy.deepcopy(plain).double(), x.double(), gradient.double())
+    recipe = recipe_of(options)
+    assert not recipe.emulate
+    real = run_linear(convert(copy.deepcopy(plain), recipe), x, gradient)
+    emulated = run_linear(convert(copy.deepcopy(plain), replace(recipe, emulate=True)), x, gradient)
+    for got, same, want in zip(real, emulated, exact, strict=True):
+        assert got.shape == want.shape
+        assert sqnr(got, want) > 20  # two operands of 3 or 2 mantissa bits
+        assert sqnr(got, same.double()) > 45  # the same operands; other sums, and BF16 rounds once
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8Options) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 192, device=DEVICE).bfloat16()
+    x = torch.randn(512, 256, device=DEVICE).bfloat16() * torch.logspace(-20, 4, 512, device=DEVICE)[:, None].bfloat16()
+    gradient = torch.randn(512, 192, device=DEVICE).bfloat16() * 1e-6
+    eager, compiled = (
+        run_linear(convert(copy.deepcopy(plain), replace(recipe_of(options), compile=compiles)), x, gradient)
+        for compiles in (False, True)
+    )
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.equal(one, other)
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
+def test_an_overflow_is_never_hidden(options: Float8Options, value: float, where: str) -> None:
+    linear = nn.Linear(64, 32, device=DEVICE).bfloat16()
+    x, gradient = (torch.randn(48, size, device=DEVICE).bfloat16() for size in (64, 32))
+    victim = {"input": x, "weight": linear.weight.data, "gradient": gradient}[where]
+    victim[3, 5] = value
+    y, dx, dw = run_linear(convert(linear, recipe_of(options)), x, gradient)
+    assert bool(y.isfinite().all()) == (where == "gradient")
+    assert bool(dx.isfinite().all()) == (where == "input")
+    assert bool(dw.isfinite().all()) == (where == "weight")
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@tensor_cores
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_timed_is_never_slower(recipe: str) -> None:
+    """Wide and narrow ones, and one that no Tensor Core takes as it is; then the chosen ones are timed again."""
+    rows = 4096
+    shapes = [(4096, 4096), (14336, 4096), (1024, 1024), (64, 64), (1000, 1000)]
+    options = Float8Options(recipe=recipe, choice="timed", num_rows=rows).on(DEVICE)
+    decisions = decide([Product(f"{n}x{k}", n, k) for n, k in shapes], options, DEVICE)
+    assert [decision.name for decision in decisions] == [f"{n}x{k}" for n, k in shapes]
+    chosen = Recipe.of(options, torch.bfloat16)
+    for decision, (n, k) in zip(decisions, shapes, strict=True):
+        if not decision.is_float8:
+            continue
+        plain = nn.Linear(k, n, bias=False, device=DEVICE).bfloat16()
+        fast = convert(copy.deepcopy(plain), chosen, KeptWeights(chosen))
+        x = torch.randn(rows, k, device=DEVICE).bfloat16()
+        gradient = torch.randn(rows, n, device=DEVICE).bfloat16()
+        assert interleaved(lambda m=plain: run_linear(m, x, gradient), lambda m=fast: run_linear(m, x, gradient)) > 0.99  # noqa: B023
+    assert any(decision.is_float8 for decision in decisions), "a product of 4096 x 14336 x 4096 is faster in FP8"
+
+
+def interleaved(one: Callable[[], object], other: Callable[[], object], rounds: int = 15) -> float:
+    """The time of ``one`` over that of ``other``: the median over rounds in which they take turns."""
+
+    def timed(run: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            run()
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    return median([timed(one) / timed(other) for _ in range(rounds + 3)][3:])
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------
+
+
+def make_engine(options: Float8Options | None, engine: str = "native", stage: int = 2, **more: Any) -> Any:
+    """In FP8 with ``options``, or in BF16 without."""
+    named = PrecisionPolicy.named("bf16" if options is None else "fp8")
+    return dtrain.initialize(
+        build_model(CONFIG, VOCAB, seed=0).to(DEVICE),
+        optimizer=more.pop("optimizer", ADAMW),
+        engine=engine,
+        zero_stage=stage,
+        precision=named if options is None else replace(named, float8=options),
+        max_grad_norm=0.5,
+        seed=0,
+        **more,
+    )
+
+
+def float8_linears(engine: Any) -> list[Float8Linear]:
+    return [module for module in engine.module.modules() if isinstance(module, Float8Linear)]
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, name: str, stage: int) -> None:
+    engine, low = make_engine(options, name, stage), make_engine(None)
+    outcomes, expected = train(engine, 12), train(low, 12)
+    assert len(float8_linears(engine)) == len(engine.contract.float8_modules) > 0
+    assert all(outcome.applied for outcome in outcomes)
+    for outcome, other in zip(outcomes, expected, strict=True):
+        assert outcome.loss == pytest.approx(other.loss, rel=0.02)
+    assert normwise_error(engine.master_state(), low.master_state()) < 0.05
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> None:
+    real, emulated = make_engine(options), make_engine(replace(options, emulate=True))
+    assert not float8_linears(real)[0].recipe.emulate
+    assert float8_linears(emulated)[0].recipe.emulate
+    losses = [[outcome.loss for outcome in train(engine, 12)] for engine in (real, emulated)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+def test_stages_give_the_same_bits(options: Float8Options) -> None:
+    engines = [make_engine(options, "native", stage, reproducible=True) for stage in range(4)]
+    for engine in engines:
+        train(engine, 4)
+    states = [engine.master_state() for engine in engines]
+    for one, other in pairwise(states):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, options: Float8Options, stage: int) -> None:
+    straight, first, resumed = (make_engine(options, "native", stage, reproducible=True) for _ in range(3))
+    train(straight, 6)
+    train(first, 3)
+    first.save(tmp_path)
+    resumed.load(tmp_path)
+    train(resumed, 3, start=3)
+    expected = straight.master_state()
+    for name, tensor in resumed.master_state().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> None:
+    engine = make_engine(OPTIONS[0], name, stage)
+    train(engine, 1)
+    before = engine.master_state()
+    handle = float8_linears(engine)[0].register_full_backward_pre_hook(
+        lambda _, grads: (torch.full_like(grads[0], torch.inf),)
+    )
+    outcome = train(engine, 1, start=1)[0]
+    handle.remove()
+    assert outcome.reason == "overflow"
+    for key, tensor in engine.master_state().items():
+        assert torch.equal(tensor, before[key]), key
+    assert train(engine, 1, start=2)[0].applied
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("options", [*OPTIONS, DELAYED, replace(OPTIONS[0], compile=False)], ids=str)
+def test_no_step_waits_for_the_device(
+    options: Float8Options,
+    stage: int,
+    forbid_waiting: Callable[[], None],  # noqa: F811 - a fixture
+) -> None:
+    engine = make_engine(options, "native", stage)
+    batches = [{name: tensor.to(DEVICE) for name, tensor in batch(index).items()} for index in range(2)]
+
+    def step() -> dtrain.StepOutcome:
+        for micro in engine.accumulate(batches):
+            engine.backward(engine(**micro).loss)
+        return engine.step()
+
+    outcomes = [step() for _ in range(2)]  # compiles, and allocates what is used again
+    torch.cuda.synchronize()
+    forbid_waiting()
+    outcomes += [step() for _ in range(3)]
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(type(outcome) is LazyOutcome and outcome.applied for outcome in outcomes)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_memory_follows_the_formula_and_weights_take_less(stage: int) -> None:
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(OPTIONS[0], "native", stage)
+    states = torch.cuda.memory_allocated() - before
+    reported = engine.memory()
+    assert sum(reported.values()) <= 1.10 * sum(engine.memory_formula().values())
+    assert states <= 1.05 * sum(reported.values()) + 2**20
+    assert reported["compute"] < make_engine(None, "native", stage).memory()["compute"]

@@ -1,0 +1,231 @@
+"""What devices' own autocast lacks: on CPU with numbers, for CUDA with fake tensors, whose dtypes are as real ones'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, linalg
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtrain.precision import autocast_ops
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Function = Callable[[Tensor], Any]  # of a BF16 [4, 4], positive definite
+
+REDUCTIONS: dict[str, Function] = {
+    "sum": lambda x: x.sum(),
+    "sum of rows": lambda x: x.sum(1),
+    "nansum": lambda x: x.nansum(),
+    "mean": lambda x: x.mean(),
+    "mean of rows": lambda x: x.mean(-1, keepdim=True),
+    "nanmean": lambda x: x.nanmean(),
+    "prod": lambda x: x.prod(1),
+    "var": lambda x: x.var(),
+    "var of rows": lambda x: x.var(1, unbiased=False),
+    "std": lambda x: x.std(0),
+    "var_mean": lambda x: torch.var_mean(x, dim=1),
+    "std_mean": lambda x: torch.std_mean(x),
+    "cov": lambda x: x.cov(),
+    "trace": lambda x: x.trace(),
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "norm": lambda x: x.norm(),
+    "norm of rows": lambda x: torch.norm(x, 3, 1),
+    "renorm": lambda x: x.renorm(2, 0, 1.0),
+    "vector_norm": lambda x: linalg.vector_norm(x),
+    "matrix_norm": lambda x: linalg.matrix_norm(x),
+    "matrix_norm 2": lambda x: linalg.matrix_norm(x, 2),
+    "linalg.norm nuc": lambda x: linalg.norm(x, "nuc"),
+    "dist": lambda x: torch.dist(x, x.flip(0)),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0)),
+    "normalize": lambda x: F.normalize(x).sum(),
+    "global average": lambda x: F.adaptive_avg_pool2d(x[None], 1),
+    "einsum that only sums": lambda x: torch.einsum("ij->i", x),
+}
+LINALG: dict[str, Function] = {
+    "inv": linalg.inv,
+    "inv_ex": lambda x: linalg.inv_ex(x)[0],
+    "inverse": lambda x: x.inverse(),
+    "pinv": linalg.pinv,
+    "pinv hermitian": lambda x: linalg.pinv(x, hermitian=True, rtol=1e-6),
+    "solve": lambda x: linalg.solve(x, x),
+    "solve_ex": lambda x: linalg.solve_ex(x, x)[0],
+    "solve_triangular": lambda x: linalg.solve_triangular(x, x, upper=True),
+    "lstsq": lambda x: linalg.lstsq(x, x)[0],
+    "matrix_power": lambda x: linalg.matrix_power(x, 3),
+    "matrix_exp": linalg.matrix_exp,
+    "det": linalg.det,
+    "Tensor.det": lambda x: x.det(),
+    "logdet": lambda x: x.logdet(),
+    "slogdet": linalg.slogdet,
+    "cholesky": linalg.cholesky,
+    "cholesky_ex": lambda x: linalg.cholesky_ex(x)[0],
+    "cholesky_inverse": torch.cholesky_inverse,
+    "cholesky_solve": lambda x: torch.cholesky_solve(x, x),
+    "qr": linalg.qr,
+    "householder_product": lambda x: linalg.householder_product(x, x[0]),
+    "svd": linalg.svd,
+    "torch.svd": lambda x: torch.svd(x),
+    "svdvals": linalg.svdvals,
+    "eigh": linalg.eigh,
+    "eigvalsh": linalg.eigvalsh,
+    "lu": linalg.lu,
+    "lu_factor": lambda x: linalg.lu_factor(x)[0],
+    "lu_solve": lambda x: linalg.lu_solve(*linalg.lu_factor(x), x),
+    "ldl_factor": lambda x: linalg.ldl_factor(x)[0],
+    "cond": linalg.cond,
+}
+OTHERS: dict[str, Function] = {
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance_norm": lambda x: F.instance_norm(x[None]),
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "huber_loss": lambda x: F.huber_loss(x, x),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "kl_div": lambda x: F.kl_div(x, x.abs(), reduction="batchmean"),
+    "triplet": lambda x: F.triplet_margin_loss(x, x, x + 1),
+    "gaussian_nll": lambda x: F.gaussian_nll_loss(x, x, x * x + 1),
+}
+FP32_FUNCTIONS = REDUCTIONS | LINALG | OTHERS
+NOT_FAKE = {"cov", "global average", "lstsq", "householder_product", "instance_norm", "gaussian_nll"}
+"""What fake tensors cannot compute."""
+CUDA_DIFFERS = {"matrix_norm 2", "linalg.norm nuc", "einsum that only sums"}
+"""On CUDA's own lists, and there the first two refuse low inputs and the last is a product."""
+
+
+@contextmanager
+def autocast(device: str, dtype: torch.dtype = BF16) -> Iterator[None]:
+    """As torch.autocast, which refuses CUDA on a machine without."""
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_enabled(device, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_reductions_linalg_norms_and_losses_are_fp32(device: str) -> None:
+    with FakeTensorMode() if device == "cuda" else nullcontext():
+        x = 3 * torch.eye(4, dtype=BF16, device=device) + 0.3
+        with autocast(device), autocast_ops.enabled(device):
+            left_out = NOT_FAKE | CUDA_DIFFERS if device == "cuda" else set()
+            outputs = {name: function(x) for name, function in FP32_FUNCTIONS.items() if name not in left_out}
+    low = {
+        name: [part.dtype for part in output]
+        for name, output in ((n, o if isinstance(o, tuple) else (o,)) for n, o in outputs.items())
+        if {part.dtype for part in output} != {FP32}
+    }
+    assert not low
+
+
+@pytest.mark.parametrize("name", FP32_FUNCTIONS)
+def test_they_compute_on_fp32_and_not_only_return_it(name: str) -> None:
+    torch.manual_seed(0)
+    function = FP32_FUNCTIONS[name]
+    root = torch.randn(4, 4)
+    x = (root @ root.t() + torch.eye(4)).to(BF16)
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        output = function(x)
+    expected = function(x.float())
+    for got, want in zip(
+        *(value if isinstance(value, tuple) else (value,) for value in (output, expected)), strict=True
+    ):
+        # elementwise parts of a function may be low; what is reduced, decomposed or normalised is not
+        assert torch.allclose(got, want, rtol=2e-2 if name in ("gaussian_nll", "normalize") else 1e-6, atol=1e-6)
+
+
+def test_products_of_mixed_dtypes_are_low() -> None:
+    low, wide = torch.ones(4, 4, dtype=BF16), torch.ones(4, 4)
+    products: dict[str, Callable[[], Tensor]] = {
+        "mv": lambda: wide.mv(low[0]),
+        "dot": lambda: wide[0].dot(low[0]),
+        "bilinear": lambda: F.bilinear(low, wide, torch.ones(2, 4, 4)),
+        "multi_dot": lambda: linalg.multi_dot([low, wide, low]),
+        "gru_cell": lambda: torch.gru_cell(low, wide, *[torch.ones(12, 4, dtype=BF16)] * 2),
+        "lstm_cell": lambda: torch.lstm_cell(low, [wide, wide], *[torch.ones(16, 4, dtype=BF16)] * 2)[0],
+    }
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        assert {name: product().dtype for name, product in products.items()} == dict.fromkeys(products, BF16)
+
+
+def test_what_is_not_low_is_left_alone() -> None:
+    integers, doubles = torch.arange(4), torch.eye(2, dtype=torch.float64)
+    low = torch.ones(4, dtype=BF16)
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        assert integers.sum().dtype == (integers > 1).sum().dtype == torch.int64
+        assert doubles.mean().dtype == linalg.inv(doubles).dtype == torch.float64
+        assert torch.dot(doubles[0], doubles[0]).dtype == torch.float64
+        # what a user asks for is what he gets
+        assert low.sum(dtype=BF16).dtype == low.softmax(0, dtype=BF16).dtype == BF16
+        assert low.sum(dtype=torch.float64).dtype == torch.float64
+        assert low.cumsum_(0).dtype == BF16
+        assert torch.sum(low, 0, out=torch.empty((), dtype=BF16)).dtype == BF16
+        assert low.amax().dtype == BF16, "it rounds nothing"
+        assert (low + low).dtype == BF16
+
+
+def test_a_sum_of_many_does_not_overflow_fp16() -> None:
+    x = torch.full((70_000,), 1.0, dtype=FP16)
+    with autocast("cpu", FP16), autocast_ops.enabled("cpu"):
+        assert x.sum() == 70_000
+    assert x.sum().isinf(), "a control: what happens without"
+
+
+def test_gradients_come_back_in_the_dtype_of_the_input() -> None:
+    x = (torch.eye(4) * 2).to(BF16).requires_grad_()
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        loss = x.mean() + linalg.det(x)
+    loss.backward()
+    assert x.grad is not None
+    assert x.grad.dtype == BF16
+    assert torch.equal(x.grad.float(), torch.full((4, 4), 1 / 16) + 8 * torch.eye(4))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_users_own_autocast_stays_what_it_is(device: str) -> None:
+    with autocast_ops.enabled(device):
+        pass  # registered, and left
+    with FakeTensorMode() if device == "cuda" else nullcontext():
+        x = torch.ones(4, 4, dtype=BF16, device=device)
+        with autocast(device):
+            for function in (Tensor.mean, Tensor.var, Tensor.nansum):
+                assert function(x).dtype == BF16
+            # of what torch has on its own lists nothing was replaced
+            assert x.prod().dtype == FP32
+            assert (x.float() @ x).dtype == BF16
+
+
+def test_outside_autocast_nothing_is_cast() -> None:
+    x = torch.ones(4, dtype=BF16)
+    with autocast_ops.enabled("cpu"):
+        assert x.sum().dtype == BF16
+
+
+def test_an_error_leaves_autocast_on() -> None:
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        with pytest.raises(RuntimeError, match="must be batches of square matrices"):
+            linalg.det(torch.ones(2, 3))
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_compiled_code_gives_the_same_dtypes() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.cat((x.mean(0), linalg.det(x)[None]))
+
+    x = torch.eye(4, dtype=BF16)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        assert compiled(x).dtype == FP32
+        assert torch.equal(compiled(x), function(x))

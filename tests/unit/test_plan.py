@@ -1,0 +1,115 @@
+"""``dtrain plan precision`` as users run it: tables of what a run would compute in, and nothing else happens."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.__main__ import main
+from dtrain.config.schema import RunConfig
+from dtrain.plan.precision import show_plan
+
+
+def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, list[str]], str]:
+    """The rows of the first table by module, and all that was printed."""
+    assert main(["plan", "precision", "launch.device=cpu", *argv]) == 0
+    text = capsys.readouterr().out
+    table = text.partition("## Operations")[0]
+    lines = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    return {name: cells for name, *cells in rows[2:]}, text
+
+
+def test_a_large_model_in_seconds_and_folded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    start = time.monotonic()
+    rules = 'precision.rules={"blocks.0.*": bf16, "blocks.5.attn.out": fp32}'
+    rows, text = planned(capsys, "precision=fp8", "model=llama-8b", rules, f"run_dir={tmp_path / 'run'}")
+    assert time.monotonic() - start < 30, "8G weights were drawn"
+    assert rows["embed"] == ["Embedding", "320x4096", "bf16", "only a plain nn.Linear has FP8 products"]
+    assert rows["blocks.0-31.attn_norm"] == ["RMSNorm", "4096", "fp32", "norm"]
+    assert rows["blocks.0.attn.out"] == ["Linear", "4096x4096", "bf16", "rule 'blocks.0.*'"]
+    assert rows["blocks.1-4,6-31.attn.out"][2:] == ["fp8", "[4096, 4096] are multiples of 16"]
+    assert rows["blocks.5.attn.out"][2:] == ["fp32", "rule 'blocks.5.attn.out'"]
+    assert rows["blocks.1-31.ffn.down"][1:3] == ["4096x14336", "fp8"]
+    assert rows["head"][2:] == ["bf16", "last product"]
+    assert len(rows) == 14
+    assert re.search(r"softmax, norms, losses, reductions, linalg *\| fp32", text)
+    assert "e4m3 x e4m3, gradients e5m2 x e4m3, sums in fp32" in text
+    assert "float8: tensorwise, E5M2 gradients, emulated, current weight scales" in text
+    assert "6.74G in fp8" in text
+    assert not (tmp_path / "run").exists()
+    assert not torch.distributed.is_initialized()
+
+
+def test_all_modules(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, _ = planned(capsys, "--all", "precision=bf16")
+    assert [name for name in rows if name.endswith("attn.qkv")] == [f"blocks.{i}.attn.qkv" for i in range(4)]
+
+
+def test_what_would_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    rows, text = planned(capsys, "precision=fp8", "precision.float8.choice=timed", "model.ffn_dim=100")
+    assert rows["blocks.0-3.attn.qkv"][2:] == ["fp8", "where timed faster than BF16 at the start"]
+    timed = text.partition("## Timed at the start")[2].partition("precision fp8 on cpu")[0]
+    assert re.search(r"\| 2048 x 256 -> 768 *\| 4 ", timed)
+    assert "100" not in timed or rows["blocks.0-3.ffn.down"][2] == "fp8"
+
+
+def test_other_precisions(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = planned(capsys, "precision=fp32")
+    assert re.search(r"\| all *\| fp32 *\|", text)
+    rows, text = planned(capsys, "precision=fp16", "model=gpt2-124m")
+    assert rows["blocks.0-11.ffn.up"] == ["Linear", "3072x768", "fp16", "policy"]
+    assert re.search(r"products, convolutions, RNN cells, attention *\| fp16, sums in fp32", text)
+
+
+def test_a_model_that_needs_values_gets_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_values.py").write_text(
+        "from torch import nn\n"
+        "def build(config, vocab_size):\n"
+        "    model = nn.Sequential(nn.Embedding(vocab_size, 32), nn.Linear(32, 32), nn.Linear(32, vocab_size))\n"
+        "    assert model[1].weight.sum().item() != 0\n"
+        "    return model\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows, _ = planned(capsys, "precision=fp8", "model.factory=needs_values:build")
+    assert rows["1"][2] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["memory"], "dtrain plan cannot plan 'memory'; valid: precision"),
+        (["precison"], "dtrain plan cannot plan 'precison'; did you mean 'precision'?"),
+        (["precision", "precision=tf32", "launch.device=cpu"], "precision=tf32 needs an NVIDIA GPU of Ampere or later"),
+        (["precision", "precision.rules={hed:fp32}"], "precision rule 'hed' matches no module; did you mean 'head'?"),
+        (["precision", "precision=fp8", "engine=deepspeed"], "engine=deepspeed cannot do precision=fp8"),
+        (["precision", "precision=nvfp4"], "precision=nvfp4: nvfp4 needs the FP4 Tensor Cores of Blackwell"),
+        (["precision", "-m", "precision=fp8,bf16"], "dtrain plan precision shows one run; remove --multirun"),
+        (["precision", "--al"], "unknown option '--al'"),
+    ],
+)
+def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    assert main(["plan", *argv]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"dtrain: {message}")
+    assert said.err.count("\n") == 1
+
+
+def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"]):
+        assert main(["plan", *argv]) == 0
+        assert capsys.readouterr().out.startswith("usage: dtrain plan precision [--all] [key=value ...]")
+
+
+def test_on_a_terminal_the_table_is_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    show_plan(RunConfig(), folded=True)
+    assert "## Modules" not in capsys.readouterr().out

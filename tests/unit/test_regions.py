@@ -1,0 +1,100 @@
+"""A region that computes in FP32, whatever is round it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import dtrain
+from dtrain.precision import autocast_ops
+from dtrain.precision.regions import is_exempt
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4).to(BF16)
+
+
+def test_it_computes_in_fp32_and_ends(linear: nn.Linear) -> None:
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", dtype=BF16):
+        with dtrain.full_precision():
+            inside = linear(x)
+            assert is_exempt("cpu")
+            assert not is_exempt("cuda")
+            with dtrain.full_precision():
+                assert linear(x).dtype == FP32
+            assert linear(x).dtype == FP32, "the inner region ends, the outer does not"
+        assert linear(x).dtype == BF16
+        assert not is_exempt("cpu")
+    assert torch.equal(inside, x @ linear.weight.float().t() + linear.bias.float())
+
+
+def test_an_error_ends_it() -> None:
+    with torch.autocast("cpu", dtype=BF16):
+        with pytest.raises(ZeroDivisionError), dtrain.full_precision():
+            raise ZeroDivisionError
+        assert torch.get_autocast_dtype("cpu") == BF16
+
+
+def test_without_autocast_it_does_nothing() -> None:
+    before = [torch.get_autocast_dtype(name) for name in ("cpu", "cuda")]
+    x = torch.ones(2, 2, dtype=BF16)
+    with dtrain.full_precision():
+        assert (x @ x).dtype == BF16
+        assert not is_exempt("cpu")
+        assert [torch.get_autocast_dtype(name) for name in ("cpu", "cuda")] == before
+    with torch.autocast("cpu", dtype=BF16), torch.autocast("cpu", enabled=False), dtrain.full_precision():
+        assert (x @ x).dtype == BF16, "the user has switched it off"
+
+
+@pytest.mark.parametrize(
+    "module", [nn.GRU(4, 4), nn.MultiheadAttention(4, 2), nn.Conv1d(2, 2, 1), nn.Bilinear(4, 4, 4)], ids=repr
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_modules_of_other_kinds(module: nn.Module, dtype: torch.dtype) -> None:
+    module = module.to(BF16)
+    x = torch.randn(3, 2, 4, dtype=dtype)
+    num_inputs = {nn.MultiheadAttention: 3, nn.Bilinear: 2}.get(type(module), 1)
+    with torch.autocast("cpu", dtype=BF16), autocast_ops.enabled("cpu"), dtrain.full_precision():
+        output = module(*[x] * num_inputs)
+        output = output[0] if isinstance(output, tuple) else output
+    assert output.dtype == FP32
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == BF16 for p in module.parameters())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_in_a_checkpointed_function_is_one_when_it_runs_again(linear: nn.Linear, use_reentrant: bool) -> None:
+    def forward(x: Tensor) -> Tensor:
+        with dtrain.full_precision():
+            return linear(x).sin()
+
+    grads = []
+    for checkpointed in (False, True):
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        linear.zero_grad()
+        with torch.autocast("cpu", dtype=BF16):
+            y = checkpoint(forward, x, use_reentrant=use_reentrant) if checkpointed else forward(x)
+        assert y.dtype == FP32
+        y.sum().backward()
+        grads.append([x.grad, linear.weight.grad, linear.bias.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_region_round_a_checkpoint_is_not_lost_without_a_word(linear: nn.Linear) -> None:
+    """CPU autocast takes no FP32 when the checkpoint restores it. When this fails, PyTorch has learnt it."""
+    x = torch.randn(2, 4, dtype=BF16, requires_grad=True)
+    with torch.autocast("cpu", dtype=BF16), dtrain.full_precision():
+        y = checkpoint(lambda x: linear(x).sin(), x, use_reentrant=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match="different metadata"):
+            y.sum().backward()
