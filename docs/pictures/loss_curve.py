@@ -1,6 +1,6 @@
 """Draws docs/pictures/loss.png from the metrics of several runs.
 
-python docs/pictures/loss_curve.py 'one process=runs/a' '2 ranks=runs/b' 'killed and resumed=runs/c'
+python docs/pictures/loss_curve.py 'one process=runs/a' '2 ranks=runs/b' 'killed and resumed=runs/c' 'FP8=runs/d'
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 
 def main(arguments: list[str]) -> None:
     figure, axes = plt.subplots(figsize=(7.5, 3.8), dpi=130, layout="constrained")
-    styles = [("-", 4.0, "#9ecae1"), ("--", 1.8, "#08519c"), (":", 2.0, "#d94801")]
+    styles = [("-", 4.0, "#9ecae1"), ("--", 1.8, "#08519c"), (":", 2.0, "#d94801"), ("-", 1.2, "#41ab5d")]
     for argument, (style, width, color) in zip(arguments, styles, strict=False):
         label, _, folder = argument.partition("=")
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

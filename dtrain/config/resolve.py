@@ -35,7 +35,7 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
-_QUOTED_KEY = re.compile(r"""(?P<quote>["'])(?P<key>.+?)(?P=quote)\s*:""")
+_QUOTED_KEY = re.compile(r"""(?P<before>[{,]\s*)(?P<quote>["'])(?P<key>[^"']+)(?P=quote)\s*:""")
 _SPECIAL = re.compile(r"[\\()\[\]{}:=,\s]")  # what Hydra wants a backslash before
 _HYDRA_KEYS = ("hydra.searchpath", "hydra.sweeper.params", "hydra.help", "hydra.verbose")
 
@@ -193,7 +193,11 @@ def _with_plain_keys(override: str) -> str:
     key, equals, value = override.partition("=")
     if not value.startswith("{"):
         return override
-    return key + equals + _QUOTED_KEY.sub(lambda found: _SPECIAL.sub(r"\\\g<0>", found["key"]) + ":", value)
+
+    def plain(found: re.Match[str]) -> str:
+        return found["before"] + _SPECIAL.sub(r"\\\g<0>", found["key"]) + ":"
+
+    return key + equals + _QUOTED_KEY.sub(plain, value)
 
 
 def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> list[str]:

@@ -217,7 +217,7 @@ class OptimConfig:
     """AdamW on the FP32 masters (Loshchilov and Hutter, 2019); norms and biases are not decayed."""
 
     name: str = _one_of("adamw")
-    lr: float = _at_least(2e-3, 0.0)
+    lr: float = _at_least(1e-3, 0.0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = _at_least(1e-8, 0.0)
     weight_decay: float = _at_least(0.1, 0.0)

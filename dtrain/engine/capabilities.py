@@ -70,6 +70,11 @@ class Capabilities:
     exclusions: tuple[Exclusion, ...] = ()
 
     @property
+    def casts_each_time(self) -> bool:
+        """Whether FP8 products cast their weight in each forward and backward, and not once a step."""
+        return self.held == "policy"
+
+    @property
     def shortcoming(self) -> str:
         """What is missing here that it needs; empty where nothing is."""
         if self.package is not None and find_spec(self.package) is None:

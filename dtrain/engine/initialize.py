@@ -121,12 +121,14 @@ def initialize(
     _check_ranks(engine, comm)
     policy = _decided(engine, policy, comm.device, options, reduce_dtype)
     model.to(comm.device)
-    contract = policy.resolve(model, CAPABILITIES[engine].held, _decide_products(model, policy, comm))
-    options = replace(options, optimizer=options.optimizer.on(comm.device))
-    rule = rule.resolved(torch.float16 if contract.needs_loss_scale else policy.compute_dtype)
+    casts_float8 = policy.uses_float8 and policy.float8.weight_scale == "delayed"
+    options = replace(options, optimizer=options.optimizer.on(comm.device, casts_float8=casts_float8))
     identity = _agree_on_identity(comm, seed)
+    given = policy.resolve(model, CAPABILITIES[engine].held, policy.decisions)
+    rule = rule.resolved(torch.float16 if given.needs_loss_scale else policy.compute_dtype)
+    _require_equal_configs(comm, _config_text(engine, model, given, options, special, rule))
+    contract = _with_decisions(given, model, comm, casts_each_time=CAPABILITIES[engine].casts_each_time)
     config_text = _config_text(engine, model, contract, options, special, rule)
-    _require_equal_configs(comm, config_text)
     if reproducible:
         _use_deterministic_kernels()
     set_matmul_precision(policy)
@@ -137,7 +139,20 @@ def initialize(
     built: Engine = import_module(f"dtrain.engine.{engine}").build(request)
     for line in built.contract.describe():
         logger.info(line)
+    if comm.rank == 0 and (warning := underflow_warning(contract, rule)):
+        logger.warning(warning)
     return built
+
+
+def underflow_warning(contract: Contract, rule: LossScale) -> str:
+    """What to know where gradients are FP16 and the loss is never scaled; empty elsewhere."""
+    is_scaled = rule.mode in ("dynamic", "calibrated") or (rule.mode == "static" and rule.init > 1)
+    if is_scaled or not contract.needs_loss_scale:
+        return ""
+    return (
+        f"loss scale mode '{rule.mode}' never scales the loss up, and gradients are FP16: those below 6e-8 vanish; "
+        f"use a dynamic or calibrated loss scale, or a constant one above 1"
+    )
 
 
 def _stage(engine: str, given: int | None) -> int:
@@ -171,22 +186,23 @@ def _decided(
     return policy
 
 
-def _decide_products(model: nn.Module, policy: PrecisionPolicy, comm: Communicator) -> list[Decision]:
-    """Which products are FP8 where no rule says it: as before, else rank 0 times or weighs them for all ranks."""
+def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, casts_each_time: bool) -> Contract:
+    """``given``, which all ranks have, with all FP8 products decided: as before, else rank 0 times or weighs them."""
+    policy = given.policy
     before = {decision.name: decision for decision in policy.decisions}
     candidates = float8_products(policy, model)
     kept = [before[product.name] for product in candidates if product.name in before]
     products = [product for product in candidates if product.name not in before]
-    if not products:
-        return kept
-    decisions = on_rank_0(
-        comm,
-        "choosing the FP8 products",
-        lambda: [asdict(decision) for decision in decide(products, policy.float8, comm.device)],
-        ConfigError,
-        expected=(ConfigError,),
-    )
-    return kept + [Decision(**decision) for decision in decisions]
+    decisions = []
+    if products:
+        decisions = on_rank_0(
+            comm,
+            "choosing the FP8 products",
+            lambda: list(map(asdict, decide(products, policy.float8, comm.device, casts_each_time=casts_each_time))),
+            ConfigError,
+            expected=(ConfigError,),
+        )
+    return policy.resolve(model, given.weights, kept + [Decision(**decision) for decision in decisions])
 
 
 def _rank_device(model: nn.Module) -> torch.device:

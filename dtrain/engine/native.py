@@ -34,6 +34,7 @@ def build(request: EngineRequest) -> Engine:
         reproducible=request.step.reproducible,
         all_reduce=options.grad_reduction == "all_reduce",
         gather=options.gather,
+        peak_lr=request.step.optimizer.lr,
     )
     return NativeEngine(request, state)
 

@@ -21,7 +21,7 @@ from dtrain.errors import ContractError
 from dtrain.precision.contract import HELD, Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.forward import low_region
+from dtrain.precision.forward import autocast_dtype, low_region
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import is_exempt
 from dtrain.precision.rules import is_compiled
@@ -36,7 +36,8 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     - Each parameter has the dtype of the contract when the module that owns it is called, and its gradient has it too.
     - Products give the dtype that the module computes in; FP8 products are those of the contract's modules and recipe.
     - PyTorch's own modules inside FP32 modules give FP32.
-    - Modules of another 16-bit format than what is round them run as such.
+    - Modules of another 16-bit format than what is round them, and norms, softmax and losses that a rule makes low, run
+      as such.
 
     Modules that run as compiled or scripted code are left alone; so are parameters that something else than the module
     which owns them reads.
@@ -64,7 +65,7 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
         if region != torch.float32:
             handles.append(module.register_forward_pre_hook(partial(_check_region, name, region)))
         want = regions.get(id(module), contract.policy.compute_dtype)
-        is_island = id(module) in regions and want == torch.float32
+        is_island = id(module) in regions and (want == torch.float32 or name in contract.forced)
         if _is_known(module) and (is_island or isinstance(module, _PRODUCTS)):
             # first of all hooks: what a user's own hook makes of the output is its business
             check_output = partial(_check_output, name, want, id(module) in regions)
@@ -126,8 +127,8 @@ def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Modu
         if not isinstance(value, Tensor) or value.dtype not in HELD:
             continue
         device_type = value.device.type
-        outside = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
-        # a region of 16 bits casts what it returns to the dtype outside, and so does not one of FP32
+        # a region of 16 bits casts what it returns to the dtype outside, where losses are FP32; one of FP32 does not
+        outside = autocast_dtype(device_type) if value.dim() > 0 else torch.float32
         expected = outside if is_exempt(device_type) or (is_region and want != torch.float32) else want
         if value.dtype != expected:
             raise ContractError(

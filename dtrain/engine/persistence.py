@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 
 _TRAINED = ("master", "exp_avg", "exp_avg_sq")
+_FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumulation")
+"""The FP8 options that the bits of a product follow from."""
+
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
 
@@ -107,7 +110,8 @@ def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
             f"two updates round differently, so the run goes on, and not bit for bit as it would have"
         )
-    before, now = (_formats(contract) for contract in (reader.state.get("contract") or {}, engine.contract.to_dict()))
+    contracts = (reader.state.get("contract") or {}, engine.contract.to_dict())
+    before, now = map(_formats, contracts)
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if changed:
         listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
@@ -115,6 +119,15 @@ def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
             f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
             f"another format, so the run goes on, and not bit for bit as it would have"
         )
+    saved_options, own_options = (contract.get("float8") for contract in contracts)
+    if saved_options and own_options:
+        others = {key: saved_options[key] for key in _FLOAT8_BITS if saved_options[key] != own_options[key]}
+        if others:
+            listed = ", ".join(f"{key}={value} (now {own_options[key]})" for key, value in others.items())
+            logger.warning(
+                f"{reader.path} was saved with float8 {listed}: FP8 products round differently, so the run goes on, "
+                f"and not bit for bit as it would have"
+            )
 
 
 def _formats(contract: Mapping[str, Any]) -> dict[str, str]:

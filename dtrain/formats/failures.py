@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine.base import Engine, StepOutcome
-from dtrain.engine.initialize import initialize
+from dtrain.engine.initialize import initialize, underflow_warning
 from dtrain.errors import DtrainError
 from dtrain.optim.adamw import AdamW
 from dtrain.precision.float8.options import Float8Options
@@ -158,10 +158,12 @@ def gradient_underflow() -> Failure:
         f"{name}: a gradient of 1e-8 = {float(torch.tensor(1e-8, dtype=dtype)):.5g}" for name, dtype in _DTYPES.items()
     ]
     engine = _start(Scale(1.0), "fp16", loss_scale="none")
+    warning = underflow_warning(engine.contract, LossScale(mode="none"))
+    failure.detected.append(f"precision=fp16, loss_scale=none, at the start: {warning}")
     outcome = _step(engine, 1.0, factor=1e-8)
     failure.detected.append(
-        f"precision=fp16, loss_scale=none: {_told(outcome)}, grad_norm {outcome.grad_norm:g} beside a loss that is not "
-        f"0; the weight is still {_weight(engine):g}"
+        f"then {_told(outcome)}, grad_norm {outcome.grad_norm:g} beside a loss that is not 0; the weight is still "
+        f"{_weight(engine):g}"
     )
     for name in ("fp16", "bf16"):
         engine = _start(Scale(1.0), name)

@@ -20,6 +20,7 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.optim.compiled import CompiledAdamW
 from dtrain.precision.compiler import has_compiler
+from dtrain.precision.float8.options import has_tensor_cores
 from dtrain.precision.float8.scaling import E4M3, cast
 from dtrain.sharding.buffer import UpdateSlice
 from dtrain.sharding.layout import CHUNK
@@ -37,7 +38,8 @@ class AdamW:
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; not applied to parameters of one dimension or none (norms, biases).
-        compile: whether the update is compiled, which takes seconds at the start; ``auto``: on a GPU with a compiler.
+        compile: whether the update is compiled, which takes seconds at the start; ``auto``: on a GPU with a compiler
+            for all that the update writes.
     """
 
     lr: float = 1e-3
@@ -55,14 +57,27 @@ class AdamW:
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"AdamW compile must be True, False or 'auto'; got {self.compile!r}")
 
-    def on(self, device: torch.device) -> AdamW:
+    def on(self, device: torch.device, *, casts_float8: bool = False) -> AdamW:
         """With ``compile`` decided for ``device``.
 
         A CPU takes the blocked kernel: it is within a fifth of the compiled update and starts at once.
+
+        Args:
+            device: that updates.
+            casts_float8: the update writes FP8 replicas itself, as delayed scales let it.
+
+        Raises:
+            ConfigError: ``compile`` is True, and the compiler cannot write FP8 on this GPU.
         """
+        can_store = not casts_float8 or device.type != "cuda" or has_tensor_cores(device)
+        if self.compile is True and not can_store:
+            raise ConfigError(
+                f"optim.compile=true with float8 weight_scale=delayed: the update writes FP8, and Triton does so from "
+                f"compute capability 8.9 on, which {device} has not; use optim.compile=auto, or weight_scale=current"
+            )
         if self.compile != "auto":
             return self
-        return replace(self, compile=device.type == "cuda" and has_compiler(device))
+        return replace(self, compile=device.type == "cuda" and can_store and has_compiler(device))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ The model gets no weights where it can be built without. Nothing is written, tim
 are drawn; elsewhere they are Markdown."""
 _PLANS = ("precision",)
 _ALL = "--all"
+_HELP_NAME = "hydra.help.app_name='dtrain plan precision [--all]'"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}")
     from dtrain.config.resolve import read_jobs
 
-    jobs = read_jobs([word for word in words if word != _ALL])
+    jobs = read_jobs([_HELP_NAME, *(word for word in words if word != _ALL)])
     if len(jobs) > 1:
         raise ConfigError("dtrain plan precision shows one run; remove --multirun")
     for job in jobs:  # none where Hydra has answered by itself

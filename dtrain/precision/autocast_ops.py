@@ -67,6 +67,11 @@ def enabled(device_type: str) -> Iterator[None]:
         _depth -= 1
 
 
+def is_enabled() -> bool:
+    """Whether a forward or backward inside :func:`enabled` is under way."""
+    return _depth > 0
+
+
 def to_fp32(value: Any) -> Any:
     """``value``, in FP32 where it is a BF16 or FP16 tensor."""
     return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value

@@ -48,7 +48,9 @@ class Contract:
     Attributes:
         policy: that it follows from.
         modules: those that have parameters, multiply, or are FP32 by their class.
-        regions: the modules that compute in another dtype than what is round them, and that dtype.
+        regions: the modules that compute in another dtype than what is round them, or than what autocast would give
+            them, and that dtype.
+        forced: those of them that a rule makes low though their class keeps them in FP32: norms, softmax, losses.
         replica_dtypes: of the weights as they are held for the model's forward, by parameter.
         weights: how they are held, see :func:`resolve`.
         decisions: about the FP8 products that no rule decides about.
@@ -60,6 +62,7 @@ class Contract:
     replica_dtypes: Mapping[str, torch.dtype]
     weights: str = "policy"
     decisions: tuple[Decision, ...] = ()
+    forced: tuple[str, ...] = ()
 
     @property
     def fp32_modules(self) -> tuple[str, ...]:
@@ -212,7 +215,8 @@ def resolve(
         if item.is_listed
     )
     replicas = _replica_dtypes(model, assigned, policy, weights)
-    return Contract(policy, modules, _regions(assigned, policy), replicas, weights, tuple(decisions))
+    forced = tuple(item.name for item in assigned if item.is_forced)
+    return Contract(policy, modules, _regions(assigned, policy), replicas, weights, tuple(decisions), forced)
 
 
 def _regions(assigned: Sequence[Assignment], policy: PrecisionPolicy) -> dict[str, torch.dtype]:
@@ -220,7 +224,7 @@ def _regions(assigned: Sequence[Assignment], policy: PrecisionPolicy) -> dict[st
     return {
         item.name: dtypes[item.module]
         for item in assigned
-        if {policy.compute_dtype, *map(dtypes.__getitem__, item.inside)} != {dtypes[item.module]}
+        if item.is_forced or {policy.compute_dtype, *map(dtypes.__getitem__, item.inside)} != {dtypes[item.module]}
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.precision import autocast_ops
-from dtrain.precision.contract import Contract
+from dtrain.precision.contract import HELD, Contract
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import is_exempt
+from dtrain.precision.rules import OWN_FORWARD
 
 REDUCED_SUMS = (
     "allow_bf16_reduced_precision_reduction",
@@ -34,9 +36,10 @@ class Autocast:
     Autocast alone would run an FP32 Linear in BF16, so the forward of every FP32 module runs with autocast off and its
     floating inputs cast; and it leaves softmax and norms low on CPU, which :mod:`dtrain.precision.autocast_ops` mends.
     Where an engine holds their weights low, they compute on FP32 copies. A module of another 16-bit format than what is
-    round it runs under autocast of that format, and what it returns is cast back. Linears whose products are FP8
-    become :class:`~dtrain.precision.float8.linear.Float8Linear`, which casts the weights that it finds until an engine
-    gives it a source of its own.
+    round it runs under autocast of that format, and what it returns is cast back; a norm, softmax or loss that a rule
+    makes low, which autocast would run in FP32, runs without it, on inputs and weights cast. Linears whose products are
+    FP8 become :class:`~dtrain.precision.float8.linear.Float8Linear`, which casts the weights that it finds until an
+    engine gives it a source of its own.
     """
 
     def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
@@ -54,6 +57,8 @@ class Autocast:
             module = model.get_submodule(name)
             if dtype == torch.float32:
                 _run_in_fp32(module, device.type, casts_weights=contract.weights == "compute")
+            elif name in contract.forced:
+                _run_forced(module, device.type, dtype)
             else:
                 _run_low(module, device.type, dtype)
 
@@ -113,11 +118,11 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(autocast_ops.to_fp32, (args, kwargs))
-        weights = _fp32_weights(self) if casts_weights else nullcontext()
+        weights = _weights_in(self, torch.float32) if casts_weights else nullcontext()
         with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)
 
-    module.forward = MethodType(forward, module)
+    _replace_forward(module, forward)
 
 
 def _run_low(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
@@ -126,8 +131,7 @@ def _run_low(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_exempt(device_type):  # code says FP32 here, and a rule does not know that
             return original(self, *args, **kwargs)
-        is_low = torch.is_autocast_enabled(device_type)
-        outer = torch.get_autocast_dtype(device_type) if is_low else torch.float32
+        outer = autocast_dtype(device_type)
         args, kwargs = _cast_low((args, kwargs), dtype)
         # no cache: a weight that two modules share may have been cast to the other's format
         with torch.autocast(device_type, dtype=dtype, cache_enabled=False):
@@ -135,7 +139,36 @@ def _run_low(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
         return _cast_low(output, outer)
 
     vars(forward)[_REGION] = dtype
+    _replace_forward(module, forward)
+
+
+def _run_forced(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+    original = _own_forward(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_exempt(device_type):
+            return original(self, *args, **kwargs)
+        outer = autocast_dtype(device_type)
+        args, kwargs = pytree.tree_map(partial(_cast, dtype=dtype), (args, kwargs))
+        # a batch norm takes FP32 weights with low inputs, because its running statistics are FP32
+        weights = torch.float32 if isinstance(self, nn.modules.batchnorm._BatchNorm) else dtype
+        with torch.autocast(device_type, enabled=False), _weights_in(self, weights):
+            output = original(self, *args, **kwargs)
+        # a loss is FP32 for what is round it: here the rule with its name says that it was computed low
+        return pytree.tree_map(lambda value: _cast(value, outer if _has_dim(value) else torch.float32), output)
+
+    vars(forward)[_REGION] = dtype
+    _replace_forward(module, forward)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    vars(forward)[OWN_FORWARD] = getattr(module.forward, "__func__", module.forward)
     module.forward = MethodType(forward, module)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype:
+    """Of products here: the dtype of autocast, and FP32 where that is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
 
 
 def low_region(module: nn.Module) -> torch.dtype | None:
@@ -147,22 +180,31 @@ def _cast_low(values: Any, dtype: torch.dtype) -> Any:
     """``values`` with what is BF16 or FP16 in them in ``dtype``; 0-dim tensors, which may be losses, stay."""
 
     def cast(value: Any) -> Any:
-        is_low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) and value.dim() > 0
+        is_low = _has_dim(value) and value.dtype in (torch.bfloat16, torch.float16)
         return value.to(dtype) if is_low else value
 
     return pytree.tree_map(cast, values)
 
 
+def _has_dim(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value``, in ``dtype`` where it is a tensor that computes in 16 or 32 bits."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in HELD else value
+
+
 @contextmanager
-def _fp32_weights(module: nn.Module) -> Iterator[None]:
-    """Inside, ``module`` and all in it read FP32 copies of their low weights, through which gradients flow back."""
-    replaced = [(part, part._parameters) for part in module.modules() if not isinstance(part._parameters, _FP32View)]
+def _weights_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, ``module`` and all in it read their weights in ``dtype``; gradients flow back through the copies."""
+    replaced = [(part, part._parameters) for part in module.modules() if not isinstance(part._parameters, _CastView)]
     flat = [(part, part._flat_weights) for part, _ in replaced if isinstance(part, nn.RNNBase)]
     try:
         for part, parameters in replaced:
-            part._parameters = _FP32View(parameters)
+            part._parameters = _CastView(parameters, dtype)
         for rnn, weights in flat:
-            rnn._flat_weights = [autocast_ops.to_fp32(weight) for weight in weights]
+            rnn._flat_weights = [_cast(weight, dtype) for weight in weights]
         yield
     finally:
         for part, parameters in replaced:
@@ -171,15 +213,16 @@ def _fp32_weights(module: nn.Module) -> Iterator[None]:
             rnn._flat_weights = weights
 
 
-class _FP32View(dict[str, Any]):
+class _CastView(dict[str, Any]):
     """A module's parameters, cast when they are read: not before, for a library may gather them then."""
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
+    def __init__(self, parameters: dict[str, Any], dtype: torch.dtype) -> None:
         super().__init__(parameters)
         self._original = parameters
+        self._dtype = dtype
 
     def __getitem__(self, name: str) -> Any:
-        return autocast_ops.to_fp32(self._original[name])
+        return _cast(self._original[name], self._dtype)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)  # that library's own, on its kind of dict

@@ -26,6 +26,8 @@ def full_precision() -> Iterator[None]:
 
     Under activation checkpointing open the region inside the function that is checkpointed. On CPU, PyTorch does not
     restore a region from outside when it runs the function again: it warns, and most checkpoints then raise.
+
+    ``torch.compile`` breaks its graph at a region: the rest of the function that opens it runs uncompiled.
     """
     entered = [(name, torch.get_autocast_dtype(name)) for name in _DEVICE_TYPES if torch.is_autocast_enabled(name)]
     for name, _ in entered:
@@ -35,6 +37,10 @@ def full_precision() -> Iterator[None]:
     finally:
         for name, dtype in entered:
             torch.set_autocast_dtype(name, dtype)
+
+
+# as torch.compiler.disable marks it: dynamo fails on a change of autocast's dtype; to import it takes a second
+vars(full_precision)["_torchdynamo_disable"] = True
 
 
 def is_exempt(device_type: str) -> bool:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +26,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 POLICY = "policy"
 """The reason where nothing else has decided."""
+
+OWN_FORWARD = "own_forward"
+"""Attribute of a forward that was replaced to change its format: the module's own."""
 
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
@@ -67,7 +71,18 @@ def _fp32_class(module: nn.Module) -> str:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module runs as compiled or scripted code, which no hook and no replaced class reaches."""
     is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: to import it takes a second
-    return is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
+    is_whole = is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
+    return is_whole or _is_compiled_function(getattr(module, "forward", None))
+
+
+def _is_compiled_function(function: Any) -> bool:
+    """Whether ``torch.compile`` made ``function``, or the one that it replaced: dynamo leaves attributes."""
+    while function is not None:
+        is_dynamo = hasattr(function, "_torchdynamo_orig_callable")
+        if is_dynamo and not getattr(function, "_torchdynamo_disable", False):
+            return True
+        function = getattr(function, OWN_FORWARD, None)
+    return False
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,11 @@ class Assignment:
     format: str
     reason: str
     inside: tuple[nn.Module, ...] = ()
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether a rule with its own name makes low what its class keeps in FP32, itself or what it lies in."""
+        return self.format != "fp32" and any(map(is_fp32_class, (self.module, *self.inside)))
 
     @property
     def is_listed(self) -> bool:

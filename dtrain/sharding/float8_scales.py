@@ -23,7 +23,8 @@ _BLOCK = 1 << 17
 """Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
 
 HEAD_ROOM = 2.0
-"""How much a weight with a delayed scale may grow in one update before its largest elements are clipped."""
+"""How much a weight with a delayed scale may grow in one update before its largest elements are clipped: this factor,
+or this many times the learning rate, whichever is more. Adam changes an element by about the learning rate at most."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +266,14 @@ class CurrentScales:
 class DelayedScales(CurrentScales):
     """Scales that follow from the weights before the update, with head room, so that the update casts in its own pass.
 
-    One scale a weight. The scale of the next cast is a function of the masters alone; the one in force is not, because
-    it was chosen an update ago, so a checkpoint holds it.
+    One scale a weight. The scale of the next cast is a function of the masters and the learning rate alone; the one in
+    force is not, because it was chosen an update ago, so a checkpoint holds it.
+
+    Args:
+        peak_lr: the largest learning rate, by which a weight of zeros, or of very small numbers, may outgrow any
+            factor. Beyond the head room (a schedule above its peak, a rare gradient with a large second beta) elements
+            are clipped for one step.
+        table, segments, master, replicas, comm, compiled: as for :class:`CurrentScales`.
     """
 
     def __init__(
@@ -277,9 +284,11 @@ class DelayedScales(CurrentScales):
         replicas: Sequence[Sequence[Tensor]],
         comm: Communicator | None,
         *,
+        peak_lr: float,
         compiled: bool = False,
     ) -> None:
         super().__init__(table, segments, master, replicas, comm, compiled=compiled)
+        self._peak_lr = peak_lr
         self._next = torch.ones_like(table.scale)
         self._is_fresh = True
 
@@ -310,7 +319,8 @@ class DelayedScales(CurrentScales):
         return []
 
     def _settle(self) -> None:
-        self._next.copy_(scale_of(self._table.amax * HEAD_ROOM, E4M3))
+        amax = self._table.amax
+        self._next.copy_(scale_of(torch.maximum(HEAD_ROOM * amax, amax + HEAD_ROOM * self._peak_lr), E4M3))
         scale = self._next if self._is_fresh else self._table.scale
         self._is_fresh = False
         # the cast has made 448 of an Inf, or will

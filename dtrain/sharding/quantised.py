@@ -27,12 +27,14 @@ class PlaneWeights(QuantisedWeights):
     Args:
         recipe: of the Linear.
         name: of the weight.
+        parameter: that stands for it.
         scales: of the planes: 0-dim, or [N] and [K].
     """
 
-    def __init__(self, recipe: Recipe, name: str, scales: Sequence[Tensor]) -> None:
+    def __init__(self, recipe: Recipe, name: str, parameter: nn.Parameter, scales: Sequence[Tensor]) -> None:
         super().__init__(recipe)
         self._name = name
+        self._parameter = parameter
         self._scales = scales
         self._planes: list[Tensor] = []
 
@@ -42,15 +44,23 @@ class PlaneWeights(QuantisedWeights):
         self.refresh()
 
     def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
-        """See :class:`dtrain.precision.float8.weights.QuantisedWeights`."""
+        """See :class:`dtrain.precision.float8.weights.QuantisedWeights`; of another weight, its own numbers."""
+        if weight is not self._parameter:
+            return self._cast(weight)
         if not self._planes:
             raise ContractError(f"'{self._name}' is computed with while it is sharded; its group was not gathered")
         found = [Quantised(values, scale) for values, scale in zip(self._planes, self._scales, strict=True)]
         return found[0], found[-1]
 
+    def held(self) -> Sequence[Tensor]:
+        """See :class:`dtrain.precision.float8.weights.QuantisedWeights`."""
+        return self._planes
+
     def dequantised(self, weight: Tensor) -> Tensor:
         """See :class:`dtrain.precision.float8.weights.WeightSource`; NaN, as the parameter is, where it is sharded."""
-        return dequantised(weight, self.planes(weight)[0]) if self._planes else weight
+        if weight is not self._parameter or not self._planes:
+            return weight
+        return dequantised(self._name, weight, self.planes(weight)[0])
 
 
 class Float8Views(ParameterViews):
@@ -71,8 +81,25 @@ class Float8Views(ParameterViews):
         for slot in layout.slots:
             name = slot.spec.name
             scales = [table.of_plane(table.scale, name, plane) for plane in range(table.num_planes)]
-            self._sources[name] = PlaneWeights(recipe, name, scales if table.rowwise else [scales[0][0]])
+            self._sources[name] = PlaneWeights(
+                recipe, name, parameters[name], scales if table.rowwise else [scales[0][0]]
+            )
         super().__init__(layout, parameters, recipe.out_dtype)
+        self._versions = [parameter._version for parameter in self._parameters]
+
+    def check(self) -> None:
+        """Asserts also that nobody has written to a parameter, which holds no weight.
+
+        Raises:
+            ContractError: naming the parameter.
+        """
+        super().check()
+        for parameter, slot, version in zip(self._parameters, self._layout.slots, self._versions, strict=True):
+            if parameter._version != version:
+                raise ContractError(
+                    f"parameter '{slot.spec.name}' was written to; it stands for an FP8 replica, which follows its "
+                    f"FP32 master. Set weights before dtrain.initialize, or load a checkpoint with engine.load"
+                )
 
     def attach(self, model: nn.Module) -> None:
         """Hands each Linear its source."""

@@ -54,6 +54,7 @@ class ShardedState:
         reproducible: sum leaves along the canonical tree.
         all_reduce: with replicated gradients and sharded masters (stage 1), all-reduce instead of reduce-scatter.
         gather: with sharded compute replicas (stage 3), when they are gathered and freed.
+        peak_lr: how much an update changes a weight at most, about; for delayed scales.
 
     Attributes:
         scales: of the FP8 replicas.
@@ -70,6 +71,7 @@ class ShardedState:
         reproducible: bool = False,
         all_reduce: bool = False,
         gather: GatherOptions,
+        peak_lr: float,
     ) -> None:
         self._comm = comm
         self._placements = placements
@@ -100,7 +102,7 @@ class ShardedState:
         self.replicas = [
             replica_type(segment, self._views(segment.layout, parameters), comm) for segment in self.arena.segments
         ]
-        self.scales = self._float8_scales()
+        self.scales = self._float8_scales(peak_lr)
         self.gathering = Gathering(model, self._gathered_groups(), gather, comm) if shards_compute else None
         self._grad_storages: list[Tensor] = []
         self.watch = GradientWatch(sum(len(layout.slots) for layout in self.layouts))
@@ -149,13 +151,15 @@ class ShardedState:
         assert recipe is not None
         return Float8Views(layout, parameters, self._table, recipe)
 
-    def _float8_scales(self) -> CurrentScales:
-        scales_type = DelayedScales if self._contract.policy.float8.weight_scale == "delayed" else CurrentScales
+    def _float8_scales(self, peak_lr: float) -> CurrentScales:
         replicas = [replica.own for replica in self.replicas]
         comm = self._comm if self._placements.master is Placement.SHARD else None
         recipe = self._contract.recipe
         compiled = recipe is not None and recipe.compile
-        return scales_type(self._table, self.arena.segments, self.master, replicas, comm, compiled=compiled)
+        parts = (self._table, self.arena.segments, self.master, replicas, comm)
+        if self._contract.policy.float8.weight_scale == "delayed":
+            return DelayedScales(*parts, peak_lr=peak_lr, compiled=compiled)
+        return CurrentScales(*parts, compiled=compiled)
 
     def grad_dtype(self, layout: FlatLayout) -> torch.dtype:
         """Of the gradients of the parameters in a flat buffer, as they leave backward."""

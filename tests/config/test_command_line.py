@@ -149,6 +149,8 @@ def test_precision_from_the_environment(
         ("precision.rules={*.head:fp32,blocks.1:bf16}", {"*.head": "fp32", "blocks.1": "bf16"}),
         ("""precision.rules={'blocks.[01].*': fp32}""", {"blocks.[01].*": "fp32"}),
         ('precision.rules={0: fp32, "1": bf16}', {"0": "fp32", "1": "bf16"}),
+        ("""precision.rules={"*.out": "bf16", "blocks.0": "fp32"}""", {"*.out": "bf16", "blocks.0": "fp32"}),
+        ("""precision.rules={head: 'fp32','blocks.0' : 'bf16'}""", {"head": "fp32", "blocks.0": "bf16"}),
         ("precision.rules.head=fp32", {"head": "fp32"}),
         ("""+precision.rules={"b*": bf16, "a*": fp32}""", {"b*": "bf16", "a*": "fp32"}),
     ],

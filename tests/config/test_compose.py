@@ -112,7 +112,7 @@ def test_hash_follows_what_ranks_must_agree_on_and_nothing_else() -> None:
     same = ["run_dir=/a", "resume=none", "tracker=tensorboard", "launch.device=cpu", "launch.timeout_s=5"]
     assert {override.partition("=")[0].partition(".")[0] for override in same} == set(HASH_EXCLUDES)
     assert config_hash(compose(same)) == base
-    for override in ("seed=1", "optim.lr=1e-3", "engine.zero_stage=1", "train.eval_every=7", "precision=fp32"):
+    for override in ("seed=1", "optim.lr=2e-3", "engine.zero_stage=1", "train.eval_every=7", "precision=fp32"):
         assert config_hash(compose([override])) != base
 
 

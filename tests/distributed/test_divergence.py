@@ -81,7 +81,13 @@ def test_stops_before_any_update_and_shows_both_values(field: str) -> None:
 def set_up_differently(rank: int, world: int, what: str) -> str:
     options: dict[str, Any] = {"precision": "fp32", "seed": 0}
     model = make("mlp").build(0)
-    if rank == 1:
+    if what == "fp8":
+        model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+        options["precision"] = ("fp8", "bf16")[rank]
+    elif what == "fp8_width":  # one rank has FP8 products to decide about, the other none
+        model = torch.nn.Sequential(*(torch.nn.Linear((16, 8)[rank], (16, 8)[rank]) for _ in range(3)))
+        options["precision"] = "fp8"
+    elif rank == 1:
         if what == "zero_stage":
             options["zero_stage"] = 1
         elif what == "lr":
@@ -97,7 +103,7 @@ def set_up_differently(rank: int, world: int, what: str) -> str:
     return "accepted"
 
 
-@pytest.mark.parametrize("what", ["zero_stage", "lr", "model", "seed"])
+@pytest.mark.parametrize("what", ["zero_stage", "lr", "model", "seed", "fp8", "fp8_width"])
 def test_found_at_the_start(what: str) -> None:
     messages = run_ranks(2, set_up_differently, what)
     told = [m for m in messages if m != "accepted"]

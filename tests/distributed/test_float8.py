@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
 from dtrain.distributed.collectives import Communicator
@@ -125,6 +126,27 @@ def test_stage_3_gathers_what_odd_models_need() -> None:
 # -- the replicas ------------------------------------------------------------------------------------------------------
 
 
+def test_another_weight_for_one_call_is_computed_with() -> None:
+    """And hooks are for the parameter: what ``.weight`` gives stands beside it."""
+    engine = start(zero_stage=0)
+    name, x = "blocks.0.up.weight", batch(0, 0)
+    linear = engine.module.get_submodule("blocks.0.up")
+    assert isinstance(linear, Float8Linear)
+    weight = linear.weight.detach()
+    with torch.no_grad():
+        own = linear(x)
+        assert torch.equal(torch.func.functional_call(linear, {"weight": weight}, (x,)), own)
+        other = torch.func.functional_call(linear, {"weight": torch.zeros_like(weight)}, (x,))
+        assert torch.equal(other, linear.bias.expand_as(other))
+        assert torch.equal(linear(x), own)
+    with pytest.raises(UsageError, match=rf"dict\(model\.named_parameters\(\)\)\['{name}'\]"):
+        linear.weight.register_hook(lambda grad: grad)
+    fired: list[int] = []
+    dict(engine.module.named_parameters())[name].register_hook(lambda grad: fired.append(grad.numel()))
+    engine.backward(engine(x))
+    assert fired == [weight.numel()]
+
+
 def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
     """After some steps each Linear finds what its master gives when it is cast whole, once, with one scale."""
     engine = start(variant, zero_stage=2)
@@ -139,7 +161,8 @@ def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
             master, key = before[f"{name}.weight"], f"{name}.weight"
             found = module.source.planes(module._parameters["weight"])  # type: ignore[attr-defined]
             if variant == "delayed":
-                scale = scale_of(HEAD_ROOM * largest[key], E4M3)
+                room = torch.maximum(HEAD_ROOM * largest[key], largest[key] + HEAD_ROOM * engine.options.optimizer.lr)
+                scale = scale_of(room, E4M3)
                 want = [(cast(master, scale, E4M3), scale)]
             else:
                 rows = quantise(master, E4M3, rowwise=variant == "rowwise")
@@ -226,6 +249,22 @@ def test_a_replaced_weight_is_noticed(change: Callable[[nn.Module], Any], stage:
     change(engine.module.blocks[0].up)  # type: ignore[index,union-attr]
     with pytest.raises(ContractError, match=r"'blocks.0.up.(weight|bias)' (no longer lies|was frozen)"):
         engine.step()
+
+
+def test_a_written_weight_is_noticed() -> None:
+    """Its parameter holds no weight: the write would be lost, and what guards its neighbours with it."""
+    engine = start(zero_stage=2)
+    engine.backward(engine(batch(0, 0)))
+    with torch.no_grad():
+        dict(engine.module.named_parameters())["blocks.0.up.weight"].zero_()
+    with pytest.raises(ContractError, match=r"'blocks.0.up.weight' was written to; .* engine.load"):
+        engine.step()
+
+
+def test_weights_are_not_loaded_past_the_engine() -> None:
+    engine = start(zero_stage=2)
+    with pytest.raises(UsageError, match=r"'blocks.0.up.weight' is an FP8 replica, .* engine.load"):
+        engine.module.load_state_dict(engine.module.state_dict())
 
 
 def reads_outside(rank: int, world: int) -> str:
@@ -384,8 +423,14 @@ def test_state_bytes_follow_the_formula(world: int) -> None:
 def test_memory_counts_what_products_keep() -> None:
     engine = start(zero_stage=2)
     between = engine.memory()["compute"]
+    micro_batches = iter(engine.accumulate(range(2)))
+    next(micro_batches)
     engine.backward(engine(batch(0, 0)))
+    next(micro_batches)
     kept = sum(4 * 96 * 32 for name in engine.contract.float8_modules)  # decoded for the emulation, padded
+    assert engine.memory()["compute"] == between + kept
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):  # as offload does
+        engine.backward(engine(batch(0, 1)))
     assert engine.memory()["compute"] == between + kept
     engine.step()
     assert engine.memory()["compute"] == between

@@ -18,7 +18,10 @@ from dtrain.train.run import run_training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
-RULES = {"blocks.0": "fp16", "head": "fp32", "blocks.1.ffn": "fp32", "blocks.1.ffn.0": "bf16"}
+RULES = {
+    **{"blocks.0": "fp16", "head": "fp32", "blocks.1.ffn": "fp32", "blocks.1.ffn.0": "bf16"},
+    **{"norm": "fp16", "blocks.0.ffn_norm": "bf16", "blocks.1.attention_norm": "bf16"},  # by their own names
+}
 TIMED = Float8Options(choice="timed", num_rows=32)
 
 

@@ -320,6 +320,14 @@ def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for there in (True, False):
         monkeypatch.setattr(adamw, "has_compiler", lambda device, there=there: there)
         assert AdamW().on(cuda).compile is there
+    monkeypatch.setattr(adamw, "has_compiler", lambda device: True)
+    for capability, stores_float8 in (((8, 0), False), ((8, 9), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert AdamW().on(cuda).compile is True
+        assert AdamW().on(cuda, casts_float8=True).compile is stores_float8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"the update writes FP8, and Triton does so from compute capability 8\.9"):
+        AdamW(compile=True).on(cuda, casts_float8=True)
     with pytest.raises(ValueError, match=r"call AdamW.on\(device\) first"):
         FlatAdamW(AdamW(), [[]])
 

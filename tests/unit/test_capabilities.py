@@ -19,7 +19,9 @@ from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.doctor.engines import engine_table
 from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, able, check, reasons, table
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.float8.weights import LocalWeights
 from tests.helpers.one_rank import loss_of
 from tests.helpers.ranks import run_ranks
 
@@ -192,8 +194,9 @@ def attempt(engine: str, key: str, value: Any) -> str:
         settings |= NEEDED.get(key, {})
     if key == "reduce_dtype" and value == "fp16":
         settings["precision"] = "fp16"
+    model = wide()
     try:
-        started = dtrain.initialize(wide(), engine=engine, seed=0, **settings)
+        started = dtrain.initialize(model, engine=engine, seed=0, **settings)
         started.backward(loss_of(started, torch.ones(3, 16)))
         outcome = started.step()
     except ConfigError as error:
@@ -204,6 +207,9 @@ def attempt(engine: str, key: str, value: Any) -> str:
         return f"failed: {type(error).__name__}: {error}"
     if reason is not None:
         return "taken, but the table refuses it"
+    sources = [module.source for module in model.modules() if isinstance(module, Float8Linear)]
+    if any(isinstance(source, LocalWeights) is not CAPABILITIES[engine].casts_each_time for source in sources):
+        return "FP8 weights are cast at other times than the table says"
     return "" if outcome.applied else f"the step was skipped: {outcome.reason}"
 
 

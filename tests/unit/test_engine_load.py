@@ -14,6 +14,7 @@ from torch import nn
 
 from dtrain.checkpoint import CheckpointReader, Place, open_newest
 from dtrain.errors import CheckpointError, UsageError
+from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.one_rank import build, masters, start, train_step, unchanged
@@ -151,3 +152,26 @@ def test_other_formats_than_the_saved_are_said(tmp_path: Path, caplog: pytest.Lo
     start(precision=low if same else "fp32").load(path)
     message = "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"
     assert (message in caplog.text) is not same
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, ""),
+        ({"num_rows": 64}, ""),
+        ({"weight_scale": "delayed"}, "was saved with float8 weight_scale=current (now delayed): FP8 products round"),
+        ({"recipe": "rowwise"}, "was saved with float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
+    ],
+)
+def test_other_float8_options_than_the_saved_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], message: str
+) -> None:
+    start_float8().save(tmp_path)
+    start_float8(**changed).load(tmp_path)
+    assert message in caplog.text
+    assert bool(message) is ("was saved with" in caplog.text)
+
+
+def start_float8(**options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    return start(model, precision=PrecisionPolicy.named("fp8", float8=Float8Options(**options)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.precision.float8 import choice, options
+from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.choice import Product, decide
 from dtrain.precision.float8.options import Float8Options, Recipe
 from dtrain.precision.float8.scaling import E4M3, E5M2
@@ -76,10 +76,24 @@ def test_timed_on_the_device_an_emulation_loses_against_bf16(monkeypatch: pytest
 
 @pytest.mark.parametrize(("float8_ms", "is_float8"), [(0.8, True), (0.97, True), (0.971, False), (1.1, False)])
 def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float8_ms: float, is_float8: bool) -> None:
-    monkeypatch.setattr(choice, "_times", lambda product, options, device: (1.0, float8_ms))
+    monkeypatch.setattr(choice, "_times", lambda *_: (1.0, float8_ms))
     (decision,) = decide([Product("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
     assert decision.is_float8 is is_float8
     assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("casts_each_time", [False, True])
+def test_the_cast_of_the_weight_is_timed_where_the_engine_has_it(
+    monkeypatch: pytest.MonkeyPatch, casts_each_time: bool
+) -> None:
+    cast: list[tuple[int, ...]] = []
+    quantise = weights.quantise
+    monkeypatch.setattr(weights, "quantise", lambda x, *a, **how: cast.append(tuple(x.shape)) or quantise(x, *a, **how))
+    timed = Float8Options(choice="timed", num_rows=16).on(CPU)
+    decide([Product("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
+    runs = 2 + choice._ROUNDS
+    assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
 
 
 def test_what_does_not_fit_the_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,10 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dtrain
-from dtrain.errors import ModelError
+from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.precision import autocast_ops
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.scaling import E4M3, E5M2, Quantised
@@ -80,8 +83,11 @@ class NativeLike(QuantisedWeights):
     def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
         return self.kept
 
+    def held(self) -> list[Tensor]:
+        return [plane.values for plane in self.kept]
+
     def dequantised(self, weight: Tensor) -> Tensor:
-        return dequantised(weight, self.kept[0])
+        return dequantised("0.weight", weight, self.kept[0])
 
 
 SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
@@ -361,6 +367,57 @@ def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -
     assert torch.equal(after[1], -before[1])
 
 
+def test_writes_that_pytorch_counts_are_seen() -> None:
+    """A swap of weights for an evaluation, or weights clipped after a step, need nobody to say so."""
+    linear = make(TENSORWISE)
+    source = linear.source = KeptWeights(TENSORWISE)
+    x = normal(16, 80)
+    before = linear(x)
+    kept = source.tensors()[0]
+    with torch.no_grad():
+        assert torch.equal(linear(x), before)
+        assert source.tensors()[0] is kept
+        linear.weight.neg_()
+        assert torch.equal(linear(x), -before)
+        linear.load_state_dict({"weight": torch.zeros(48, 80)})
+        assert not linear(x).any()
+
+
+@both_recipes
+@pytest.mark.parametrize("source", [LocalWeights, KeptWeights])
+def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: type[KeptWeights]) -> None:
+    linear = make(recipe)
+    linear.source = source(recipe)
+    x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
+    own = linear(x)
+    for other in (linear.weight.detach().neg(), torch.zeros(48, 80)):  # where one lay, the next may lie
+        weight = other.clone().requires_grad_()
+        y = functional_call(linear, {"weight": weight}, (x,))
+        assert torch.equal(linear(x), own)
+        want = products(make(recipe), x, grad) if other.any() else (own * 0,) * 2
+        assert torch.equal(y.abs(), want[0].abs())
+        assert not (y * own > 0).any()
+        dx, dw = torch.autograd.grad(y, (x, weight), grad)
+        assert torch.equal(dx.abs(), want[1].abs() if other.any() else torch.zeros_like(dx))
+        assert dw.any()
+        with torch.inference_mode():
+            assert torch.equal(functional_call(linear, {"weight": other.clone()}, (x,)), y)
+        del y, weight
+
+
+def test_a_graph_older_than_a_refresh_leaves_nothing_behind() -> None:
+    """Its planes are freed after it; what was kept for their address would be taken for that of others."""
+    linear = make(TENSORWISE)
+    source = linear.source = KeptWeights(TENSORWISE)
+    x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
+    want = products(linear, x, grad)
+    y = linear(x)
+    source.refresh()
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(dx, want[1])
+    assert not source.tensors()
+
+
 def test_what_an_evaluation_has_cast_serves_training() -> None:
     linear = make(TENSORWISE)
     linear.source = KeptWeights(TENSORWISE)
@@ -385,6 +442,23 @@ def test_whoever_reads_the_weight_gets_numbers_and_gradients() -> None:
     assert torch.equal(linear._parameters["weight"].grad, 2 * weight.detach())
     assert torch.equal(linear.state_dict()["weight"], weight)
     assert isinstance(make(TENSORWISE).weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda weight: weight.register_hook(lambda grad: grad),
+        lambda weight: weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda weight: weight.requires_grad_(False),
+    ],
+    ids=["hook", "post-accumulate", "freeze"],
+)
+def test_what_would_be_lost_on_a_dequantised_weight_is_refused(setting: Callable[[Tensor], object]) -> None:
+    linear = make(TENSORWISE)
+    setting(linear.weight)
+    linear.source = NativeLike(linear, TENSORWISE)
+    with pytest.raises(UsageError, match=r"a copy for reading; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
+        setting(linear.weight)
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
@@ -418,6 +492,62 @@ def test_an_exempt_region_computes_in_fp32(source: Callable[[nn.Linear, Recipe],
     assert torch.equal(y, F.linear(x.float(), linear.weight.float(), linear.bias))
     y.sum().backward()
     assert linear._parameters["weight"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_autocast_is_the_engines(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    """Switched off by the model, it says FP32 as for any Linear; outside an engine it says nothing of FP8."""
+    linear = make(TENSORWISE, bias=True)
+    linear.source = source(linear, TENSORWISE)
+    x = normal(16, 80)
+    low, want = linear(x), F.linear(x.float(), linear.weight.float(), linear.bias)
+    off, half = torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.float16)
+    for region in (off, half):
+        with region:
+            assert torch.equal(linear(x), low)
+    with autocast_ops.enabled("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear(x), low)
+        with off:
+            assert torch.equal(linear(x), want)
+        with (
+            half,
+            pytest.raises(ContractError, match=r"\[48, 80\] that gives torch.bfloat16 .* autocast of torch.float16"),
+        ):
+            linear(x)
+    fp32 = make(replace(TENSORWISE, out_dtype=torch.float32))
+    with autocast_ops.enabled("cpu"):
+        assert not torch.equal(fp32(x), F.linear(x.float(), fp32.weight)), "FP8 by a rule where all else is FP32"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_compiled_code_calls_it_as_it_is(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    """Its padding, kept tensors and hooks are not for a compiler to trace."""
+    torch._dynamo.reset()
+    recipe = Recipe(emulate=False)
+    found = []
+    for backend in (None, "aot_eager"):
+        block = nn.Sequential(make(recipe, 50, 50, bias=True), nn.Tanh(), make(recipe, 50, 50))
+        for linear in (block[0], block[2]):
+            linear.source = source(linear, recipe)
+        parameters = [*block.parameters()]
+        if backend is not None:
+            block.forward = torch.compile(block.forward, backend=backend)
+        for _ in range(2):
+            x = normal(20, 50).requires_grad_()
+            y = block(x)
+            found.append([y, *torch.autograd.grad(y.sum(), [x, *parameters])])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+def test_selective_checkpointing_may_keep_the_product() -> None:
+    linear = make(TENSORWISE)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    kept = functools.partial(create_selective_checkpoint_contexts, ops)
+    inputs = x.clone().requires_grad_()
+    checkpoint(linear, inputs, use_reentrant=False, context_fn=kept).backward(grad)
+    assert torch.equal(inputs.grad, products(linear, x, grad)[1])
 
 
 def test_what_it_says_of_itself() -> None:

@@ -42,7 +42,8 @@ EXPECTED = {
     ],
     "Gradients underflow": [
         r"shown fp16: a gradient of 1e-8 = 0",
-        r"detected precision=fp16, loss_scale=none: the step is applied, .*grad_norm 0 .*the weight is still 1 ",
+        r"detected precision=fp16, loss_scale=none, at the start: .*gradients are FP16: those below 6e-8 vanish; use a",
+        r"detected then the step is applied, .*grad_norm 0 .*the weight is still 1 ",
         r"cured precision=fp16, its own loss scale of 65536: .*grad_norm 9.99\d+e-09; the weight moves to 0.9995",
         r"cured precision=bf16, its own loss scale of 1: .*grad_norm 1.00\d+e-08; the weight moves to 0.9995",
     ],

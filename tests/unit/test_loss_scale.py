@@ -16,6 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScale, LossScaleState
+from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.one_rank import start
 
 
 def scales(rule: LossScale, overflows: str) -> list[float]:
@@ -273,3 +275,23 @@ def test_senseless_values_are_refused(value: Any) -> None:
 def test_auto_does_not_start_unresolved() -> None:
     with pytest.raises(ConfigError, match="must be resolved"):
         LossScale("auto").start()
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss_scale", "is_said"),
+    [
+        ("fp16", "none", True),
+        ("fp16", 1.0, True),
+        ("fp16", 2.0, False),
+        ("fp16", "auto", False),
+        ("fp16", "calibrated", False),
+        (PrecisionPolicy.named("bf16", rules={"0": "fp16"}), "none", True),
+        ("bf16", "none", False),
+    ],
+)
+def test_gradients_that_may_vanish_are_announced(
+    precision: Any, loss_scale: Any, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(precision=precision, loss_scale=loss_scale)
+    said = [message for message in caplog.messages if "gradients are FP16: those below 6e-8 vanish" in message]
+    assert len(said) == is_said

@@ -128,6 +128,17 @@ def test_a_norm_that_runs_low_is_seen() -> None:
         run(model, contract, autocast)
 
 
+def test_a_norm_that_a_rule_makes_low_and_that_is_not_is_seen() -> None:
+    ruled = PrecisionPolicy.named("bf16", rules={"1": "bf16"}).reducing("auto", leaves_travel=True)
+    model, contract, autocast = prepared(mlp(), ruled)
+    assert run(model, contract, autocast).dtype == LOW
+    del model[1].forward
+    with pytest.raises(
+        ContractError, match=r"module '1' \(LayerNorm\) is called with another forward than the one that"
+    ):
+        run(model, contract, autocast)
+
+
 def test_a_gradient_of_another_dtype_is_seen_in_the_first_backward_only() -> None:
     model, contract, autocast = prepared(mlp())
     model[0].weight.grad_dtype = torch.float32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.float8.scaling import E4M3, quantise, scale_of
+from dtrain.precision.float8.scaling import E4M3, cast, quantise, scale_of
 from dtrain.sharding import float8_scales
 from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales, Rectangle, ScaleTable, rectangles
 from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts
@@ -54,6 +55,7 @@ class Shards:
         scales_type: type[CurrentScales],
         *,
         compiled: bool = False,
+        **options: float,
     ) -> None:
         self.world = world
         specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, True) for n, w in enumerate(weights)]
@@ -69,7 +71,8 @@ class Shards:
                 master[part.offset : part.offset + source.numel()] = source
             self.tables.append(table)
             self.planes.append(own)
-            self.scales.append(scales_type(table, arena.segments, master, [own], None, compiled=compiled))
+            parts: list[Any] = [table, arena.segments, master, [own], None]
+            self.scales.append(scales_type(*parts, compiled=compiled, **options))
 
     def refresh(self) -> None:
         for scales in self.scales:
@@ -149,7 +152,7 @@ def test_what_is_not_finite_is_never_a_number(bad: float, rowwise: bool) -> None
 
 def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
     weights = weights_of(5)
-    (scales,) = (shards := Shards(weights, 1, False, DelayedScales)).scales
+    (scales,) = (shards := Shards(weights, 1, False, DelayedScales, peak_lr=0.0)).scales
     assert isinstance(scales, DelayedScales)
     shards.refresh()
     table = shards.tables[0]
@@ -166,9 +169,21 @@ def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
         assert torch.equal(table.scale, want), "in force until the next update"
 
 
+@pytest.mark.parametrize("lr", [3e-4, 1e-3, 0.1])
+def test_delayed_scales_leave_room_for_an_update_of_tiny_weights(lr: float) -> None:
+    """A factor alone is no room where a weight is 0, and little where the learning rate is larger than it."""
+    weights = [torch.zeros(4, 8), torch.full((4, 8), 1e-5), torch.full((4, 8), 0.5), torch.full((4, 8), 3 * lr)]
+    shards = Shards(weights, 1, False, DelayedScales, peak_lr=lr)
+    shards.refresh()
+    largest = (torch.tensor([w[0, 0] for w in weights]) + lr).tolist()
+    for scale, largest_after in zip(shards.tables[0].scale.tolist(), largest, strict=True):
+        updated = cast(torch.tensor([largest_after, -largest_after / 100]), torch.tensor(scale), E4M3).float() * scale
+        assert updated.tolist() == pytest.approx([largest_after, -largest_after / 100], rel=1 / 16), (scale, updated)
+
+
 def test_saved_scales_come_back_and_others_start_fresh() -> None:
     weights = weights_of(6)
-    shards = Shards(weights, 1, False, DelayedScales)
+    shards = Shards(weights, 1, False, DelayedScales, peak_lr=1e-3)
     shards.refresh()
     (scales,), (table,) = shards.scales, shards.tables
     fresh = table.scale.clone()

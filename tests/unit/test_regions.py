@@ -71,6 +71,28 @@ def test_modules_of_other_kinds(module: nn.Module, dtype: torch.dtype) -> None:
     assert all(p.grad is not None and p.grad.dtype == BF16 for p in module.parameters())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_may_open_one(linear: nn.Linear) -> None:
+    """Also round what a compiler does not trace, as an engine's hooks are."""
+    linear.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + 1
+        with dtrain.full_precision():
+            inside = linear(x)
+        return inside, linear(inside)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, backend="eager")
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=BF16):
+            found, want = compiled(x), forward(x)
+            assert torch.get_autocast_dtype("cpu") == BF16
+        assert [y.dtype for y in found] == [FP32, BF16]
+        assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_region_in_a_checkpointed_function_is_one_when_it_runs_again(linear: nn.Linear, use_reentrant: bool) -> None:
     def forward(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dtrain.engine.observation import observe_forward
 from dtrain.errors import ConfigError, ContractError
 from dtrain.precision.contract import Contract, earlier_decisions, float8_products
 from dtrain.precision.float8.choice import Decision, Product
@@ -19,6 +20,9 @@ from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.regions import full_precision
+from dtrain.precision.rules import is_compiled
+from tests.helpers.op_dtypes import OpDtypes
 from tests.helpers.zoo import make
 
 CPU = torch.device("cpu")
@@ -217,6 +221,27 @@ TABLES = [
 @pytest.mark.parametrize(("build", "name", "rules", "expected"), TABLES)
 def test_tables(build: Callable[[], nn.Module], name: str, rules: dict[str, str], expected: dict[str, str]) -> None:
     assert table(resolved(build(), name, rules)) == expected
+
+
+def test_a_forward_that_is_compiled_by_itself_is_seen() -> None:
+    """No class is replaced and no hook called inside such a forward."""
+
+    class Compiled(Block):
+        forward = torch.compile(Block.forward, backend="eager")
+
+    class Excluded(Block):
+        forward = torch.compiler.disable(Block.forward)
+
+    model = Net()
+    model.blocks[0] = Compiled()
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+    model.blocks[2] = Excluded()
+    found = table(resolved(model, "fp8"))
+    for i in range(2):
+        assert found[f"blocks.{i}.up"] == f"bf16: inside the compiled module 'blocks.{i}'"
+    assert found["blocks.2.up"] == "fp8"
+    prepared(model, "bf16", {"blocks": "fp32"})
+    assert [is_compiled(block) for block in model.blocks] == [True, True, False], "through the forwards of regions"
 
 
 def test_the_order_of_rules_decides_not_how_exact_they_are() -> None:
@@ -454,6 +479,49 @@ def test_low_modules_in_an_fp32_model() -> None:
     assert torch.equal(low, want.float())
     output.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
+
+
+class Heads(nn.Module):
+    """What its class keeps in FP32, with parameters, buffers, without either, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.batch = nn.BatchNorm1d(32)
+        self.soft = nn.Softmax(-1)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.soft(self.batch(self.norm(self.inner(x))))
+        self.between = y.dtype
+        return self.loss(y, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize("weights", ["quantised", "policy", "fp32"])
+@pytest.mark.parametrize(("name", "low"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")])
+def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(name: str, low: str, weights: str) -> None:
+    model = Heads()
+    rules = dict.fromkeys(("norm", "batch", "soft", "loss"), low)
+    autocast, contract = prepared(model, name, rules, weights)
+    assert contract.forced == tuple(rules)
+    x = torch.randn(4, 32)
+    with autocast(), observe_forward(model, contract), OpDtypes(model) as ops:
+        loss = model(x)
+    assert loss.dtype == FP32
+    assert model.between == {"bf16": BF16, "fp32": FP32}[name], "cast back to what is round it"
+    kernels = {"native_layer_norm", "native_batch_norm", "_softmax", "_log_softmax", "nll_loss_forward"}
+    seen = {ran.op.partition(".")[0]: ran.outputs for ran in ops.ran if ran.op.partition(".")[0] in kernels}
+    assert seen.keys() == kernels
+    assert all(outputs[0] == low for outputs in seen.values()), seen
+    with autocast.backward():
+        loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+    with autocast(), full_precision(), OpDtypes(model) as ops:
+        model.norm(x)
+    (norm,) = [ran for ran in ops.ran if "layer_norm" in ran.op]
+    exempt = name == "bf16"  # without autocast the region has no effect, as it says
+    assert norm.outputs == ("fp32",) or not exempt, "code that says FP32 knows better than a rule"
 
 
 def test_a_deep_copy_of_a_low_module_runs_its_own_weights() -> None:

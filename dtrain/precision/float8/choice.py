@@ -14,7 +14,7 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.weights import KeptWeights
+from dtrain.precision.float8.weights import KeptWeights, LocalWeights
 
 MIN_GAIN = 0.03
 """FP8 costs precision: it must save this part of BF16's time."""
@@ -44,7 +44,8 @@ class Decision:
         is_float8: the choice.
         reason: a sentence for people.
         low_ms: of the three products in BF16; None where they were not timed.
-        float8_ms: in FP8, with the casts of input and gradient.
+        float8_ms: in FP8, with the casts of input and gradient, and of the weight where the engine has it cast each
+            time.
     """
 
     name: str
@@ -54,7 +55,9 @@ class Decision:
     float8_ms: float | None = None
 
 
-def decide(products: Sequence[Product], options: Float8Options, device: torch.device) -> tuple[Decision, ...]:
+def decide(
+    products: Sequence[Product], options: Float8Options, device: torch.device, *, casts_each_time: bool = False
+) -> tuple[Decision, ...]:
     """A decision for each of ``products``, in their order.
 
     Args:
@@ -62,6 +65,8 @@ def decide(products: Sequence[Product], options: Float8Options, device: torch.de
         options: resolved for the device that will train, see :meth:`Float8Options.on`. ``choice=all`` decides by shape
             alone, and needs no such device.
         device: where ``choice=timed`` runs them, ``num_rows`` rows at a time.
+        casts_each_time: the engine casts the weight in each forward and backward, so that it is timed too; else once a
+            step.
 
     Raises:
         ConfigError: they do not fit the device's memory.
@@ -72,7 +77,7 @@ def decide(products: Sequence[Product], options: Float8Options, device: torch.de
         if shape not in made:
             made[shape] = _by_shape(product)
             if made[shape].is_float8 and options.choice == "timed":
-                made[shape] = _timed(product, options, device)
+                made[shape] = _timed(product, options, device, casts_each_time)
     return tuple(
         Decision(product.name, choice.is_float8, choice.reason, choice.low_ms, choice.float8_ms)
         for product in products
@@ -95,9 +100,9 @@ def _by_shape(product: Product) -> Decision:
     )
 
 
-def _timed(product: Product, options: Float8Options, device: torch.device) -> Decision:
+def _timed(product: Product, options: Float8Options, device: torch.device, casts_each_time: bool) -> Decision:
     try:
-        low_ms, float8_ms = _times(product, options, device)
+        low_ms, float8_ms = _times(product, options, device, casts_each_time)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"no memory to time {options.num_rows} rows of '{product.name}' [{product.out_features}, "
@@ -109,7 +114,9 @@ def _timed(product: Product, options: Float8Options, device: torch.device) -> De
     return Decision(product.name, float8_ms <= (1 - MIN_GAIN) * low_ms, reason, low_ms, float8_ms)
 
 
-def _times(product: Product, options: Float8Options, device: torch.device) -> tuple[float, float]:
+def _times(
+    product: Product, options: Float8Options, device: torch.device, casts_each_time: bool
+) -> tuple[float, float]:
     """Milliseconds of forward and both gradients in BF16 and in FP8; medians of rounds that take turns."""
     generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
     x, grad, weight = (
@@ -124,7 +131,7 @@ def _times(product: Product, options: Float8Options, device: torch.device) -> tu
     for linear in linears:
         linear.weight = nn.Parameter(weight)
     recipe = Recipe.of(options, torch.bfloat16)
-    convert(linears[1], recipe, KeptWeights(recipe))  # the weight is cast once a step: not in what is timed
+    convert(linears[1], recipe, LocalWeights(recipe) if casts_each_time else KeptWeights(recipe))
     runs = [_three_products(linear, x.requires_grad_(), grad) for linear in linears]
     for run in (*runs, *runs):  # the second time all is compiled, kept and allocated
         run()

@@ -73,6 +73,8 @@ def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
 
 def _emulated(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> Tensor:
     """Products of FP8 numbers are exact in FP32, and so is a power of two: only the sums round, as they do there."""
-    product = decode(left) @ right.t()
+    # a buffer of our own: what `@` gives, selective activation checkpointing may keep, and it must not change then
+    product = torch.empty(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
+    torch.mm(decode(left), right.t(), out=product)
     # one scale after the other: their product may be out of FP32's range
     return product.mul_(scales[0]).mul_(scales[1]).to(out_dtype)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from dtrain.errors import UsageError
 from dtrain.precision.float8.matmul import operand
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.scaling import E4M3, Quantised, dequantise, quantise
@@ -57,6 +60,9 @@ class LocalWeights:
 class QuantisedWeights(ABC):
     """A weight that is held in FP8. What products need of it beside is made once, and kept until :meth:`refresh`.
 
+    A forward may bring another weight than the one that is held (``torch.func.functional_call``), and a backward may
+    run after :meth:`refresh`: what these need is made for them, and not kept.
+
     Args:
         recipe: of the module.
     """
@@ -72,6 +78,10 @@ class QuantisedWeights(ABC):
         Tensorwise both are one. Rowwise the first has a scale for each of its N rows; the second one for each of its K
         columns, [K]: it becomes the rows of the transpose.
         """
+
+    @abstractmethod
+    def held(self) -> Sequence[Tensor]:
+        """The values of the planes that last until :meth:`refresh`."""
 
     @abstractmethod
     def dequantised(self, weight: Tensor) -> Tensor:
@@ -98,31 +108,49 @@ class QuantisedWeights(ABC):
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
         key = (values.data_ptr(), transposed and not emulate)  # decoded numbers are not copied to be transposed
-        if key not in self._operands:
-            self._operands[key] = operand(values, emulate=emulate, transposed=key[1])
-        return self._operands[key].t() if transposed and emulate else self._operands[key]
-
-
-class KeptWeights(QuantisedWeights):
-    """Casts the weight when it is first needed, and keeps that until :meth:`refresh`: once a step, if called then."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self._planes: tuple[Quantised, Quantised] | None = None
-
-    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
-        """See :class:`QuantisedWeights`."""
-        if self._planes is None:
-            with torch.inference_mode(False):  # training will need what an evaluation has cast
-                self._planes = self._cast(weight.detach())
-        return self._planes
+        made = self._operands.get(key)
+        if made is None:
+            made = operand(values, emulate=emulate, transposed=key[1])
+            if any(plane.data_ptr() == key[0] for plane in self.held()):  # the memory of others may be used again
+                self._operands[key] = made
+        return made.t() if transposed and emulate else made
 
     def _cast(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        weight = weight.detach()
         rows = quantise(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
         if not self._recipe.rowwise:
             return rows, rows
         columns = quantise(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
         return rows, Quantised(columns.values.t().contiguous(), columns.scale)
+
+
+class KeptWeights(QuantisedWeights):
+    """Casts the weight when it is first needed, and keeps that until the weight is another or has been written to.
+
+    :meth:`refresh` is for writes that PyTorch does not count, through ``.data``, and to free what is kept.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self._planes: tuple[Quantised, Quantised] | None = None
+        self._weight: weakref.ref[Tensor] | None = None  # that was cast
+        self._state = (0, 0)  # that it was in: where it lay, and how often it had been written to
+
+    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+        """See :class:`QuantisedWeights`."""
+        if weight.is_inference():  # its writes are not counted
+            return self._cast(weight)
+        state = (weight.data_ptr(), weight._version)
+        if self._planes is None or self._weight is None or self._weight() is not weight or self._state != state:
+            self.refresh()
+            with torch.inference_mode(False):  # training will need what an evaluation has cast
+                self._planes = self._cast(weight)
+            self._weight, self._state = weakref.ref(weight), state
+        return self._planes
+
+    def held(self) -> list[Tensor]:
+        """See :class:`QuantisedWeights`."""
+        return [plane.values for plane in self._planes or ()]
 
     def dequantised(self, weight: Tensor) -> Tensor:
         """The parameter itself."""
@@ -130,7 +158,7 @@ class KeptWeights(QuantisedWeights):
 
     def tensors(self) -> list[Tensor]:
         """The planes as well."""
-        planes = {plane.values.data_ptr(): plane.values for plane in self._planes or ()}
+        planes = {values.data_ptr(): values for values in self.held()}
         return [*planes.values(), *super().tensors()]
 
     def refresh(self) -> None:
@@ -149,7 +177,20 @@ class _Dequantised(torch.autograd.Function):
         return grad, None, None
 
 
-def dequantised(weight: Tensor, rows: Quantised) -> Tensor:
-    """What ``rows`` [N, K] stand for, in the dtype of ``weight``; gradients flow through it to ``weight``."""
+def dequantised(name: str, weight: Tensor, rows: Quantised) -> Tensor:
+    """What ``rows`` [N, K] stand for, in the dtype of ``weight``; gradients flow through it to ``weight``.
+
+    For reading alone: it is made anew each time, so writes to it are lost, and its methods that set hooks or freeze
+    raise :class:`dtrain.errors.UsageError` with the ``name`` of the parameter that these are for.
+    """
     result: Tensor = _Dequantised.apply(weight, rows.values, rows.scale)
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UsageError(
+            f"what .weight gives of the FP8 replica of '{name}' is a copy for reading; set hooks on the parameter "
+            f"itself, dict(model.named_parameters())['{name}'], and freeze it before dtrain.initialize"
+        )
+
+    for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
+        setattr(result, method, refuse)
     return result
