@@ -23,6 +23,8 @@ locks, which order memory on x86 and on ARM.
 
 from __future__ import annotations
 
+import atexit
+import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +169,8 @@ class Communicator:
             timeout = self._group._get_backend(self.device).options._timeout
             with _named_failure(f"rank {self.rank}: a second process group"):
                 group = dist.new_group(dist.get_process_group_ranks(self._group), timeout=timeout, backend="gloo")
+            if not _siblings:
+                atexit.register(_end_siblings)
             _siblings[self._group] = Communicator(group, torch.device("cpu"), shared_memory=False)
         return _siblings[self._group]
 
@@ -394,6 +398,20 @@ class Communicator:
 
 # of each process group; torch keeps a group until all end, so one for each engine would pile up
 _siblings: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+
+
+def _end_siblings() -> None:
+    """At the end of the interpreter: a thread of gloo that still holds the last tensor of a save would abort it.
+
+    A script that made the process group itself may leave it as it is; this one it does not know. After an uncaught
+    exception the other ranks may never answer.
+    """
+    atexit.unregister(_end_siblings)
+    while _siblings and not hasattr(sys, "last_value"):
+        _, sibling = _siblings.popitem()
+        group, sibling._group = sibling._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 @contextmanager

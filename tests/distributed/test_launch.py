@@ -98,7 +98,13 @@ def test_sweep(tmp_path: Path, data: str, world: int) -> None:
             assert job.wait() == 0, job.said
             told = job.said
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
-    expected = ["checkpoints/step-00000003/manifest.json", "config.yaml", "metrics.jsonl", "summary.json"]
+    expected = [
+        "checkpoints/step-00000003/manifest.json",
+        "config.yaml",
+        "metrics.jsonl",
+        "precision.json",
+        "summary.json",
+    ]
     for number, lr in ((1, 1e-3), (2, 2e-3)):
         assert told.count(f"job {number}/2: optim.lr={lr} -> {folder}/{number}\n") == 1
         assert listing(folder / str(number)) == expected

@@ -87,6 +87,7 @@ def stopped_in_a_sweep(folder: Path, job: Job, number: signal.Signals) -> None:
         "checkpoints/step-00000002/manifest.json",
         "config.yaml",
         "metrics.jsonl",
+        "precision.json",
         "summary.json",
     ]
 
