@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
-    from dtrain.engine.base import Culprit, Engine, StepOutcome
+    from dtrain.engine.interface import Culprit, Engine, StepOutcome
     from dtrain.engine.initialize import initialize
     from dtrain.optim.adamw import AdamW
     from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
@@ -39,7 +39,7 @@ __all__ = [
 
 # resolved at first use (PEP 562): torch takes seconds to import, and the command line must answer a mistake at once
 _HOMES = {
-    "dtrain.engine.base": ("Culprit", "Engine", "StepOutcome"),
+    "dtrain.engine.interface": ("Culprit", "Engine", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
     "dtrain.optim.adamw": ("AdamW",),
     "dtrain.optim.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),

@@ -18,7 +18,7 @@ _RANK_0_SPEAKS_S = 5.0
 
 def train(argv: list[str]) -> int:
     """train a model: dtrain train precision=bf16 train.steps=1000"""
-    from dtrain.config.resolve import read_jobs, run_jobs
+    from dtrain.cli.resolve import read_jobs, run_jobs
 
     follow_launcher()
     try:
@@ -34,42 +34,42 @@ def train(argv: list[str]) -> int:
 
 def checkpoint(argv: list[str]) -> int:
     """look at checkpoints and move them: dtrain checkpoint list|verify|diff|prune|export|import PATH"""
-    from dtrain.checkpoint.cli import main as checkpoint_main
+    from dtrain.tools.checkpoint.cli import main as checkpoint_main
 
     return checkpoint_main(argv)
 
 
 def bench(argv: list[str]) -> int:
     """measure speed and memory: dtrain bench engine|precision|optimizer|collectives|checkpoint|vote|report"""
-    from dtrain.bench.cli import main as bench_main
+    from dtrain.tools.bench.cli import main as bench_main
 
     return bench_main(argv)
 
 
 def doctor(argv: list[str]) -> int:
     """what this machine can do, and what each engine can: dtrain doctor [engines]"""
-    from dtrain.doctor.cli import main as doctor_main
+    from dtrain.tools.doctor.cli import main as doctor_main
 
     return doctor_main(argv)
 
 
 def parity(argv: list[str]) -> int:
     """hold the engines against an FP32 oracle: dtrain parity precision=bf16 model.factory=mine.net:build"""
-    from dtrain.parity.cli import main as parity_main
+    from dtrain.tools.parity.cli import main as parity_main
 
     return parity_main(argv)
 
 
 def formats(argv: list[str]) -> int:
     """what each number format is and does to a number: dtrain formats [0.1 1e-8 70000|failures|picture]"""
-    from dtrain.formats.cli import main as formats_main
+    from dtrain.tools.formats.cli import main as formats_main
 
     return formats_main(argv)
 
 
 def plan(argv: list[str]) -> int:
     """what a run will do, before it does: dtrain plan precision precision=fp8 model=llama-1b"""
-    from dtrain.plan.cli import main as plan_main
+    from dtrain.tools.plan.cli import main as plan_main
 
     return plan_main(argv)
 

@@ -30,7 +30,7 @@ from matplotlib.patches import Patch
 
 import dtrain
 from dtrain.config.schema import ModelConfig
-from dtrain.distributed.collectives import Pending
+from dtrain.distributed.communicator import Pending
 from dtrain.models import build_model
 
 RESULTS = Path(__file__).with_name("timeline.json")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain.checkpoint.directory import NoCheckpointError
-    from dtrain.checkpoint.hf_export import export
-    from dtrain.checkpoint.hf_import import import_hf
-    from dtrain.checkpoint.places import Place
+    from dtrain.checkpoint.huggingface.exporter import export
+    from dtrain.checkpoint.huggingface.importer import import_hf
+    from dtrain.checkpoint.read_targets import Place
     from dtrain.checkpoint.reader import CheckpointReader, open_newest
     from dtrain.checkpoint.report import CheckpointReport, Report, list_checkpoints, verify
     from dtrain.checkpoint.retention import Retention
     from dtrain.checkpoint.saver import Saver
     from dtrain.checkpoint.snapshot import Piece, Snapshot
-    from dtrain.checkpoint.writer import save
+    from dtrain.checkpoint.commit import save
 
 __all__ = [
     "CheckpointReader",

@@ -3,7 +3,7 @@
 step-00000200/              committed: it has this name only once it is complete on disk
 step-00000300.tmp-1f0c9a2b/ a save under way, or what a crash left of one; never read
 bad-step-00000100-sha256/   did not verify; renamed, never deleted
-lease-00000001.json         who may write here (dtrain.checkpoint.lease)
+lease-00000001.json         who may write here (dtrain.checkpoint.lease.lease)
 """
 
 from __future__ import annotations

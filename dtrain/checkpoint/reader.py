@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.container import DamageError, Span, read_into
+from dtrain.checkpoint.format.container import DamageError, Span, read_into
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run, quarantine, quarantined
-from dtrain.checkpoint.fingerprint import MASK, fingerprints
-from dtrain.checkpoint.integrity import (
+from dtrain.checkpoint.format.fingerprint import MASK, fingerprints
+from dtrain.checkpoint.format.integrity import (
     check_files,
     check_fingerprints,
     load_manifest,
@@ -22,10 +22,10 @@ from dtrain.checkpoint.integrity import (
     read_spans,
     scan_file,
 )
-from dtrain.checkpoint.manifest import FileEntry, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.places import Place, Segment, fill, segments
+from dtrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.read_targets import Place, Segment, fill, segments
 from dtrain.checkpoint.snapshot import Piece
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.container import DamageError
+from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.directory import committed
-from dtrain.checkpoint.integrity import examine
+from dtrain.checkpoint.format.integrity import examine
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError

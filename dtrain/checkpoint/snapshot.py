@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.container import require_dtype
+from dtrain.checkpoint.format.container import require_dtype
 from dtrain.errors import CheckpointError
 
 _ALIGNMENT = 64  # bytes, of a piece in a host copy: a line of the cache

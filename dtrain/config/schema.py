@@ -48,7 +48,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What does the training step. What an engine cannot do is refused: dtrain/engine/capabilities.py."""
+    """What does the training step. What an engine cannot do is refused: dtrain/config/capabilities.py."""
 
     name: str = "native"
     zero_stage: int = _between(2, 0, 3)  # what is sharded

@@ -12,7 +12,7 @@ from textwrap import shorten
 
 import torch.distributed as dist
 
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CommunicationError
 
 _PATIENCE_S = 2.0  # connections of a process close before it is seen to have ended

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.checkpoint import Piece
-from dtrain.engine.base import Engine
-from dtrain.engine.holding import Holding, Holdings, check_in_place
+from dtrain.engine.interface import Engine
+from dtrain.parameters.local_shards import Holding, Holdings, check_in_place
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import KeptWeights
 from dtrain.sharding.accumulate import Weight
-from dtrain.sharding.decay import decayed_names
-from dtrain.sharding.gradient_watch import GradientWatch
-from dtrain.sharding.param_group import find_groups
+from dtrain.parameters.weight_decay import decayed_names
+from dtrain.parameters.gradient_monitor import GradientWatch
+from dtrain.parameters.groups import find_groups
 
 
 def build(request: EngineRequest) -> Engine:
@@ -38,7 +38,7 @@ def build(request: EngineRequest) -> Engine:
 
 
 class DdpEngine(VotingEngine):
-    """See :class:`dtrain.engine.voting.VotingEngine`.
+    """See :class:`dtrain.engine.step.VotingEngine`.
 
     Micro-batches accumulate on each rank; the last one's backward sums them over the ranks, bucket by bucket. One rank
     goes without DistributedDataParallel.

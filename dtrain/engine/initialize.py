@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
-from dtrain.engine.base import Engine
-from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, check
-from dtrain.engine.divergence import config_difference
+from dtrain.engine.interface import Engine
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
+from dtrain.engine.vote.divergence import config_difference
 from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
-from dtrain.engine.voting import is_taken
+from dtrain.engine.step import is_taken
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
@@ -34,7 +34,7 @@ from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 from dtrain.precision.rules import short
-from dtrain.sharding.gather import GatherOptions
+from dtrain.sharding.unshard import GatherOptions
 from dtrain.sharding.placement import STAGES
 
 
@@ -64,7 +64,7 @@ def initialize(
 
     The engine takes the model's trainable parameters over, in place: from then on they are its compute weights. Rank
     0's weights and buffers are broadcast. What an engine cannot do is refused with the reason
-    (:mod:`dtrain.engine.capabilities`). The process group that exists is used; where none does, one is made from the
+    (:mod:`dtrain.config.capabilities`). The process group that exists is used; where none does, one is made from the
     launcher's environment, and a single rank needs none.
 
     Args:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dtrain.checkpoint import Piece
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.engine.base import Engine
+from dtrain.engine.interface import Engine
 from dtrain.engine.observation import WireWatch
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.voting import MAIN_GRAD, MASTER, VotingEngine
+from dtrain.engine.step import MAIN_GRAD, MASTER, VotingEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.adamw import FlatAdamW, UpdateScalars
 from dtrain.sharding.accumulate import Weight
@@ -40,7 +40,7 @@ def build(request: EngineRequest) -> Engine:
 
 
 class NativeEngine(VotingEngine):
-    """See :class:`dtrain.engine.voting.VotingEngine`.
+    """See :class:`dtrain.engine.step.VotingEngine`.
 
     Args:
         request: what ``initialize`` has decided.

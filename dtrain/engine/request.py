@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.gather import GatherOptions
+from dtrain.sharding.unshard import GatherOptions
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What only some engines know; :mod:`dtrain.engine.capabilities` refuses it for the others.
+    """What only some engines know; :mod:`dtrain.config.capabilities` refuses it for the others.
 
     Attributes:
-        groups: units of sharding, see :func:`dtrain.sharding.param_group.find_groups`.
+        groups: units of sharding, see :func:`dtrain.parameters.groups.find_groups`.
         grad_reduction: ``auto``, ``all_reduce`` or ``reduce_scatter``: how stage 1 sums gradients (native).
         gather: when stage 3 gathers and frees replicas (native).
         offload: ``none``, or ``cpu`` for masters and moments in host memory (deepspeed).

@@ -21,8 +21,8 @@ from dtrain.errors import ConfigError
 from dtrain.optim.compiled import CompiledAdamW
 from dtrain.precision.compiler import has_compiler
 from dtrain.precision.float8.options import has_tensor_cores
-from dtrain.precision.float8.scaling import E4M3, cast
-from dtrain.sharding.buffer import UpdateSlice
+from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.sharding.replicas import UpdateSlice
 from dtrain.sharding.layout import CHUNK
 
 _BLOCK = 512 * CHUNK

@@ -21,11 +21,11 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.precision.float8.scaling import E4M3, cast
+from dtrain.precision.float8.cast import E4M3, cast
 
 if TYPE_CHECKING:
     from dtrain.optim.adamw import AdamW, UpdateScalars
-    from dtrain.sharding.buffer import UpdateSlice
+    from dtrain.sharding.replicas import UpdateSlice
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:

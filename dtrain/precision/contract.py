@@ -14,7 +14,7 @@ from dtrain.errors import ContractError
 from dtrain.precision.float8.choice import Decision, Product
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.scaling import E4M3
+from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.rules import DTYPES, POLICY, Assignment, assign, short
 
 if TYPE_CHECKING:

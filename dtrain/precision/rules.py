@@ -19,7 +19,7 @@ from torch import nn
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.choice import Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.scaling import E4M3
+from dtrain.precision.float8.cast import E4M3
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
 """Of the weights of a module, by its format."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from dtrain.distributed.collectives import Communicator, Pending
-from dtrain.precision.float8.scaling import E4M3, cast, scale_of
+from dtrain.distributed.communicator import Communicator, Pending
+from dtrain.precision.float8.cast import E4M3, cast, scale_of
 from dtrain.sharding.layout import FlatLayout, Interval, Segment, Slot
 
 _BLOCK = 1 << 17

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dtrain.sharding.course import GatheredGroup
+from dtrain.sharding.execution_order import GatheredGroup
 
 
 class GuardedParameters(dict[str, Any]):

@@ -10,23 +10,23 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from dtrain.distributed.collectives import Communicator, Pending
+from dtrain.distributed.communicator import Communicator, Pending
 from dtrain.errors import UsageError
 from dtrain.precision.contract import Contract
-from dtrain.precision.float8.scaling import E4M3
+from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
-from dtrain.sharding.buffer import ParameterViews, ReplicaBuffer, ShardedReplica, UpdateSlice
-from dtrain.sharding.course import GatheredGroup
-from dtrain.sharding.decay import decayed_names
+from dtrain.sharding.replicas import ParameterViews, ReplicaBuffer, ShardedReplica, UpdateSlice
+from dtrain.sharding.execution_order import GatheredGroup
+from dtrain.parameters.weight_decay import decayed_names
 from dtrain.sharding.float8_scales import Cast, CurrentScales, DelayedScales, ScaleTable
-from dtrain.sharding.gather import Gathering, GatherOptions
-from dtrain.sharding.gradient_watch import GradientWatch
+from dtrain.sharding.unshard import Gathering, GatherOptions
+from dtrain.parameters.gradient_monitor import GradientWatch
 from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
-from dtrain.sharding.leaves import LeafBuffer, LeafSpec, LeafStore
-from dtrain.sharding.param_group import ParamGroup, find_groups, matching_parameters, move_to_root
+from dtrain.sharding.micro_batch_gradients import LeafBuffer, LeafSpec, LeafStore
+from dtrain.parameters.groups import ParamGroup, find_groups, matching_parameters, move_to_root
 from dtrain.sharding.placement import Placement, Placements
-from dtrain.sharding.quantised import Float8Views
-from dtrain.sharding.reduction import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
+from dtrain.sharding.quantized_replicas import Float8Views
+from dtrain.sharding.reduce import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ShardedState:
         contract: the replica dtype of every parameter.
         placements: a row of the stage table.
         comm: the ranks that share.
-        groups: see :func:`dtrain.sharding.param_group.find_groups`.
+        groups: see :func:`dtrain.parameters.groups.find_groups`.
         reproducible: sum leaves along the canonical tree.
         all_reduce: with replicated gradients and sharded masters (stage 1), all-reduce instead of reduce-scatter.
         gather: with sharded compute replicas (stage 3), when they are gathered and freed.

@@ -12,13 +12,13 @@ import torch
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
 from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset, validation_batches
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.peers import Peers
 from dtrain.distributed.setup import choose_device, connect, disconnect
-from dtrain.engine.base import Engine
+from dtrain.engine.interface import Engine
 from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, write_atomically, write_summary

@@ -10,16 +10,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.diff import state_differences
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.tools.checkpoint.diff import state_differences
 from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name, step_of
-from dtrain.checkpoint.integrity import load_manifest
-from dtrain.checkpoint.lease import hold
-from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.format.integrity import load_manifest
+from dtrain.checkpoint.lease.lease import hold
+from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError

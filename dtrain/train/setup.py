@@ -25,11 +25,11 @@ from dtrain.config.schema import (
     WSDConfig,
 )
 from dtrain.data import BatchLoader, TextDataset
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.engine.base import Engine
-from dtrain.engine.capabilities import check
-from dtrain.engine.divergence import config_difference
+from dtrain.engine.interface import Engine
+from dtrain.config.capabilities import check
+from dtrain.engine.vote.divergence import config_difference
 from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamW
@@ -39,7 +39,7 @@ from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding.param_group import matching_parameters
+from dtrain.parameters.groups import matching_parameters
 from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 

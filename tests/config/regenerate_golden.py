@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dtrain.config.compose import config_folder
+from dtrain.cli.compose import config_folder
 from dtrain.config.dump import config_to_dict, to_yaml
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 
 GOLDEN = Path(__file__).parent / "golden"
 

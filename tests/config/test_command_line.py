@@ -75,7 +75,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_checkpoint_delegates(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
-    monkeypatch.setattr("dtrain.checkpoint.cli.main", lambda argv: seen.append(argv) or 7)
+    monkeypatch.setattr("dtrain.tools.checkpoint.cli.main", lambda argv: seen.append(argv) or 7)
     assert main(["checkpoint", "verify", "x"]) == 7
     assert seen == [["verify", "x"]]
 

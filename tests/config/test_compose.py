@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dtrain.config.compose import config_folder
+from dtrain.cli.compose import config_folder
 from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, GROUP_OPTIONS, RunConfig
 from tests.config.regenerate_golden import GOLDEN, cases, resolved
 

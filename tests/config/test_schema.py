@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.config.checks import check_config
+from dtrain.cli.checks import check_config
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig, check_fields
 from dtrain.errors import ConfigError
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 from tests.engines.helpers import state_digests
 from tests.helpers.ranks import run_ranks

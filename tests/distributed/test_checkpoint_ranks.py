@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dtrain.checkpoint import Piece, Snapshot, open_newest, save, verify
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import make_tensors, pieces_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dtrain
-from dtrain.engine.vote import MUST_AGREE
+from dtrain.engine.vote.record import MUST_AGREE
 from dtrain.errors import DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start

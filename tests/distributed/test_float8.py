@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.scaling import E4M3, cast, quantise, scale_of
+from dtrain.precision.float8.cast import E4M3, cast, quantise, scale_of
 from dtrain.sharding.float8_scales import HEAD_ROOM, DelayedScales
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure

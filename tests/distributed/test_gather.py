@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError, ModelError, UsageError
-from dtrain.sharding.course import GatheredGroup
-from dtrain.sharding.gather import Gathering
+from dtrain.sharding.execution_order import GatheredGroup
+from dtrain.sharding.unshard import Gathering
 from tests.helpers.gather_models import DIM, MODELS, Block, Stack, batch, build
 from tests.helpers.ranks import run_ranks
 

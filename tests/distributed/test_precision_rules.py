@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dtrain
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.errors import DivergenceError
 from dtrain.precision.float8.options import Float8Options
 from dtrain.train.run import run_training

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed import shared_memory
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError
 from dtrain.sharding import leaves

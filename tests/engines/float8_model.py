@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 
 VOCAB, DIM, INNER, LENGTH = 24, 32, 92, 8
 FLOAT8 = [f"blocks.{number}.{name}" for number in range(2) for name in ("up", "down")]

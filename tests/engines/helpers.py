@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
-from dtrain.engine.capabilities import CAPABILITIES
-from dtrain.engine.voting import MASTER, MOMENTS, VotingEngine
+from dtrain.config.capabilities import CAPABILITIES
+from dtrain.engine.step import MASTER, MOMENTS, VotingEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4
 STATE = (MASTER, *MOMENTS)

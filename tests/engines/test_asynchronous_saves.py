@@ -23,7 +23,7 @@ import torch.distributed as dist
 import dtrain
 from dtrain.checkpoint import Retention, list_checkpoints, open_newest, storage
 from dtrain.engine.native import NativeEngine
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import CheckpointError, CommunicationError
 from tests.engines.helpers import digest, start, state_digests, train_step
 from tests.helpers.checkpoints import ALONE

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.collectives import Communicator
-from dtrain.engine.capabilities import CAPABILITIES
-from dtrain.engine.voting import VotingEngine
+from dtrain.distributed.communicator import Communicator
+from dtrain.config.capabilities import CAPABILITIES
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ConfigError, ContractError
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
 from tests.helpers.ranks import run_ranks

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.capabilities import CAPABILITIES
-from dtrain.engine.voting import VotingEngine
+from dtrain.config.capabilities import CAPABILITIES
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.scaling import E4M3, quantise
+from dtrain.precision.float8.cast import E4M3, quantise
 from dtrain.precision.float8.weights import KeptWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.config.capabilities import CAPABILITIES
 from tests.helpers.launch import (
     CORE,
     checkpoints,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dtrain
-from dtrain.engine.base import Culprit
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.interface import Culprit
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import DivergenceError
 from tests.engines.helpers import DIM, STAGES, VOCAB, batch, computed, held, same, start, train_step
 from tests.helpers.ranks import run_ranks

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dtrain.checkpoint import Snapshot, list_checkpoints, open_newest, save, storage, verify
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import (
@@ -352,7 +352,7 @@ def test_failure_other_than_the_file_system_reaches_every_rank(tmp_path: Path, m
     def fail(tensor: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
-    monkeypatch.setattr("dtrain.checkpoint.shard_file.host_blocks", fail)
+    monkeypatch.setattr("dtrain.checkpoint.format.shard_file.host_blocks", fail)
     for error in save_threads(tmp_path, 100):
         assert "failed on rank 0 (and on 1 more): RuntimeError: CUDA error: an illegal memory access" in str(error)
     assert list(tmp_path.iterdir()) == []

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from dtrain.checkpoint import list_checkpoints, open_newest, verify
-from dtrain.checkpoint.cli import main
-from dtrain.checkpoint.lease import Pace, hold
-from dtrain.checkpoint.manifest import canonical_json
+from dtrain.tools.checkpoint.cli import main
+from dtrain.checkpoint.lease.lease import Pace, hold
+from dtrain.checkpoint.format.manifest import canonical_json
 from dtrain.errors import CheckpointError
 from tests.helpers.audit import install, watched
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good

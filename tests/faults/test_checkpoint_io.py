@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from dtrain.checkpoint import Snapshot, open_newest, verify
-from dtrain.checkpoint.lease import Contender, Pace, hold
-from dtrain.checkpoint.lease_file import look
+from dtrain.checkpoint.lease.lease import Contender, Pace, hold
+from dtrain.checkpoint.lease.lease_file import look
 from dtrain.checkpoint.saver import Saver
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.train.run_dir import open_run_dir
 from tests.faults.test_checkpoint_crash import FAULTS, LEASE, SWEEP, UNTIL_COMMIT, Call, Seam, assert_sound, prepare

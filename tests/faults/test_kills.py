@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.errors import DtrainError
 from dtrain.train.run import run_training
@@ -189,11 +189,11 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "lease: its name": (f"{CHECKPOINT}.storage:link", 1, 0),
     "lease: leftovers": (f"{CHECKPOINT}.lease:_clear", 1, 0),
     "step: forward": ("dtrain.models.transformer:Attention.forward", 7, -1),
-    "step: reduction": ("dtrain.distributed.collectives:Communicator.exchange_slices", 20, -1),
+    "step: reduction": ("dtrain.distributed.communicator:Communicator.exchange_slices", 20, -1),
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
     "step: vote": ("dtrain.engine.native:NativeEngine._vote", 4, -1),
     "step: update": ("dtrain.optim.adamw:FlatAdamW.update", 3, -1),
-    "step: gather": ("dtrain.distributed.collectives:Communicator.all_gather", 9, -1),
+    "step: gather": ("dtrain.distributed.communicator:Communicator.all_gather", 9, -1),
     "step: metrics": ("dtrain.telemetry.metrics:MetricsFile._append", 4, 0),
     "save: copy": (f"{CHECKPOINT}.snapshot:HostCopy.take", 2, -1),
     "save: thread": (f"{CHECKPOINT}.saver:save", 1, -1),

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 
 from dtrain.checkpoint import Snapshot, lease, open_newest, save, storage, verify
-from dtrain.checkpoint.lease import Pace, hold
-from dtrain.checkpoint.lease_file import Holder, look, path_of
-from dtrain.config.resolve import compose
+from dtrain.checkpoint.lease.lease import Pace, hold
+from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError, DtrainError
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, pieces_of, save_good

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dtrain.checkpoint import integrity, manifest, storage
-from dtrain.checkpoint.container import read_header
+from dtrain.checkpoint.format.container import read_header
 from dtrain.checkpoint.directory import step_name
 from tests.faults import test_checkpoint_damage as damage
 from tests.faults import test_lease as leases

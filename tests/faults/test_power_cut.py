@@ -22,9 +22,9 @@ import pytest
 
 from dtrain.checkpoint import open_newest, storage, verify
 from dtrain.checkpoint.directory import NoCheckpointError, committed
-from dtrain.checkpoint.lease import Pace, hold
+from dtrain.checkpoint.lease.lease import Pace, hold
 from dtrain.checkpoint.retention import Retention
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError
 from dtrain.train.run_dir import open_run_dir
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.base import Culprit
+from dtrain.engine.interface import Culprit
 from dtrain.engine.native import NativeEngine
 from dtrain.sharding.layout import FlatLayout, Slot
 from dtrain.sharding.placement import STAGES

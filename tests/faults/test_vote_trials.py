@@ -19,18 +19,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.distributed.collectives import Communicator
-from dtrain.engine.base import Culprit, StepOutcome
-from dtrain.engine.culprit import Finding, search
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.interface import Culprit, StepOutcome
+from dtrain.engine.vote.culprit import Finding, search
 from dtrain.engine.native import NativeEngine
-from dtrain.engine.settlement import Settlement, Suspects
-from dtrain.engine.skips import SkipCounter
-from dtrain.engine.tally import Tally
-from dtrain.engine.vote import MUST_AGREE, REASONS, VoteRecord, decide, fill
+from dtrain.engine.vote.finalize import Settlement, Suspects
+from dtrain.engine.vote.skips import SkipCounter
+from dtrain.engine.vote.losses import Tally
+from dtrain.engine.vote.record import MUST_AGREE, REASONS, VoteRecord, decide, fill
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScale
-from dtrain.sharding.buffer import slot_views
-from dtrain.sharding.gradient_watch import GradientWatch
+from dtrain.sharding.replicas import slot_views
+from dtrain.parameters.gradient_monitor import GradientWatch
 from dtrain.sharding.layout import ArenaLayout, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.state import ShardedState
 

@@ -20,8 +20,8 @@ import dtrain
 from dtrain.checkpoint import Piece, Saver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy
 from dtrain.config.schema import ModelConfig
-from dtrain.distributed.collectives import Communicator
-from dtrain.engine.base import LazyOutcome
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.interface import LazyOutcome
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dtrain
-from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.config.capabilities import CAPABILITIES
 from dtrain.models import build_model
 from tests.gpu.test_engine import ADAMW, CONFIG, STEPS, VOCAB, _one_rank_of_nccl, batch, train  # noqa: F401 - a fixture
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error

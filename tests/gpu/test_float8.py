@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.base import LazyOutcome
+from dtrain.engine.interface import LazyOutcome
 from dtrain.models import build_model
 from dtrain.precision.float8.choice import Product, decide
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.scaling import E4M3, quantise
+from dtrain.precision.float8.cast import E4M3, quantise
 from dtrain.precision.float8.weights import KeptWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.test_engine import (  # noqa: F401 - fixtures

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Piece, Snapshot, save
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 
 Tensors = Mapping[tuple[str, str], Tensor]
 ALONE = Communicator(None, torch.device("cpu"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.manifest import canonical_json
+from dtrain.checkpoint.format.manifest import canonical_json
 
 R0, R1, MANIFEST = "r0000.safetensors", "r0001.safetensors", "manifest.json"
 Damage = Callable[[Path], None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint import Snapshot, save
 from dtrain.config.schema import GPT2_FACTORY, ModelConfig
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.models import build_model
 from tests.helpers.checkpoints import on_threads, pieces_of
 

@@ -21,7 +21,7 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.checkpoint import open_newest, verify
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.errors import DtrainError
 from dtrain.telemetry.metrics import read_metrics

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.voting import MAIN_GRAD, VotingEngine
+from dtrain.engine.step import MAIN_GRAD, VotingEngine
 from tests.helpers.oracle import Oracle, OracleStep, assert_close_to_largest, normwise_error
 from tests.helpers.runs import Result, Run, forward_backward, oracle_run
 from tests.helpers.zoo import make

@@ -31,10 +31,10 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 PLACES = {
     "forward": "dtrain.models.transformer:Attention.forward",
     "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
-    "reduction": "dtrain.distributed.collectives:Communicator.exchange_slices",
+    "reduction": "dtrain.distributed.communicator:Communicator.exchange_slices",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.adamw:FlatAdamW.update",
-    "gather": "dtrain.distributed.collectives:Communicator.all_gather",
+    "gather": "dtrain.distributed.communicator:Communicator.all_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
     "create": "dtrain.checkpoint.storage:create",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ContractError, UsageError
 from tests.helpers.library_runs import assert_follows_the_oracle, assert_odd_models_follow, start, train_all
 from tests.helpers.oracle import normwise_error

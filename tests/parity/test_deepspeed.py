@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dtrain
 from dtrain.engine import deepspeed_config
-from dtrain.engine.deepspeed import DeepSpeedEngine
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.deepspeed.engine import DeepSpeedEngine
+from dtrain.engine.step import VotingEngine
 from tests.helpers.oracle import assert_close_to_largest, normwise_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, oracle_run

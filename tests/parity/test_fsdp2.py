@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.engine import fsdp2_units
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ContractError, ModelError, UsageError
 from tests.helpers.library_runs import (
     assert_follows_the_oracle,

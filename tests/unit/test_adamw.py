@@ -18,8 +18,8 @@ from torch import Tensor
 from dtrain.errors import ConfigError
 from dtrain.optim import adamw, compiled
 from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
-from dtrain.precision.float8.scaling import E4M3, cast
-from dtrain.sharding.buffer import UpdateSlice
+from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.sharding.replicas import UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.__main__ import main
-from dtrain.bench import cli, contest, host, peers, suites
-from dtrain.bench.contest import Entrant, compete
-from dtrain.bench.peers import PEERS, RIVALS, plain
-from dtrain.bench.records import (
+from dtrain.tools.bench import cli, contest, host, peers, suites
+from dtrain.tools.bench.contest import Entrant, compete
+from dtrain.tools.bench.peers import PEERS, RIVALS, plain
+from dtrain.tools.bench.records import (
     Absence,
     Contender,
     Entry,
@@ -33,10 +33,10 @@ from dtrain.bench.records import (
     read_results,
     write_results,
 )
-from dtrain.bench.report import best, describe, final_loss, is_wrong, step_ms, update_document
-from dtrain.bench.tables import ratios
+from dtrain.tools.bench.report import best, describe, final_loss, is_wrong, step_ms, update_document
+from dtrain.tools.bench.tables import ratios
 from dtrain.config.dump import from_plain
-from dtrain.config.resolve import read_suite
+from dtrain.cli.resolve import read_suite
 from dtrain.config.schema import (
     BENCH_ENGINE,
     BENCH_PRECISION,
@@ -378,7 +378,7 @@ def test_peers_are_scripts_of_their_own() -> None:
     for path in folder.glob("[!_]*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("dtrain"):
-                assert (node.module, [name.name for name in node.names]) == ("dtrain.bench.peers", ["plain"])
+                assert (node.module, [name.name for name in node.names]) == ("dtrain.tools.bench.peers", ["plain"])
             elif isinstance(node, ast.Import):
                 assert not any(name.name.startswith("dtrain") for name in node.names)
 

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from dtrain.__main__ import main
-from dtrain.bench.checkpoint import State, contenders
-from dtrain.bench.records import Timings, read_results
-from dtrain.bench.report import describe
+from dtrain.tools.bench.checkpoint import State, contenders
+from dtrain.tools.bench.records import Timings, read_results
+from dtrain.tools.bench.report import describe
 from dtrain.checkpoint import open_newest
 from tests.helpers.checkpoints import ALONE
 

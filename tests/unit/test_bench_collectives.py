@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.bench.collectives import run_collectives_suite
-from dtrain.bench.records import Timings, read_results
-from dtrain.bench.report import describe
+from dtrain.tools.bench.collectives import run_collectives_suite
+from dtrain.tools.bench.records import Timings, read_results
+from dtrain.tools.bench.report import describe
 from dtrain.config.schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed import processes
 from dtrain.errors import RankError

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.bench import engines
-from dtrain.bench.overhead import describe_overheads, median_interval, verdict
-from dtrain.bench.peers import PEERS, RIVALS, deepspeed_zero, plain
-from dtrain.bench.records import Contender, Entry, Footprint, Turn
-from dtrain.bench.report import best
+from dtrain.tools.bench import engines
+from dtrain.tools.bench.overhead import describe_overheads, median_interval, verdict
+from dtrain.tools.bench.peers import PEERS, RIVALS, deepspeed_zero, plain
+from dtrain.tools.bench.records import Contender, Entry, Footprint, Turn
+from dtrain.tools.bench.report import best
 from dtrain.config.schema import EngineBenchConfig
 from dtrain.engine import capabilities
 from tests.helpers.ranks import run_ranks
@@ -66,7 +66,7 @@ class Model(nn.Module):
 
 def sent_dtypes(rank: int, world: int) -> dict[tuple[int, bool], set[torch.dtype]]:
     """What DeepSpeed's peer sends of gradients in a step, by stage and ``fp32_sums``."""
-    from dtrain.engine.deepspeed_library import load, observed_reductions
+    from dtrain.engine.deepspeed.library import load, observed_reductions
 
     device = torch.device("cpu")
     load(device)

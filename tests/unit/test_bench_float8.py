@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
-from dtrain.bench.float8 import ALL_THREE, model_of, product_shapes, time_products
-from dtrain.bench.float8_report import describe_float8
-from dtrain.bench.records import (
+from dtrain.tools.bench.float8 import ALL_THREE, model_of, product_shapes, time_products
+from dtrain.tools.bench.float8_report import describe_float8
+from dtrain.tools.bench.records import (
     Absence,
     Contender,
     Entry,
@@ -25,7 +25,7 @@ from dtrain.bench.records import (
     read_results,
     write_results,
 )
-from dtrain.bench.report import describe, final_loss
+from dtrain.tools.bench.report import describe, final_loss
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.options import Float8Options, Recipe

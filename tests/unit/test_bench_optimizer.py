@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
-from dtrain.bench.optimizer import OptimizerPhase
-from dtrain.bench.records import Timing, Timings, read_results, write_results
-from dtrain.bench.report import describe
-from dtrain.bench.timing import Operation, take_turns
-from dtrain.config.resolve import read_suite
+from dtrain.tools.bench.optimizer import OptimizerPhase
+from dtrain.tools.bench.records import Timing, Timings, read_results, write_results
+from dtrain.tools.bench.report import describe
+from dtrain.tools.bench.timing import Operation, take_turns
+from dtrain.cli.resolve import read_suite
 from dtrain.config.schema import BENCH_OPTIMIZER, OptimizerBenchConfig
 from tests.helpers.oracle import assert_close_to_largest
 

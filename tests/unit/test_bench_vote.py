@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
-from dtrain.bench import suites
-from dtrain.bench.records import Assignment, Contender, Entry, Footprint, Host, Results, Turn, read_results
-from dtrain.bench.report import describe, final_loss, ratios
-from dtrain.bench.vote import Stopwatch
-from dtrain.bench.worker import _run_config
+from dtrain.tools.bench import suites
+from dtrain.tools.bench.records import Assignment, Contender, Entry, Footprint, Host, Results, Turn, read_results
+from dtrain.tools.bench.report import describe, final_loss, ratios
+from dtrain.tools.bench.vote import Stopwatch
+from dtrain.tools.bench.worker import _run_config
 from dtrain.config.dump import config_to_dict
-from dtrain.config.resolve import read_suite
+from dtrain.cli.resolve import read_suite
 from dtrain.config.schema import BENCH_VOTE, VoteBenchConfig
 
 CPU = torch.device("cpu")

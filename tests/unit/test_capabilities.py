@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import dtrain
-from dtrain.config.resolve import read_jobs
+from dtrain.cli.resolve import read_jobs
 from dtrain.config.schema import GROUP_OPTIONS
-from dtrain.doctor.engines import engine_table
-from dtrain.engine.capabilities import CAPABILITIES, SETTINGS, able, check, reasons, table
+from dtrain.tools.doctor.engines import engine_table
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, able, check, reasons, table
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
@@ -137,7 +137,7 @@ def test_the_readme_shows_the_table() -> None:
 
 def test_it_answers_without_torch() -> None:
     code = (
-        "import sys\nfrom dtrain.__main__ import main\nimport dtrain.engine.capabilities\n"
+        "import sys\nfrom dtrain.__main__ import main\nimport dtrain.config.capabilities\n"
         "assert main(['doctor', 'engines']) == 0\nsys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dtrain.checkpoint import NoCheckpointError, Retention, Snapshot, lease, list_checkpoints, report, save, verify
-from dtrain.checkpoint.cli import _bytes, _size, main
+from dtrain.tools.checkpoint.cli import _bytes, _size, main
 from dtrain.checkpoint.directory import retire
-from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, save_good
 
@@ -206,7 +206,7 @@ def test_what_the_system_refuses_at_the_end_is_one_clear_line(
     def refuse(path: Path) -> Any:
         raise PermissionError(13, "Permission denied", "/closed")
 
-    monkeypatch.setattr("dtrain.checkpoint.hf_export.export", lambda path, out, *options: out)
+    monkeypatch.setattr("dtrain.checkpoint.huggingface.exporter.export", lambda path, out, *options: out)
     monkeypatch.setattr(function, refuse)
     assert main([word.format(run=run) for word in arguments]) == 2
     assert capsys.readouterr().err == "dtrain: Permission denied (errno 13): /closed\n"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Snapshot, diff, save
-from dtrain.checkpoint.cli import main
-from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.diff import Difference, ValueDifference
+from dtrain.tools.checkpoint.cli import main
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.tools.checkpoint.diff import Difference, ValueDifference
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import Tensors, make_tensors, on_threads, pieces_of
 

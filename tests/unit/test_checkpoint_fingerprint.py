@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.checkpoint.fingerprint import MASK, fingerprint, fingerprints, host_blocks
+from dtrain.checkpoint.format.fingerprint import MASK, fingerprint, fingerprints, host_blocks
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int64]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dtrain.checkpoint import Snapshot, save, storage
-from dtrain.checkpoint.lease import Contender, Lease, Pace, hold, take
-from dtrain.checkpoint.lease_file import Holder, look, path_of
+from dtrain.checkpoint.lease.lease import Contender, Lease, Pace, hold, take
+from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of, save_good
 

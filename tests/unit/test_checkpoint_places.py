@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.checkpoint import CheckpointReader, Place, Snapshot, open_newest, places, reader, save
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, Tensors, make_tensors, on_threads, piece, pieces_of
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dtrain.checkpoint import NoCheckpointError, Retention, Snapshot, lease, save, storage
-from dtrain.checkpoint.cli import _size, main
-from dtrain.checkpoint.prune import prune
+from dtrain.tools.checkpoint.cli import _size, main
+from dtrain.tools.checkpoint.prune import prune
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of
 

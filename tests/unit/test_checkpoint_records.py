@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Piece, Snapshot
-from dtrain.checkpoint.container import DamageError, Span, encode_header, read_header
-from dtrain.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.format.container import DamageError, Span, encode_header, read_header
+from dtrain.checkpoint.format.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.snapshot import redact, stored_state
 from dtrain.errors import CheckpointError
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Retention, Snapshot, list_checkpoints, save
-from dtrain.checkpoint.integrity import examine
-from dtrain.checkpoint.manifest import Manifest
+from dtrain.checkpoint.format.integrity import examine
+from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.retention import find_retired
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Piece, Retention, Snapshot, open_newest, save
 from dtrain.checkpoint.directory import remove_tree
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import (
     ALONE,

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from dtrain.checkpoint import Piece, Snapshot, save, storage
-from dtrain.checkpoint.container import DamageError
-from dtrain.checkpoint.fingerprint import fingerprint
-from dtrain.checkpoint.integrity import examine, load_manifest, scan_file
-from dtrain.checkpoint.shard_file import beside, write_shard
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.format.fingerprint import fingerprint
+from dtrain.checkpoint.format.integrity import examine, load_manifest, scan_file
+from dtrain.checkpoint.format.shard_file import beside, write_shard
 from tests.helpers.checkpoints import ALONE, pieces_of
 
 LARGE, SMALL = 700_000, 7  # elements of each of six tensors: more than the caller does alone, and less
@@ -111,7 +111,7 @@ def test_a_failure_of_a_helper_is_the_writers(tmp_path: Path, monkeypatch: pytes
         yield 1
         raise MemoryError("no room for the weights")
 
-    monkeypatch.setattr("dtrain.checkpoint.shard_file.fingerprints", fail)
+    monkeypatch.setattr("dtrain.checkpoint.format.shard_file.fingerprints", fail)
     with pytest.raises(MemoryError, match="no room for the weights"):
         write_shard(tmp_path / "r0000.safetensors", moments(numel))
     assert no_helper_is_left()
@@ -149,7 +149,7 @@ def test_a_disk_that_fails_while_a_block_is_hashed(tmp_path: Path, monkeypatch: 
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr("dtrain.checkpoint.integrity.hashlib.sha256", SlowDigest)
+    monkeypatch.setattr("dtrain.checkpoint.format.integrity.hashlib.sha256", SlowDigest)
     with pytest.raises(OSError, match="Input/output error"):
         scan_file(path, manifest, manifest.files[0])
     assert threading.active_count() == threads

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.distributed.collectives import Communicator
-from dtrain.engine.base import Culprit
-from dtrain.engine.culprit import Finding, blame_gradient, blame_loss, exchange, search
-from dtrain.engine.vote import Verdict, VoteRecord
-from dtrain.sharding.gradient_watch import GradientWatch
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.interface import Culprit
+from dtrain.engine.vote.culprit import Finding, blame_gradient, blame_loss, exchange, search
+from dtrain.engine.vote.record import Verdict, VoteRecord
+from dtrain.parameters.gradient_monitor import GradientWatch
 from dtrain.sharding.layout import CHUNK, FlatLayout, Interval, ParamSpec, flat_layouts
 
 RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 0, 2.0, 4.0, 100.0)

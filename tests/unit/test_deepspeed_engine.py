@@ -14,7 +14,7 @@ from torch import nn
 import dtrain
 from dtrain.distributed.setup import disconnect
 from dtrain.engine import deepspeed_config
-from dtrain.engine.deepspeed import DeepSpeedEngine
+from dtrain.engine.deepspeed.engine import DeepSpeedEngine
 from dtrain.errors import ContractError, DivergenceError, ModelError, UsageError
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.zoo import make

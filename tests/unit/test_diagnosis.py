@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dtrain.engine.base import Culprit, StepOutcome
-from dtrain.engine.skips import Skip, SkipCounter, diagnose
-from dtrain.engine.vote import Verdict, VoteRecord
+from dtrain.engine.interface import Culprit, StepOutcome
+from dtrain.engine.vote.skips import Skip, SkipCounter, diagnose
+from dtrain.engine.vote.record import Verdict, VoteRecord
 from dtrain.errors import NonFiniteError
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 

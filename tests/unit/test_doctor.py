@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dtrain.__main__ import main
-from dtrain.doctor.speed import _measured
-from dtrain.engine.capabilities import CAPABILITIES
+from dtrain.tools.doctor.speed import _measured
+from dtrain.config.capabilities import CAPABILITIES
 from dtrain.precision.policy import PrecisionPolicy
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.choice import Product, decide
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.scaling import E4M3, E5M2
+from dtrain.precision.float8.cast import E4M3, E5M2
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BY_SHAPE = Float8Options(choice="all").on(CPU)

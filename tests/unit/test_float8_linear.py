@@ -23,7 +23,7 @@ from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.scaling import E4M3, E5M2, Quantised
+from dtrain.precision.float8.cast import E4M3, E5M2, Quantised
 from dtrain.precision.float8.weights import KeptWeights, LocalWeights, QuantisedWeights, WeightSource, dequantised
 from tests.helpers.host_reads import forbidden
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.precision.float8.matmul import ALIGNMENT, multiply, operand
-from dtrain.precision.float8.scaling import E4M3, E5M2, Quantised, dequantise, quantise
+from dtrain.precision.float8.cast import E4M3, E5M2, Quantised, dequantise, quantise
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, *, rowwise: bool, seed: int, power: int = 0) -> Quantised:

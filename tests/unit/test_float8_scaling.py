@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.precision.compiler import has_compiler
-from dtrain.precision.float8.scaling import (
+from dtrain.precision.float8.cast import (
     E4M3,
     E5M2,
     Quantised,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.__main__ import main
-from dtrain.formats.picture import worst_errors
+from dtrain.tools.formats.picture import worst_errors
 from dtrain.precision.formats import (
     BF16,
     EXACT,

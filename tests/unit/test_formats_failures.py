@@ -9,7 +9,7 @@ import re
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.formats.failures import FAILURES
+from dtrain.tools.formats.failures import FAILURES
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine import fsdp2_units
-from dtrain.engine.fsdp2_units import UnitPlan, plan_units
+from dtrain.engine.fsdp2.units import UnitPlan, plan_units
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding.decay import decayed_names
-from dtrain.sharding.param_group import find_groups
+from dtrain.parameters.weight_decay import decayed_names
+from dtrain.parameters.groups import find_groups
 from tests.helpers.zoo import make
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.collectives import _named_failure
+from dtrain.distributed.communicator import _named_failure
 from dtrain.distributed.setup import connect
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError, ConfigError, ContractError, ModelError, UsageError

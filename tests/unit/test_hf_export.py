@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dtrain.checkpoint import NoCheckpointError, export, hf_shapes, storage
-from dtrain.checkpoint.cli import main
-from dtrain.checkpoint.container import DamageError
-from dtrain.config.resolve import compose
+from dtrain.tools.checkpoint.cli import main
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.train.run import run_training
 from tests.helpers.language_models import GPT2, LLAMA, MODELS, TOKENS, build, save_model

@@ -19,9 +19,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import dtrain
 from dtrain.checkpoint import export, hf_import, import_hf, list_checkpoints, storage, verify
-from dtrain.checkpoint.cli import main
-from dtrain.checkpoint.hf_import import Imported
-from dtrain.config.resolve import compose
+from dtrain.tools.checkpoint.cli import main
+from dtrain.checkpoint.huggingface.importer import Imported
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.distributed.collectives import Pending
+from dtrain.distributed.communicator import Pending
 from dtrain.sharding import leaves
 from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
-from dtrain.sharding.leaves import LeafSpec, LeafStore, RingSchedule
+from dtrain.sharding.micro_batch_gradients import LeafSpec, LeafStore, RingSchedule
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.voting import VotingEngine
+from dtrain.engine.step import VotingEngine
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy

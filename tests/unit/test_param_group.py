@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError, ModelError
-from dtrain.sharding.param_group import aliases, find_groups
+from dtrain.parameters.groups import aliases, find_groups
 from tests.helpers.zoo import ZOO, make
 
 

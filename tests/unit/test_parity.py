@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from dtrain.__main__ import main
 from dtrain.config.dump import config_from_dict, config_to_dict
-from dtrain.config.resolve import compose, read_suite
+from dtrain.cli.resolve import compose, read_suite
 from dtrain.config.schema import GROUP_OPTIONS, PARITY, EngineSettings, OptimConfig, ParityConfig
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
-from dtrain.parity.compare import BOUNDS, YARDSTICKS, Bounds, Given, Parting, first_parting, limits, measure
-from dtrain.parity.oracle import PlainTraining
-from dtrain.parity.run import References, _choose_engines, check_oracle, run_engine
-from dtrain.parity.trajectory import Point, Trajectory
+from dtrain.tools.parity.compare import BOUNDS, YARDSTICKS, Bounds, Given, Parting, first_parting, limits, measure
+from dtrain.tools.parity.oracle import PlainTraining
+from dtrain.tools.parity.run import References, _choose_engines, check_oracle, run_engine
+from dtrain.tools.parity.trajectory import Point, Trajectory
 from tests.helpers.faulty_model import FACTORY
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 from tests.helpers.zoo import Micro, make

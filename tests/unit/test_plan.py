@@ -11,7 +11,7 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.config.schema import RunConfig
-from dtrain.plan.precision import show_plan
+from dtrain.tools.plan.precision import show_plan
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, list[str]], str]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.distributed.processes import run_ranks
+from dtrain.tools.ranks import run_ranks
 from dtrain.errors import RankError
 
 RANK = """
 import os, signal, sys, time
-from dtrain.distributed.processes import open_answer, read_order
+from dtrain.tools.ranks import open_answer, read_order
 order, answer = read_order().strip(), open_answer()
 print("a library says something")
 if order == "die":
@@ -30,7 +30,7 @@ if order == "wait":
     time.sleep(60)
 answer.write(order.upper())
 """
-STARTER = "from pathlib import Path; from dtrain.distributed.processes import run_ranks; "
+STARTER = "from pathlib import Path; from dtrain.tools.ranks import run_ranks; "
 STARTER += "run_ranks('own_rank', ['wait'], threads=1, folder=Path('logs'))"
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.float8.scaling import E4M3, cast, quantise, scale_of
+from dtrain.precision.float8.cast import E4M3, cast, quantise, scale_of
 from dtrain.sharding import float8_scales
 from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales, Rectangle, ScaleTable, rectangles
 from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts

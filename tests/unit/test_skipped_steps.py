@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.base import Culprit
+from dtrain.engine.interface import Culprit
 from dtrain.errors import NonFiniteError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 

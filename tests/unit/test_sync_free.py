@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.base import Culprit, LazyOutcome, StepOutcome
+from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import DivergenceError, NonFiniteError, UsageError
 from dtrain.sharding.placement import STAGES

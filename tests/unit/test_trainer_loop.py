@@ -19,8 +19,8 @@ from dtrain.checkpoint import Retention
 from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.data.loader import validation_batches
-from dtrain.distributed.collectives import Communicator
-from dtrain.engine.base import Culprit, Engine, LazyOutcome, StepOutcome
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.interface import Culprit, Engine, LazyOutcome, StepOutcome
 from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals

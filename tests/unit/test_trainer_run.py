@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.config.resolve import compose
+from dtrain.cli.resolve import compose
 from dtrain.errors import DtrainError
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.telemetry.metrics import read_metrics

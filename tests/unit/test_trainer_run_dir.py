@@ -16,9 +16,9 @@ import torch.distributed as dist
 import yaml
 
 from dtrain.checkpoint import lease
-from dtrain.checkpoint.lease_file import Holder, path_of
+from dtrain.checkpoint.lease.lease_file import Holder, path_of
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
-from dtrain.distributed.collectives import Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.errors import CommunicationError, ConfigError
 from dtrain.telemetry.metrics import write_summary

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.engine.vote import (
+from dtrain.engine.vote.record import (
     MUST_AGREE,
     NEVER,
     NUM_FIELDS,

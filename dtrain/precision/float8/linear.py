@@ -15,7 +15,7 @@ from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.scaling import E4M3, Quantised, quantise, quantise_both
+from dtrain.precision.float8.cast import E4M3, Quantised, quantise, quantise_both
 from dtrain.precision.float8.weights import LocalWeights, WeightSource
 from dtrain.precision.regions import is_exempt
 

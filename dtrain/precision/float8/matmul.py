@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.precision.float8.scaling import Quantised, decode
+from dtrain.precision.float8.cast import Quantised, decode
 
 ALIGNMENT = 16
 """What the dimensions of a product must be multiples of on Tensor Cores."""

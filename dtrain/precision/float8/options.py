@@ -8,7 +8,7 @@ import torch
 
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.compiler import has_compiler
-from dtrain.precision.float8.scaling import E4M3, E5M2
+from dtrain.precision.float8.cast import E4M3, E5M2
 
 CHOICES = {
     "recipe": ("tensorwise", "rowwise"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.errors import UsageError
 from dtrain.precision.float8.matmul import operand
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.scaling import E4M3, Quantised, dequantise, quantise
+from dtrain.precision.float8.cast import E4M3, Quantised, dequantise, quantise
 
 
 class WeightSource(Protocol):

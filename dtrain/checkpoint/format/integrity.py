@@ -1,0 +1,220 @@
+"""The checks that a checkpoint passes before a byte of it is used.
+
+In this order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes;
+each file's header against the manifest; each file's sha256; the fingerprint of every tensor from the files' bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from dtrain.checkpoint import manifest as manifests
+from dtrain.checkpoint.format.container import DamageError, Span, open_regular, read_bytes, read_header, read_into
+from dtrain.checkpoint.directory import STEP_NAME
+from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
+from dtrain.checkpoint.format.manifest import FileEntry, Manifest
+
+_READ_BYTES = 4 << 20
+_THREAD_BYTES = 1 << 20  # hashed by another thread from this size on; below, handing it over costs as much
+
+Sums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint at ``path``.
+
+    Raises:
+        DamageError: it is damaged, or of another step than the directory's name says.
+        OSError: the directory or the manifest cannot be read.
+    """
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
+        raise DamageError(".", f"not a directory ({stat.filemode(mode)})", "not-a-directory")
+    descriptor, size = open_regular(path / manifests.FILE)
+    try:
+        if size > manifests.SIZE_LIMIT:
+            raise DamageError(manifests.FILE, f"{size} bytes, more than {manifests.SIZE_LIMIT}", "size")
+        manifest = Manifest.decode(read_bytes(descriptor, manifests.FILE, 0, size))
+    finally:
+        os.close(descriptor)
+    match = STEP_NAME.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise DamageError(manifests.FILE, f"is of step {manifest.step}, not of {path.name}", "other-step")
+    return manifest
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Checks that the directory holds the manifest's files with their sizes, and nothing else.
+
+    Raises:
+        DamageError: names the file.
+    """
+    expected = {file.name for file in manifest.files} | {manifests.FILE}
+    for name in sorted(os.listdir(path)):
+        if name not in expected:
+            raise DamageError(name, "not listed in the manifest", "extra-file")
+    for file in manifest.files:
+        descriptor, _ = open_file(path, file)
+        os.close(descriptor)
+
+
+def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
+    """Opens a data file of the size that the manifest states; returns its descriptor and size.
+
+    Raises:
+        DamageError: it is missing, not a regular file, or of another size.
+        OSError: it cannot be opened.
+    """
+    descriptor, size = open_regular(path / file.name)
+    if size != file.bytes:
+        os.close(descriptor)
+        raise DamageError(file.name, f"size differs (expected {file.bytes} bytes, got {size})", "size")
+    return descriptor, size
+
+
+def read_spans(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, Span]:
+    """The header of an open data file, checked against the manifest.
+
+    Raises:
+        DamageError: the two do not say the same.
+    """
+    spans = read_header(descriptor, file.name, file.bytes)
+    held = manifest.by_file[file.name]
+    if spans.keys() != held.keys():
+        key = min(spans.keys() ^ held.keys())
+        where = "its header" if key in spans else "the manifest"
+        raise DamageError(file.name, f"only {where} lists {key}", "header")
+    for key, (tensor, chunk) in held.items():
+        span, shape = spans[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
+        if span.dtype != tensor.dtype or span.shape != shape:
+            got = f"{span.dtype} {list(span.shape)}"
+            raise DamageError(file.name, f"{key} is {got}, the manifest says {tensor.dtype} {list(shape)}", "header")
+    return spans
+
+
+def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> Sums:
+    """Checks one data file, by default to its last byte, and returns its part of the tensors' fingerprints.
+
+    Args:
+        path: the checkpoint's directory.
+        manifest: its manifest.
+        file: which file.
+        fast: check size and header only.
+
+    Raises:
+        DamageError: names the file and what is wrong.
+        OSError: it cannot be read.
+    """
+    descriptor, _ = open_file(path, file)
+    try:
+        spans = read_spans(descriptor, manifest, file)
+        return {} if fast else _scan_data(descriptor, manifest, file, spans)
+    finally:
+        os.close(descriptor)
+
+
+def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, Span]) -> Sums:
+    ordered = sorted(spans.items(), key=lambda item: item[1].begin)
+    header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
+    position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
+    sums: Sums = {}
+    with _Digest(header) as digest:
+        for key, span in ordered:
+            tensor, chunk = manifest.by_file[file.name][key]
+            itemsize, total = tensor.dtype.itemsize, 0
+            for begin in range(span.begin, span.end, _READ_BYTES):
+                block = digest.buffer(min(_READ_BYTES, span.end - begin))
+                read_into(descriptor, file.name, begin, block)
+                digest.update(block)
+                total += fingerprint_bytes(block, itemsize, chunk.start + (begin - span.begin) // itemsize)
+            index = position[id(tensor)]
+            sums[index] = (sums.get(index, 0) + total) & MASK
+        got = digest.hex()
+    if got != file.sha256:
+        raise DamageError(file.name, f"sha256 differs (expected {file.sha256}, got {got})", "sha256")
+    return sums
+
+
+class _Digest:
+    """A sha256 that takes large blocks in another thread, while the caller weighs them and reads the next one.
+
+    Args:
+        data: its first bytes.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._digest = hashlib.sha256(data)
+        self._thread: threading.Thread | None = None
+        self._buffers = [memoryview(b""), memoryview(b"")]
+
+    def __enter__(self) -> _Digest:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._wait()
+
+    def buffer(self, count: int) -> memoryview:
+        """Memory for the next block, of ``count`` bytes, which is used again for the one after the next."""
+        self._buffers.reverse()
+        if len(self._buffers[0]) < count:
+            self._buffers[0] = memoryview(bytearray(count))
+        return self._buffers[0][:count]
+
+    def update(self, block: memoryview) -> None:
+        """Takes the next block, of :meth:`buffer`; it may still be read after the return."""
+        self._wait()
+        if len(block) < _THREAD_BYTES:
+            self._digest.update(block)
+        else:
+            self._thread = threading.Thread(target=self._digest.update, args=(block,))
+            self._thread.start()
+
+    def hex(self) -> str:
+        """Of all blocks so far, in hex."""
+        self._wait()
+        return self._digest.hexdigest()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+def check_fingerprints(manifest: Manifest, parts: Iterable[Sums]) -> None:
+    """Compares the sum of the parts with the manifest's fingerprint, for every tensor.
+
+    Raises:
+        DamageError: names the tensor.
+    """
+    totals = [0] * len(manifest.tensors)
+    for part in parts:
+        for index, value in part.items():
+            totals[index] = (totals[index] + value) & MASK
+    for tensor, total in zip(manifest.tensors, totals, strict=True):
+        if total != tensor.fingerprint:
+            reason = f"{tensor.label} has the fingerprint {total:016x} in the files, {tensor.fingerprint:016x} here"
+            raise DamageError(manifests.FILE, reason, "fingerprint")
+
+
+def examine(path: Path, *, fast: bool = False) -> Manifest:
+    """All checks of one checkpoint in this process; ``fast`` leaves out the data (sha256 and fingerprints).
+
+    Raises:
+        DamageError: it must not be used; names file and reason.
+        OSError: it cannot be read.
+    """
+    manifest = load_manifest(path)
+    check_contents(path, manifest, fast=fast)
+    return manifest
+
+
+def check_contents(path: Path, manifest: Manifest, *, fast: bool = False) -> None:
+    """The checks of :func:`examine` that follow once the manifest is loaded; raises as it does."""
+    check_files(path, manifest)
+    parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
+    if not fast:
+        check_fingerprints(manifest, parts)

@@ -1,0 +1,245 @@
+"""The manifest: what a checkpoint consists of, and proof that nothing was added, lost or changed since.
+
+Line 1 is the sha256 of the rest; the rest is canonical JSON (sorted keys, no spaces, ASCII, no NaN).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dtrain.checkpoint.format.container import DTYPES, NUMBER_LIMIT, DamageError, dtype_name, is_shape, parse_json
+from dtrain.errors import CheckpointError
+
+FILE = "manifest.json"
+FORMAT = "dtrain-checkpoint"
+VERSION = 1
+SIZE_LIMIT = 1 << 30  # bytes
+FILE_NAME = re.compile(r"[a-z0-9-]+\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+_SAVED_AT = re.compile(r"[0-9T:.+-]{1,40}")
+_CUT = re.compile(r"(@[0-9]+)*")  # after the tensor's kind and name in a key
+_FIELDS = {"format": str, "version": int, "step": int, "saved_at": str, "state": dict, "files": list, "tensors": list}
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One data file: its name in the directory, its size and the sha256 of its bytes in hex."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where the row-major elements [start, stop) of a tensor lie: under ``key`` in ``file``."""
+
+    file: str
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One logical tensor; its chunks lie in order and tile it exactly."""
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fingerprint: int
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the logical tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def label(self) -> str:
+        """``kind:name``, as messages and keys name it."""
+        return f"{self.kind}:{self.name}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The whole of ``manifest.json``. ``saved_at`` is wall time (ISO 8601, UTC): for people, never for decisions."""
+
+    step: int
+    saved_at: str
+    state: Mapping[str, Any]
+    files: tuple[FileEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+
+    @cached_property
+    def index(self) -> dict[tuple[str, str], TensorEntry]:
+        """The tensors by (kind, name)."""
+        return {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
+
+    @cached_property
+    def by_file(self) -> dict[str, dict[str, tuple[TensorEntry, Chunk]]]:
+        """For each file what it holds, by key."""
+        table: dict[str, dict[str, tuple[TensorEntry, Chunk]]] = {file.name: {} for file in self.files}
+        for tensor in self.tensors:
+            for chunk in tensor.chunks:
+                table[chunk.file][chunk.key] = (tensor, chunk)
+        return table
+
+    @cached_property
+    def digest(self) -> str:
+        """Line 1 of the file."""
+        return self.encode().partition(b"\n")[0].decode()
+
+    def metric(self, name: str) -> float | None:
+        """``state["metrics"][name]``, such as ``val_loss``; None where the run stored none."""
+        metrics = self.state.get("metrics")
+        value = metrics.get(name) if isinstance(metrics, Mapping) else None
+        return value if isinstance(value, float) else None
+
+    def encode(self) -> bytes:
+        """The bytes of ``manifest.json``."""
+        body = canonical_json(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "saved_at": self.saved_at,
+                "state": self.state,
+                "files": [vars(file) for file in self.files],
+                "tensors": [
+                    {
+                        "name": tensor.name,
+                        "kind": tensor.kind,
+                        "dtype": dtype_name(tensor.dtype),
+                        "shape": list(tensor.shape),
+                        "fingerprint": f"{tensor.fingerprint:016x}",
+                        "chunks": [vars(chunk) for chunk in tensor.chunks],
+                    }
+                    for tensor in self.tensors
+                ],
+            }
+        )
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @staticmethod
+    def decode(data: bytes) -> Manifest:
+        """Parses and checks the bytes of ``manifest.json``: hash, version, every field, names, tiling.
+
+        Raises:
+            DamageError: it is not a manifest that this version writes.
+        """
+        digest, _, body = data.partition(b"\n")
+        actual = hashlib.sha256(body).hexdigest()
+        if digest != actual.encode():
+            raise DamageError(FILE, f"sha256 differs (expected {digest[:64]!r}, got {actual!r})", "manifest-hash")
+        raw = parse_json(body, FILE)
+        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
+            got = f"{raw.get('format')!r} version {raw.get('version')!r}"
+            reason = f"expected {FORMAT!r} version {VERSION}, got {got}; read it with the dtrain that wrote it"
+            raise DamageError(FILE, reason, "version")
+        _check_fields(raw, _FIELDS, "the manifest")
+        if not _SAVED_AT.fullmatch(raw["saved_at"]):
+            raise _bad(f"saved_at is {raw['saved_at']!r:.80}, which is no time")
+        files = tuple(_file(item) for item in raw["files"])
+        names = {file.name for file in files}
+        if len(names) != len(files):
+            raise _bad("a file is listed twice")
+        tensors = tuple(_tensor(item, names) for item in raw["tensors"])
+        manifest = Manifest(raw["step"], raw["saved_at"], raw["state"], files, tensors)
+        vars(manifest)["digest"] = actual  # as it stands there; to encode it again costs as much as to parse it
+        num_chunks = sum(len(tensor.chunks) for tensor in tensors)
+        if len(manifest.index) != len(tensors) or sum(map(len, manifest.by_file.values())) != num_chunks:
+            raise _bad("a tensor or a key is listed twice")
+        return manifest
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one spelling of a plain JSON value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def stored_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The shape in its file of a chunk of ``count`` elements: the tensor's own where it is all of it, else flat."""
+    return shape if count == math.prod(shape) else (count,)
+
+
+def check_tiling(label: str, numel: int, intervals: Iterable[tuple[int, int, str]]) -> None:
+    """Checks that (start, stop, owner) intervals, sorted by start, cover [0, numel) once each.
+
+    Raises:
+        CheckpointError: names the first gap or overlap, and who holds the intervals next to it.
+    """
+    position, before = 0, "the start"
+    for start, stop, owner in intervals:
+        if start > position:
+            raise CheckpointError(
+                f"{label}: nobody holds elements {position} to {start} (between {before} and {owner})"
+            )
+        if start < position:
+            raise CheckpointError(f"{label}: both {before} and {owner} hold elements {start} to {min(stop, position)}")
+        position, before = stop, owner
+    if position < numel:
+        raise CheckpointError(f"{label}: nobody holds elements {position} to {numel} (after {before})")
+    if position > numel:
+        raise CheckpointError(f"{label}: {before} holds elements up to {position} of {numel}")
+
+
+def _bad(reason: str) -> DamageError:
+    return DamageError(FILE, reason, "manifest")
+
+
+def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
+    if not isinstance(raw, dict) or set(raw) != set(fields):
+        got = sorted(raw) if isinstance(raw, dict) else raw
+        raise _bad(f"{label} has not the fields {sorted(fields)} but {got!r:.200}")
+    for name, kind in fields.items():
+        if type(raw[name]) is not kind or (kind is int and not 0 <= raw[name] < NUMBER_LIMIT):
+            raise _bad(f"{label}: {name} is {raw[name]!r:.200}, expected {kind.__name__}")
+
+
+def _file(raw: Any) -> FileEntry:
+    _check_fields(raw, {"name": str, "bytes": int, "sha256": str}, "a file's entry")
+    if not FILE_NAME.fullmatch(raw["name"]):
+        raise _bad(f"{raw['name']!r} is no name of a data file (expected {FILE_NAME.pattern})")
+    if not _SHA256.fullmatch(raw["sha256"]):
+        raise _bad(f"{raw['name']}: {raw['sha256']!r:.80} is no sha256")
+    return FileEntry(**raw)
+
+
+def _tensor(raw: Any, files: set[str]) -> TensorEntry:
+    fields = {"name": str, "kind": str, "dtype": str, "shape": list, "fingerprint": str, "chunks": list}
+    _check_fields(raw, fields, "a tensor's entry")
+    label = f"{raw['kind']}:{raw['name']}"
+    dtype = DTYPES.get(raw["dtype"])
+    if dtype is None or not is_shape(raw["shape"]) or not _FINGERPRINT.fullmatch(raw["fingerprint"]):
+        raise _bad(
+            f"{label:.200} has dtype {raw['dtype']!r:.80}, shape {raw['shape']!r:.200}, fingerprint "
+            f"{raw['fingerprint']!r:.80}"
+        )
+    chunks = []
+    for item in raw["chunks"]:
+        _check_fields(item, {"file": str, "key": str, "start": int, "stop": int}, f"a chunk of {label}")
+        chunk = Chunk(**item)
+        if chunk.file not in files or chunk.stop <= chunk.start:
+            raise _bad(f"{label} has a chunk [{chunk.start}, {chunk.stop}) in {chunk.file!r:.80}, which cannot be")
+        # the files' hashes vouch for their keys, and so for the name under which a value is loaded
+        if not (chunk.key.startswith(label) and _CUT.fullmatch(chunk.key, len(label))):
+            raise _bad(f"{label} has a chunk under {chunk.key!r:.200}, which is another tensor's key")
+        chunks.append(chunk)
+    shape = tuple(raw["shape"])
+    try:
+        check_tiling(label, math.prod(shape), [(chunk.start, chunk.stop, chunk.file) for chunk in chunks])
+    except CheckpointError as error:
+        raise DamageError(FILE, str(error), "tiling") from None
+    return TensorEntry(raw["name"], raw["kind"], dtype, shape, int(raw["fingerprint"], 16), tuple(chunks))

@@ -1,0 +1,131 @@
+"""The folder of a Hugging Face model, read by us: strict JSON and safetensors with checked headers; no code is run."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.format.container import DamageError, Span, open_regular, parse_json, read_bytes, read_header, read_into
+from dtrain.checkpoint.format.fingerprint import byte_view
+from dtrain.distributed.consensus import describe
+from dtrain.errors import CheckpointError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+_FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
+_JSON_LIMIT = 64 << 20  # bytes
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+
+
+class HFFolder:
+    """A folder with ``config.json`` and its weights in one safetensors file, or in several with an index.
+
+    Links are followed, for the cache of `huggingface_hub` consists of them, to regular files only.
+
+    Attributes:
+        config: the content of ``config.json``.
+        shapes: shape of each tensor by its name.
+
+    Raises:
+        CheckpointError: something is missing, damaged or not what such a folder holds; names the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a directory; give the folder that holds a model's {CONFIG}")
+        self.config = self._json(CONFIG)
+        self._files: dict[str, str] = {}
+        self._spans: dict[str, Span] = {}
+        index = self._index()
+        for file in sorted(set(index.values())) if index else [WEIGHTS]:
+            with self._open(file) as (descriptor, size):
+                spans = read_header(descriptor, file, size)
+            for name in spans.keys() & self._spans.keys():
+                raise CheckpointError(f"{path}: both {self._files[name]} and {file} hold '{name}'")
+            self._spans |= spans
+            self._files |= dict.fromkeys(spans, file)
+        if index and index != self._files:
+            name = min(index.items() ^ self._files.items())[0]
+            raise CheckpointError(f"{path / INDEX} and the files do not agree on where '{name}' lies")
+        self.shapes = {name: span.shape for name, span in self._spans.items()}
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, flat, on the CPU, in its own dtype.
+
+        Raises:
+            CheckpointError: it is not FP32, BF16 or FP16, or cannot be read.
+        """
+        span, file = self._spans[name], self._files[name]
+        if span.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"{self._path / file}: '{name}' is {span.dtype}; imported are FP32, BF16 and FP16")
+        with self._open(file) as (descriptor, size):
+            if span.end > size:
+                raise CheckpointError(f"{self._path / file} changed while it was read")
+            values = torch.empty((span.end - span.begin) // span.dtype.itemsize, dtype=span.dtype)
+            read_into(descriptor, file, span.begin, byte_view(values))
+        return values
+
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file, as the index says; empty where there is one file and no index.
+
+        Raises:
+            CheckpointError: neither is there, or the index is none.
+        """
+        if os.path.lexists(self._path / WEIGHTS):
+            return {}
+        if not os.path.lexists(self._path / INDEX):
+            raise CheckpointError(f"{self._path} has neither {WEIGHTS} nor {INDEX}{self._other_weights()}")
+        weight_map = self._json(INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{self._path / INDEX}: weight_map is {weight_map!r:.80}, expected tensors and files")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
+                raise CheckpointError(
+                    f"{self._path / INDEX}: '{name}' lies in {file!r:.120}, which is no safetensors file of this folder"
+                )
+        return weight_map
+
+    def _other_weights(self) -> str:
+        """The cure, where the weights are in a format that runs code when it is read."""
+        names = sorted(name for name in os.listdir(self._path) if name.endswith(_OTHER_FORMATS))
+        if not names:
+            return ""
+        return (
+            f"; {names[0]} is not read, for such files can run code: load the model with transformers where you trust "
+            "it, and save_pretrained(FOLDER) writes safetensors"
+        )
+
+    def _json(self, file: str) -> dict[str, Any]:
+        with self._open(file) as (descriptor, size):
+            if size > _JSON_LIMIT:
+                raise CheckpointError(f"{self._path / file}: {size} bytes, more than {_JSON_LIMIT}")
+            return parse_json(read_bytes(descriptor, file, 0, size), file)
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[tuple[int, int]]:
+        """A file's descriptor and size.
+
+        Raises:
+            CheckpointError: it is missing, not a regular file, unreadable, or what is read of it damaged.
+        """
+        path = self._path / file
+        try:
+            descriptor, size = open_regular(Path(os.path.realpath(path)))
+            try:
+                yield descriptor, size
+            finally:
+                os.close(descriptor)
+        except DamageError as damage:
+            raise CheckpointError(f"{path}: {damage.reason}") from damage
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error

@@ -1,0 +1,140 @@
+"""From YAML and overrides to a typed :class:`RunConfig`, by Hydra.
+
+Hydra only composes: dtrain runs the jobs itself, so no rank creates Hydra's folders or logs. The schema classes are
+registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them and overrides values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import setup_globals
+from hydra.types import RunMode
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from dtrain.cli.explain import unknown_key
+from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, Root
+from dtrain.errors import ConfigError
+
+
+def config_folder() -> Path:
+    """The YAML that comes with dtrain: inside the installed package, else ``conf/`` of the checkout.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / f"{TRAIN.name}.yaml").is_file():
+            return folder
+    raise ConfigError(f"no conf/{TRAIN.name}.yaml inside or beside {package}; reinstall dtrain")
+
+
+@cache
+def register_schema() -> None:
+    """Puts the schemas into Hydra's ConfigStore, once, as ``PRIMARY_schema`` and ``GROUP_OPTION_schema``."""
+    version.setbase("1.3")
+    setup_globals()
+    store = ConfigStore.instance()
+    for primary in PRIMARIES:
+        root = _writable(OmegaConf.structured(primary.schema))
+        if "model" in root:
+            root.model.args._set_flag("struct", False)  # free keys: no '+' needed
+        if "precision" in root:
+            root.precision.rules._set_flag("struct", False)
+        # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
+        for group in GROUP_OPTIONS.keys() & root.keys():
+            root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
+        store.store(name=f"{primary.name}_schema", node=root, provider="dtrain")
+    for group, options in GROUP_OPTIONS.items():
+        for option, schema in options.items():
+            node = _writable(OmegaConf.structured(schema))
+            store.store(name=f"{group}_{option}_schema", node=node, provider="dtrain")
+
+
+def _writable(node: DictConfig) -> DictConfig:
+    """Clears the read-only flag that OmegaConf puts on each frozen dataclass; merging would fail on it."""
+    node._set_flag("readonly", None)
+    for key in node:
+        child = node._get_node(key)
+        if isinstance(child, DictConfig):
+            _writable(child)
+    return node
+
+
+def open_loader(config_path: str | None = None, config_dir: str | None = None) -> ConfigLoaderImpl:
+    """Hydra's loader over dtrain's YAML (or ``config_path`` in its place) and then the user's ``config_dir``.
+
+    Raises:
+        ConfigError: one of the two is no folder.
+    """
+    register_schema()
+    for option, given in (("--config-path", config_path), ("--config-dir", config_dir)):
+        if given is not None and not Path(given).is_dir():
+            raise ConfigError(f"{option} {given} is not a folder")
+    search_path = create_config_search_path(str(Path(config_path).resolve() if config_path else config_folder()))
+    if config_dir is not None:
+        folder = f"file://{Path(config_dir).resolve()}"
+        search_path.prepend("command-line", folder, SearchPathQuery(provider="schema"))
+    return ConfigLoaderImpl(config_search_path=search_path)
+
+
+def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, overrides: Sequence[str]) -> Root:
+    """Composes one run as the frozen records of the schema; values are not checked yet.
+
+    Raises:
+        HydraException, OmegaConfBaseException, ValueError, OSError: what Hydra finds wrong with YAML or overrides;
+            see ``explain``.
+        ConfigError: the primary YAML does not build on the schema, or an added key is unknown to it.
+    """
+    composed = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
+    HydraConfig.instance().set_config(composed)  # for interpolations such as ${hydra:runtime.cwd}
+    if OmegaConf.get_type(composed) is not primary.schema:
+        raise ConfigError(f"{config_name}.yaml lacks the schema; begin its defaults list with '{primary.name}'")
+    OmegaConf.set_struct(composed, False)
+    composed.pop("hydra")
+    _refuse_added_keys(composed, primary)
+    config: Root = _tuples(OmegaConf.to_object(composed))
+    return config
+
+
+def _refuse_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "") -> None:
+    """A '+key=value' enters even a typed node, where the frozen record could not hold it."""
+    schema = OmegaConf.get_type(node)
+    if not is_dataclass(schema):
+        return
+    known = {item.name for item in fields(schema)}
+    for key in map(str, node):
+        if key not in known:
+            raise ConfigError(unknown_key(f"{prefix}{key}", schema, primary))
+        child = node._get_node(key)
+        if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none() or child._is_interpolation()):
+            _refuse_added_keys(child, primary, f"{prefix}{key}.")
+
+
+def _tuples(record: Any) -> Any:
+    """The record with tuples where the schema says tuple, since OmegaConf knows only lists, and rules for text.
+
+    YAML makes a number of the name ``0`` of a module.
+    """
+    hints = get_type_hints(type(record))
+    changes: dict[str, Any] = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if is_dataclass(value):
+            changes[item.name] = _tuples(value)
+        elif get_origin(hints[item.name]) is tuple:
+            changes[item.name] = tuple(value)
+        elif hints[item.name] == dict[Any, str]:
+            changes[item.name] = {str(key): entry for key, entry in value.items()}
+    return replace(record, **changes)

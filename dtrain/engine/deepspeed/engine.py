@@ -1,0 +1,300 @@
+"""DeepSpeed ZeRO under dtrain's vote: it shards, gathers and reduces; what a step is and whether it counts is ours."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint import Piece
+from dtrain.engine import deepspeed_config, deepspeed_library
+from dtrain.engine.interface import Engine
+from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
+from dtrain.parameters.local_shards import check_in_place
+from dtrain.engine.observation import WireWatch
+from dtrain.engine.request import EngineRequest
+from dtrain.engine.step import MAIN_GRAD, MASTER, VotingEngine
+from dtrain.errors import ContractError, ModelError
+from dtrain.optim.adamw import UpdateScalars
+from dtrain.sharding.accumulate import Weight
+from dtrain.parameters.weight_decay import decayed_names
+from dtrain.sharding.placement import STAGES, memory_formula
+
+_STRETCH = 1 << 16
+"""Elements whose norm is taken at once, in FP32; the sum over stretches is FP64."""
+
+
+def build(request: EngineRequest) -> Engine:
+    """The engine; DeepSpeed takes the model's parameters over.
+
+    Raises:
+        ConfigError: DeepSpeed was loaded for another kind of device.
+        ModelError: a parameter or a compiled module that fails at the stage.
+    """
+    _check_model(request)
+    held = deepspeed_config.weights_dtype(request.contract, request.step.zero_stage)
+    trained = {name for name, p in request.model.named_parameters() if p.requires_grad}
+    dtypes = {name: held if name in trained else dtype for name, dtype in request.contract.replica_dtypes.items()}
+    return DeepSpeedEngine(replace(request, contract=replace(request.contract, replica_dtypes=dtypes)))
+
+
+class DeepSpeedEngine(VotingEngine):
+    """See :class:`dtrain.engine.step.VotingEngine`.
+
+    A micro-batch's weight multiplies its loss, in FP32: DeepSpeed has no place between backward and reduction where it
+    could multiply the gradient. So weights of thousands take range from FP16.
+
+    Args:
+        request: what ``initialize`` has decided.
+    """
+
+    name = "deepspeed"
+
+    def __init__(self, request: EngineRequest) -> None:
+        model = request.model
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        super().__init__(request, tuple(reversed(trained)))
+        stage = self.options.zero_stage
+        self.forward_communicates = stage == 3
+        self.library_config = deepspeed_config.generate(request)
+        for parameter in model.parameters():
+            # DeepSpeed takes no other memory format; a size of 1 hides one from contiguous()
+            parameter.data = parameter.data.reshape(-1).view(parameter.shape)
+        originals = self._originals(trained)
+        self._order: list[int] = []  # the numbers of this micro-batch's gradients as they were made
+        self._watch_gradients(trained)
+        self._is_finished = self._has_stepped = False  # of the step under way
+        self._wire: WireWatch | None = None  # until the first step is done
+        self._optimizer = ScaledAdamW(self.options.optimizer, *_decay_classes(model, trained))
+        self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
+        self._zero = zero_state(self._deepspeed, {id(p): name for name, p in trained.items()})
+        if not self._zero.reduces_each:
+            self._deepspeed.enable_backward_allreduce = False  # once, when the step ends
+        self._optimizer.add_moments(self._zero.partitions)
+        for piece in self.held_pieces(MASTER) if originals else ():
+            piece.data.copy_(originals[piece.name][piece.start : piece.stop])
+        self._trained = {name: (p, self._lies_in(p)) for name, p in trained.items()}  # with where its values lie
+        self.check_contract()
+
+    def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+        """The weights before DeepSpeed rounds them: from those it would make its masters."""
+        if self.options.zero_stage == 0 or not self.policy.is_low:
+            return {}
+        return {name: p.detach().to("cpu", torch.float32, copy=True).flatten() for name, p in trained.items()}
+
+    def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        def look(number: int, grad: Tensor) -> None:
+            self._order.append(number)
+            self.watch.measure(grad)
+            self.watch.look(self._micro_batch, number, [grad])
+
+        for number, name in enumerate(self.backward_names):
+            trained[name].register_hook(partial(look, number))
+
+    @property
+    def dummies_need_graph(self) -> bool:
+        """See :class:`dtrain.engine.step.VotingEngine`."""
+        return self._zero.reduces_each
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return self._deepspeed(*args, **kwargs)
+
+    def _backward(self, loss: Tensor, weight: Weight) -> None:
+        if not loss.requires_grad:
+            return
+        scaled = loss * self.loss_scale.scale
+        self._deepspeed.set_gradient_accumulation_boundary(self._is_last)
+        self._order.clear()
+        self._zero.begin_backward()
+        with self._observed():
+            self._deepspeed.backward(scaled if weight.is_one else scaled * weight.value, scale_wrt_gas=False)
+        if self._zero.reduces_each:
+            # it fills its buckets in this order, and gloo would add up two orders without a word
+            order = zlib.crc32(repr(self._order).encode())
+            self.comm.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
+
+    def _observed(self) -> Any:
+        wire = self._wire
+        if wire is None:
+            return nullcontext()
+        return deepspeed_library.observed_reductions(lambda tensor: wire.look("all", tensor))
+
+    def finish_gradients(self) -> None:
+        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
+        if self._is_finished:
+            return
+        with self._observed():
+            self._zero.reduce()
+        if self._wire is not None:
+            self._wire.require_seen()
+            self._wire = None
+        self._is_finished = True
+
+    def _squares(self) -> Tensor:
+        """As the base says, but infinite where DeepSpeed's own norm, in FP32, would overflow: then no rank steps."""
+        if self.options.zero_stage:
+            stretches = [part for grad in self._zero.main_grads() for part in grad.split(_STRETCH)]
+            squares = torch.stack(torch._foreach_norm(stretches)).double().square_().to(self.device)
+        else:
+            squares = super()._squares()
+        limit = torch.finfo(torch.float32).max / (4 * self.world_size)
+        return squares.masked_fill(squares.sum() > limit, torch.inf)
+
+    def _update(self, scalars: UpdateScalars) -> None:
+        """Not launched after a veto: DeepSpeed would update, or decide for itself."""
+        if scalars.found_inf.item():
+            return
+        device = self._zero.partitions[0].master.device
+        values = {field.name: getattr(scalars, field.name).to(device) for field in fields(scalars)}
+        self._optimizer.scalars = UpdateScalars(**values)
+        self._has_stepped = True
+        self._deepspeed.step()
+        if not self._deepspeed.was_step_applied():
+            raise ContractError(
+                f"DeepSpeed skipped step {self.attempted_steps}, which all ranks had voted to apply; they may have "
+                f"parted, so load a checkpoint"
+            )
+
+    def _refresh(self) -> None:
+        self._zero.refresh()
+
+    def _clear_gradients(self) -> None:
+        self._zero.clear(stepped=self._has_stepped)
+        self._has_stepped = self._is_finished = False
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def _check_live(self) -> None:
+        self._wire = WireWatch(self.policy)  # a new one after each load
+
+    def _check_step(self) -> None:
+        super()._check_step()
+        self.contract.check_parameters(self.module)
+        for name, (parameter, weights) in self._trained.items():
+            check_in_place(name, parameter, self._lies_in(parameter), weights)
+
+    def _lies_in(self, parameter: nn.Parameter) -> Tensor:
+        """What DeepSpeed updates: a parameter's values, or at stage 3 this rank's part of them."""
+        values: Any = parameter
+        return (values.ds_tensor if self.options.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
+
+    def own_pieces(self, kind: str) -> Iterator[Piece]:
+        """This rank's partition of ``kind``; at stage 0, where all hold all, an equal share of each parameter."""
+        for piece in self.held_pieces(kind):
+            if self.options.zero_stage:
+                yield piece
+                continue
+            start, stop = (piece.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            yield replace(piece, start=start, stop=stop, data=piece.data[start:stop])
+
+    def held_pieces(self, kind: str) -> Iterator[Piece]:
+        """All of ``kind`` that lies on this rank."""
+        partitions = self._zero.partitions
+        for partition, values in zip(partitions, self._values(kind, partitions), strict=True):
+            flat = values.detach().view(-1)
+            for part in partition.parts:
+                data = flat[part.place : part.place + part.stop - part.start]
+                yield Piece(part.name, kind, self.shapes[part.name], torch.float32, part.start, part.stop, data)
+
+    def _values(self, kind: str, partitions: tuple[Partition, ...]) -> list[Tensor]:
+        if kind == MASTER:
+            return [partition.master for partition in partitions]
+        if kind == MAIN_GRAD:
+            return self._zero.main_grads()
+        return [self._optimizer.state[partition.master][kind] for partition in partitions]
+
+    def save(self, *args: Any, **kwargs: Any) -> Path | None:
+        """See :meth:`dtrain.engine.interface.Engine.save`."""
+        with self._whole_frozen():
+            return super().save(*args, **kwargs)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """See :meth:`dtrain.engine.interface.Engine.load`."""
+        self._zero.release()  # else the next forwards would compute with the weights from before
+        with self._whole_frozen():
+            return super().load(path)
+
+    @contextmanager
+    def _whole_frozen(self) -> Iterator[None]:
+        """Inside, frozen parameters are whole on every rank; DeepSpeed cuts them too at stage 3."""
+        if self.options.zero_stage < 3 or not self._frozen:
+            yield
+            return
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([p for _, p in self._frozen], modifier_rank=0):
+            yield
+
+    def _storages(self) -> dict[str, list[Tensor]]:
+        zero = self._zero
+        # at stage 3 a parameter is an empty tensor between steps, and its shard lies beside it
+        frozen: list[Any] = [p for _, p in self._frozen if hasattr(p, "ds_tensor")]
+        return {
+            "master": self._values(MASTER, zero.partitions),
+            "moments": [m for kind in ("exp_avg", "exp_avg_sq") for m in self._values(kind, zero.partitions)],
+            "compute": [*zero.weights(), *(p.ds_tensor for p in frozen)],
+            "main_grad": zero.gradients(),
+            "gathered": [],
+            "leaf_buffers": [],
+        }
+
+    def memory_formula(self) -> dict[str, int]:
+        """Bytes on a rank by the ZeRO formula in force, without padding and buffers; at stage 0 masters are weights."""
+        formula = memory_formula(
+            STAGES[self.options.zero_stage],
+            low_numel=self.num_parameters,
+            fp32_numel=0,
+            low_bytes=self.policy.compute_dtype.itemsize,
+            world_size=self.world_size,
+        )
+        return formula if self.options.zero_stage else formula | {"compute": 0}
+
+
+def _check_model(request: EngineRequest) -> None:
+    model, stage = request.model, request.step.zero_stage
+    scalar = next((name for name, p in model.named_parameters() if not p.dim()), None)
+    if stage == 3 and scalar is not None:
+        raise ModelError(
+            f"'{scalar}' has no dimensions, and DeepSpeed's stage 3 fails on such a parameter; give it the shape [1], "
+            f"or use zero_stage=2 or engine=native"
+        )
+    for name, module in model.named_modules():
+        is_wrapped = "_orig_mod" in module._modules  # by torch.compile(module), not module.compile()
+        if stage == 3 and is_wrapped:
+            raise ModelError(
+                f"the module '{name}' is a torch.compile wrapper, which hides its parameters' gathering from "
+                f"DeepSpeed's stage 3; use zero_stage=2 or engine=native, or do not compile it"
+            )
+        if not (is_wrapped or module._compiled_call_impl) or not request.contract.policy.is_low or not stage:
+            continue
+        full = next((other for other in request.contract.fp32_modules if _overlap(name, other)), None)
+        if full is not None:
+            raise ModelError(
+                f"the module '{name}' is compiled and '{full}' computes in FP32, on copies of the low weights that "
+                f"engine=deepspeed holds from stage 1 on; torch.compile does not see these copies. Compile only "
+                f"modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
+            )
+
+
+def _overlap(name: str, other: str) -> bool:
+    """Whether one of two modules is the other or lies in it."""
+    one, two = name.split(".") if name else [], other.split(".") if other else []
+    return all(a == b for a, b in zip(one, two, strict=False))
+
+
+def _decay_classes(
+    model: nn.Module, trained: Mapping[str, nn.Parameter]
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters with weight decay and without; those without elements are in neither."""
+    names = decayed_names(model)
+    held = {name: p for name, p in trained.items() if p.numel()}
+    return [p for name, p in held.items() if name in names], [p for name, p in held.items() if name not in names]

@@ -1,0 +1,131 @@
+"""How the modules and parameters of a model are given to ``fully_shard``.
+
+A unit gathers its weights in one dtype and shards along the first dimension. What does not fit is kept whole on every
+rank: norms and other FP32 weights of a low policy, unless they are large enough for a unit of their own; parameters
+without dimensions or elements; and one that two units share, which has no unit to be gathered with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from dtrain.precision.contract import Contract
+from dtrain.sharding.hooks import callable_parts
+from dtrain.parameters.groups import ParamGroup
+
+LARGE_NUMEL = 1 << 20
+"""Elements from which FP32 modules beside low weights are sharded, at the price of collectives of their own: whole they
+would take 16 bytes an element on each rank."""
+
+
+@dataclass
+class Unit:
+    """One call of ``fully_shard``.
+
+    Attributes:
+        name: of its module; empty for the model.
+        module: that gathers the parameters when it is called.
+        dtype: that they compute in.
+        parameters: by name, in the order in which ``fully_shard`` lays them out.
+    """
+
+    name: str
+    module: nn.Module
+    dtype: torch.dtype = torch.float32
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of the parameters."""
+        return [parameter.shape for parameter in self.parameters.values()]
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is sharded, the inner units first and the model itself last, and what every rank holds whole."""
+
+    units: tuple[Unit, ...]
+    replicated: dict[str, nn.Parameter]
+
+
+def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contract) -> UnitPlan:
+    """Assigns every trainable parameter to a unit, or to all ranks.
+
+    Args:
+        model: nothing of it has been sharded yet.
+        groups: of :func:`dtrain.parameters.groups.find_groups`.
+        contract: the dtype of each parameter.
+    """
+    modules = {
+        id(part): part for group in groups if group.name for part in callable_parts(model.get_submodule(group.name))
+    }
+    nested = _large_islands(model, list(modules.values()), contract)
+    names = {id(module): name for name, module in model.named_modules()}
+    chosen = {id(module): module for module in (*nested, *modules.values(), model)}
+    units = [Unit(names[key], module) for key, module in chosen.items()]
+    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    seen_by: dict[int, list[Unit]] = {}
+    for unit in units:
+        for p in dict.fromkeys(_visible(unit.module, chosen)):
+            seen_by.setdefault(id(p), []).append(unit)
+    root = units[-1]
+    replicated: dict[str, nn.Parameter] = {}
+    for unit in units:
+        for p in dict.fromkeys(_visible(unit.module, chosen)):
+            own = seen_by[id(p)]
+            if id(p) not in trainable or (unit is not root and root in own):
+                continue
+            name = trainable[id(p)]
+            if p.dim() == 0 or not p.numel() or (unit is not root and len(own) > 1):
+                replicated[name] = p
+            else:
+                unit.parameters[name] = p
+    is_low, dtypes = contract.policy.is_low, contract.replica_dtypes
+    for unit in units:
+        islands = [name for name in unit.parameters if dtypes[name] == torch.float32]
+        if len(islands) < len(unit.parameters):
+            unit.dtype = contract.policy.compute_dtype
+        elif not is_low or sum(p.numel() for p in unit.parameters.values()) >= LARGE_NUMEL:
+            continue
+        for name in islands:
+            replicated[name] = unit.parameters.pop(name)
+    kept = (name for name in trainable.values() if name in replicated)
+    return UnitPlan(
+        tuple(unit for unit in units if unit.parameters or unit is root), {name: replicated[name] for name in kept}
+    )
+
+
+def _large_islands(model: nn.Module, units: Sequence[nn.Module], contract: Contract) -> list[nn.Module]:
+    """The outermost FP32 modules in units that have low weights too, where they are large; inner ones first."""
+    if not contract.policy.is_low:
+        return []
+    whole = {id(module) for module in (*units, model)}
+    islands: list[nn.Module] = []
+    outermost: list[str] = []
+    for name in contract.fp32_modules:
+        if any(name.startswith(f"{outer}." if outer else "") for outer in outermost):
+            continue
+        outermost.append(name)
+        for part in callable_parts(model.get_submodule(name)):
+            numel = sum(p.numel() for p in part.parameters() if p.requires_grad)
+            if numel >= LARGE_NUMEL and not any(id(module) in whole for module in part.modules()):
+                islands.append(part)
+    return islands
+
+
+def _visible(module: nn.Module, units: dict[int, nn.Module]) -> Iterator[nn.Parameter]:
+    """What ``fully_shard(module)`` finds, in its order: children first, and nothing of inner units."""
+    seen: set[int] = set()
+
+    def visit(inner: nn.Module) -> Iterator[nn.Parameter]:
+        seen.add(id(inner))
+        for child in inner.children():
+            if id(child) not in seen and id(child) not in units:
+                yield from visit(child)
+        yield from inner.parameters(recurse=False)
+
+    yield from visit(module)

@@ -1,0 +1,359 @@
+"""What every engine offers, and what every step returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint import Retention
+from dtrain.distributed.communicator import Communicator
+from dtrain.errors import UsageError
+from dtrain.precision.contract import Contract
+from dtrain.precision.policy import PrecisionPolicy
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Who made a step fail.
+
+    Attributes:
+        rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
+            was found, or -1 where no element but only the norm is.
+        step: attempted steps before this one.
+        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, where every
+            rank's own was finite and only their sum is not.
+        micro_batch: local index of the micro-batch, but for a reduced gradient.
+        tensor: name of the parameter, but for a loss. Of several, the first in the order of backward.
+        start: first element of it that is not finite, in row-major order.
+        stop: one past the last of them.
+        num_inf: infinite elements of its gradient, summed over ranks; 1 for a loss that is infinite.
+        num_nan: the same for NaN.
+        num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
+    """
+
+    rank: int
+    step: int
+    phase: str
+    micro_batch: int | None = None
+    tensor: str | None = None
+    start: int | None = None
+    stop: int | None = None
+    num_inf: int = 0
+    num_nan: int = 0
+    num_bad_losses: int = 0
+
+    def __str__(self) -> str:
+        where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
+        if self.phase == "forward loss":
+            kind = "NaN" if self.num_nan else "Inf"
+            return f"forward loss is {kind} {where} (losses of this step that are not finite: {self.num_bad_losses})"
+        if self.tensor is None:
+            return f"{self.phase}: every element is finite, but their norm overflows FP32"
+        counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
+        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}) {where}"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What became of a step; the same value on every rank.
+
+    On a GPU the fields are read from the device when they are looked at, so a loop that does not look never waits.
+
+    Attributes:
+        applied: whether the optimizer updated the masters.
+        reason: None, or why not: ``overflow``, ``nonfinite_loss``, ``empty``.
+        loss: weighted mean over all micro-batches of all ranks.
+        grad_norm: global L2 norm of the unscaled gradient, before clipping.
+        loss_scale: that the gradients of this step carried.
+        lr: learning rate of this step.
+        culprit: who was at fault, where the step was skipped for a non-finite number. The ranks search for it
+            together: on a GPU, where one looks before the next forward, all go on to their next step or look too.
+        stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
+    """
+
+    applied: bool
+    reason: str | None
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    lr: float
+    culprit: Culprit | None
+    stop_requested: bool
+
+
+class LazyOutcome(StepOutcome):
+    """An outcome that the host has not read yet.
+
+    Args:
+        peek: reads all but the culprit, on this rank alone.
+        settle: reads all; ranks that skipped the step search together.
+    """
+
+    def __init__(self, peek: Callable[[], StepOutcome], settle: Callable[[], StepOutcome]) -> None:
+        self.__dict__["_peek"], self.__dict__["_settle"] = peek, settle
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in StepOutcome.__dataclass_fields__:
+            raise AttributeError(name)
+        read = self.__dict__["_settle" if name == "culprit" else "_peek"]
+        return getattr(read(), name)
+
+    def __eq__(self, other: object) -> bool:
+        names = StepOutcome.__dataclass_fields__
+        return isinstance(other, StepOutcome) and all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settled = self.__dict__["_settle"]()
+        return StepOutcome, tuple(getattr(settled, name) for name in StepOutcome.__dataclass_fields__)
+
+
+class Engine(ABC):
+    """One training step on all ranks: forward, backward, reduction, vote, update.
+
+    Attributes:
+        module: the user's model; its parameters are the compute replicas.
+        comm: the ranks that train together.
+        policy: the precision policy in force.
+        contract: that policy resolved on the model.
+        attempted_steps: steps taken, skipped ones included.
+        data_cursor: samples consumed so far; the caller's to advance, saved and voted on.
+        library_config: what the library below was configured with, as plain values; None where it takes none.
+    """
+
+    name: str
+    module: nn.Module
+    comm: Communicator
+    policy: PrecisionPolicy
+    contract: Contract
+    num_parameters: int
+    attempted_steps: int = 0
+    data_cursor: int = 0
+    library_config: Mapping[str, Any] | None = None
+
+    def __init__(self) -> None:
+        self._micro_batch = 0
+        self._is_last = True
+        self._batch: object | None = None  # a token of the batch under way
+        self._evaluating = False
+        self._stop_requested = False
+
+    @property
+    def settles_at_once(self) -> bool:
+        """Whether looking at an outcome costs nothing; else it waits for the device."""
+        return True
+
+    @property
+    @abstractmethod
+    def applied_steps(self) -> int:
+        """Updates of the masters; on a GPU this waits for the last step's verdict, and
+        ranks whose step was skipped search for the culprit together."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.comm.device
+
+    def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the micro-batches of ``batch``, numbering them and knowing the last one.
+
+        Every rank gives the same number; a short rank gives a finite dummy with ``weight=0``.
+
+        Raises:
+            UsageError: called again before ``step``; a loop that was left before any backward does not count.
+        """
+        if self._batch is not None:
+            raise UsageError(
+                "engine.accumulate was called again before engine.step; one batch makes one step. Where an exception "
+                "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
+                "every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
+            )
+        items = iter(batch)
+        try:
+            current = next(items)
+        except StopIteration:
+            raise UsageError(
+                "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
+            ) from None
+        self._batch = batch_under_way = object()
+        self._micro_batch, self._is_last = 0, False
+        try:
+            for following in items:
+                yield current
+                self._micro_batch += 1
+                current = following
+            self._is_last = True
+            yield current
+        finally:
+            if self._batch is batch_under_way and not self._has_backward():
+                self._end_batch()
+
+    def _end_batch(self) -> None:
+        """Ready for the next batch."""
+        self._micro_batch, self._is_last, self._batch = 0, True, None
+
+    @abstractmethod
+    def _has_backward(self) -> bool:
+        """Whether the step under way has had a backward."""
+
+    @contextmanager
+    def eval(self) -> Iterator[None]:
+        """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
+        modes = [(module, module.training) for module in self.module.modules()]  # a user may keep some in eval mode
+        outer = self._evaluating
+        self.module.eval()
+        self._evaluating = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._evaluating = outer
+            for module, mode in modes:
+                module.training = mode
+
+    def request_stop(self) -> None:
+        """Asks all ranks, through the next vote, to stop after that step; the step after it asks anew."""
+        self._stop_requested = True
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward, under the precision policy; returns what the model returns."""
+
+    @abstractmethod
+    def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
+        """Backward of the mean ``loss`` of one micro-batch, scaled; ``weight`` counts it in the global mean.
+
+        Args:
+            loss: a 0-dim FP32 tensor, or a model output with a ``loss`` entry or attribute.
+            weight: a number or a 0-dim device tensor, for instance the micro-batch's token count.
+
+        Raises:
+            ContractError: the loss is not FP32.
+            UsageError: a second backward on one micro-batch.
+        """
+
+    @abstractmethod
+    def step(self, *, lr: float | None = None) -> StepOutcome:
+        """Reduces, votes, and updates on all ranks or on none.
+
+        Args:
+            lr: overrides the schedule for this step; the same on all ranks.
+
+        Raises:
+            DivergenceError: the ranks no longer do the same thing; nothing was updated.
+            NonFiniteError: too many consecutive steps were skipped.
+            UsageError: no backward came before.
+        """
+
+    @abstractmethod
+    def save(
+        self,
+        directory: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+        retention: Retention | None = None,
+        asynchronous: bool = False,
+        when_busy: str = "wait",
+    ) -> Path | None:
+        """Writes a checkpoint under ``directory``; all ranks call. Returns its path.
+
+        An asynchronous save returns once this rank's part is copied to host memory, which is kept for the next one; a
+        thread of each rank writes it. One save is under way at a time. Where it fails, every rank raises the same
+        ``CheckpointError``, once: from the :meth:`step` after the one whose vote tells of it, from the next
+        :meth:`save` or :meth:`load`, or from :meth:`wait_for_save`. The engine can go on: the step that raises it has
+        done nothing and can be called again. A process that ends without :meth:`wait_for_save` waits for the thread,
+        which logs a failure; its exit code does not tell.
+
+        Args:
+            directory: usually ``run/checkpoints``.
+            extra: the caller's own JSON.
+            config: the run's configuration, stored redacted.
+            metrics: losses to be listed; what is None or not finite is left out. ``val_loss`` is what ``keep_best``
+                compares.
+            retention: which checkpoints are kept; None: ``Retention()``, the newest two.
+            asynchronous: see above.
+            when_busy: where the save before it is still under way, ``wait`` for it, or ``skip`` this one.
+
+        Returns:
+            The path, at which an asynchronous save is not visible yet; None where it is left out.
+
+        Raises:
+            CheckpointError: any rank failed; no checkpoint became visible.
+        """
+
+    @abstractmethod
+    def prepare_saves(self) -> None:
+        """Connects the threads that save, so that the first asynchronous save need not; all ranks call.
+
+        Raises:
+            CommunicationError: a rank has died or hangs.
+        """
+
+    @abstractmethod
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on any rank; all ranks call."""
+
+    @abstractmethod
+    def wait_for_save(self) -> Path | None:
+        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call.
+
+        Raises:
+            CheckpointError: it failed on any rank.
+        """
+
+    @abstractmethod
+    def leave_save(self, *, give_up: bool = False) -> None:
+        """Returns when an asynchronous save under way has ended on this rank, however it does; asks no other rank.
+
+        For a rank that stops training by an exception and is about to leave the process group.
+
+        Args:
+            give_up: stop writing at once: a rank has gone, so that it cannot be committed.
+        """
+
+    @abstractmethod
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Restores the newest checkpoint under ``path`` that verifies, or the one at ``path``; returns its ``extra``.
+
+        Raises:
+            CheckpointError: none verifies, or it is of another model.
+        """
+
+    @abstractmethod
+    def memory(self) -> dict[str, int]:
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, gathered, and leaf_buffers.
+
+        Leaf buffers hold gradients on their way to their owners, and gathered are the full replicas that stage 3 has
+        now, none between steps; they are no model state and not in the formula.
+        """
+
+    @abstractmethod
+    def memory_formula(self) -> dict[str, int]:
+        """Bytes on a rank by the ZeRO formula: master, moments, compute, main_grad."""
+
+    @abstractmethod
+    def master_state(self) -> dict[str, Tensor]:
+        """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered buffer by buffer; all ranks call."""

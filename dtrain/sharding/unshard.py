@@ -1,0 +1,311 @@
+"""Sharded compute replicas: a parameter group is gathered before it computes, and freed after.
+
+Three things ask for a group:
+
+- Forward: hooks on the modules. The root group is gathered for the whole forward and backward, a unit's for its call.
+- Backward: autograd itself. What it saves of a gathered buffer is saved as a place in it, and looked up when it is
+  needed. Hooks on outputs would miss outputs that are no tensors, and activation checkpointing.
+- A module that reads its parameter while backward recomputes a part of the forward.
+
+The next groups are gathered ahead, in the order in which the last pass used them. Every rank goes through the same
+modules, so all of them gather in one order; the vote compares it, and a branch that only some ranks take ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.errors import ConfigError, ModelError, UsageError
+from dtrain.sharding.replicas import ShardedReplica
+from dtrain.sharding.execution_order import Course, GatheredGroup
+from dtrain.sharding.hooks import GuardedParameters, ModuleHook, callable_parts
+
+
+@dataclass(frozen=True)
+class GatherOptions:
+    """How sharded compute replicas come and go.
+
+    Attributes:
+        reshard_after_forward: free a group after its forward; else it stays until backward has used it.
+        prefetch: groups that are gathered ahead of their use.
+        keep_gathered: name patterns (``fnmatch``) of modules and parameters that join the root group.
+
+    Raises:
+        ConfigError: ``prefetch`` below 0.
+    """
+
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    keep_gathered: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch must be at least 0; got {self.prefetch}")
+
+
+class Gathering:
+    """Gathers and frees the groups of a model whose compute replicas are sharded.
+
+    Beside the root group, at most ``1 + prefetch`` groups are gathered at a time, and those whose forward is under way;
+    without ``reshard_after_forward`` more, between forward and backward.
+
+    Args:
+        model: hooks are installed on its modules.
+        groups: all parameter groups, freed.
+        options: when to gather and free.
+        comm: the ranks that share.
+
+    Attributes:
+        peak: the most groups, beside the root, that were gathered at a time.
+    """
+
+    def __init__(
+        self, model: nn.Module, groups: Sequence[GatheredGroup], options: GatherOptions, comm: Communicator
+    ) -> None:
+        self._comm = comm
+        self._options = options
+        self._groups = list(groups)
+        self._by_name = {group.name: group for group in groups}
+        units = [group for group in groups if group.name]
+        self._forward = Course(units)
+        self._backward: Course | None = None  # no backward has been yet
+        self._held: dict[GatheredGroup, None] = {}  # units that are gathered, or will be; the last used comes last
+        self._storages: dict[int, tuple[GatheredGroup, ShardedReplica, int]] = {}  # with the number of the plane
+        self._depth = 0  # forwards of the model that are under way
+        self._records_graph = False
+        self._in_backward = False
+        self._saving: saved_tensors_hooks | None = None
+        self.peak = 0
+        self._install(model)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def _install(self, model: nn.Module) -> None:
+        """Hooks of one module run in the order: model, unit, owner of a parameter."""
+        owners = {id(p): group for group in self._groups for p in group.parameters.values()}
+        names = {id(p): name for group in self._groups for name, p in group.parameters.items()}
+        for module in model.modules():
+            owned = {key: p for key, p in module._parameters.items() if id(p) in owners}
+            if owned:
+                guards = {key: (owners[id(p)], names[id(p)]) for key, p in owned.items()}
+                self._guard(module, guards)
+        for group in self._groups:
+            for module in callable_parts(model.get_submodule(group.name)) if group.name else ():
+                module.register_forward_pre_hook(
+                    ModuleHook(lambda *_, group=group: self._enter_unit(group)), prepend=True
+                )
+                leave = ModuleHook(lambda module, args, output, group=group: self._leave_unit(group, output))
+                module.register_forward_hook(leave, always_call=True)
+        model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
+        model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
+
+    def _guard(self, module: nn.Module, guards: Mapping[str, tuple[GatheredGroup, str]]) -> None:
+        """Modules that keep their parameters in a list as well (``nn.GRU``) read past their ``_parameters``."""
+
+        def require_all(*_: Any) -> None:
+            for group, name in guards.values():
+                self._require(group, name)
+
+        def refuse(*_: Any) -> None:
+            for group, name in guards.values():
+                if not group.is_open:
+                    raise UsageError(
+                        f"state_dict() while '{name}' is sharded (zero_stage=3) would hold no values; "
+                        f"engine.master_state() gives the FP32 weights in full, and engine.save writes a checkpoint"
+                    )
+
+        module.__dict__["_parameters"] = GuardedParameters(module._parameters, guards, self._require)
+        module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
+        module.register_state_dict_pre_hook(ModuleHook(refuse))
+
+    def _require(self, group: GatheredGroup, name: str) -> None:
+        """Parameter ``name`` is about to be read."""
+        if group.is_open:
+            return
+        if self._in_backward:  # activation checkpointing runs modules without their unit
+            if not group.is_ready:
+                self._use(group)
+        elif self._depth:
+            raise ModelError(
+                f"'{name}' is read outside the forward of '{group.name}', whose parameters are sharded meanwhile "
+                f"(zero_stage=3); read it there, or keep it gathered: keep_gathered=['{name}']"
+            )
+        else:
+            raise UsageError(
+                f"'{name}' is read outside a forward of the engine, and sharded meanwhile (zero_stage=3); compute what "
+                f"needs it inside the model's forward, or take engine.master_state(), which gives all weights in full"
+            )
+
+    def _enter_model(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        if torch.is_grad_enabled():
+            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
+        if not self._in_backward:
+            self._records_graph = torch.is_grad_enabled()
+            self._forward.begin()
+            self._gather_ahead(self._forward)
+        if "" in self._by_name:
+            self._use(self._by_name[""])
+
+    def _leave_model(self) -> None:
+        if not self._depth:  # another hook failed before this forward began
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        if self._saving is not None:
+            self._saving.__exit__()
+            self._saving = None
+        if self._in_backward:
+            return
+        self._forward.end()
+        for group in self._groups:
+            if not (self._records_graph and group.is_ready):  # what was kept is ready; what was not used is not
+                self._free(group)
+
+    def _enter_unit(self, group: GatheredGroup) -> None:
+        if not self._depth and not self._in_backward:
+            raise UsageError(
+                f"'{group.name}' is called outside a forward of the engine, and its parameters are sharded meanwhile "
+                f"(zero_stage=3); call engine(...)"
+            )
+        group.calls += 1
+        if not (self._in_backward and self._is_current(group)):
+            self._use(group)
+
+    def _leave_unit(self, group: GatheredGroup, output: Any) -> None:
+        group.calls = max(group.calls - 1, 0)
+        if group.calls or self._in_backward or not group.is_started:
+            return
+        own = {id(p): name for name, p in group.parameters.items()}
+        for leaf in pytree.tree_leaves(output):
+            if id(leaf) in own:
+                raise ModelError(
+                    f"'{group.name}' returns its parameter '{own[id(leaf)]}', which is sharded outside its forward "
+                    f"(zero_stage=3); return a view or a copy, or keep it gathered: keep_gathered=['{own[id(leaf)]}']"
+                )
+        # backward begins with the group that forward used last
+        is_last = group is self._forward.current and self._forward.is_at_end
+        if not (self._records_graph and (is_last or not self._options.reshard_after_forward)):
+            self._free(group)
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """The context of one micro-batch's backward; frees all groups after it."""
+        for group in self._groups:
+            group.gradients_to_come = len(group.parameters)
+        if self._backward is None:
+            self._backward = self._forward.reverse()
+        self._backward.begin()
+        self._gather_ahead(self._backward)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            self._backward.end()
+            self.free()
+
+    def received(self, number: int) -> None:
+        """A gradient of group ``number`` has come; after the last one backward needs the group no more."""
+        group = self._groups[number]
+        group.gradients_to_come -= 1
+        if group.name and not group.gradients_to_come:
+            self._free(group)
+
+    def free(self) -> None:
+        """Frees what is gathered: the shards are about to change."""
+        for group in self._groups:
+            self._free(group)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of ``tensor``: of a gathered buffer the place, of others the tensor and its version."""
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
+            found = self._storages.get(tensor.untyped_storage().data_ptr())
+            if found is not None and tensor.dtype == found[1].layout.dtype:
+                return _Place(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        # detached: autograd would keep an output alive that holds its own graph; the version is shared
+        return tensor.detach(), tensor._version
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, _Place):
+            if not self._is_current(saved.group):
+                self._use(saved.group)
+            return saved.replica.planes[saved.plane].as_strided(saved.size, saved.stride, saved.offset)
+        tensor: Tensor
+        tensor, version = saved
+        if tensor._version != version:  # torch checks this itself only where there are no hooks
+            raise RuntimeError(
+                f"a tensor that backward needs was modified in place: {tensor.dtype} {list(tensor.shape)} is at "
+                f"version {tensor._version}, and was at version {version} in the forward"
+            )
+        return tensor
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def _is_current(self, group: GatheredGroup) -> bool:
+        """Whether nothing is to be done before ``group`` is used in backward."""
+        course = self._backward if self._in_backward else self._forward
+        return group.is_ready and (not group.name or course is None or course.current is group)
+
+    def _use(self, group: GatheredGroup) -> None:
+        """Gathers ``group``, if it is not, and starts what follows."""
+        if group.name:
+            course = self._backward if self._in_backward else self._forward
+            assert course is not None
+            course.use(group)
+            self._gather_ahead(course, group)
+        group.finish()
+        for replica in group.replicas:
+            for number, plane in enumerate(replica.planes):
+                self._storages[plane.data_ptr()] = (group, replica, number)
+
+    def _gather_ahead(self, course: Course, *current: GatheredGroup) -> None:
+        """Starts ``current`` and the groups expected next; what is needed least makes room for them."""
+        wanted = [*current, *course.following(self._options.prefetch)]
+        if self._options.reshard_after_forward:
+            others = [group for group in self._held if group not in wanted and not group.calls]
+            kept = 1 + self._options.prefetch - len(wanted)
+            for group in others[: max(len(others) - kept, 0)]:
+                self._free(group)
+        for group in reversed(wanted):
+            self._held.pop(group, None)
+            self._held[group] = None
+        for group in wanted:
+            group.start()
+        self._comm.announce()
+        self.peak = max(self.peak, len(self._held))
+
+    def _free(self, group: GatheredGroup) -> None:
+        if group.is_started:
+            for replica in group.replicas:
+                for plane in replica.planes:
+                    self._storages.pop(plane.data_ptr(), None)
+            group.free()
+            self._held.pop(group, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A view of a gathered buffer."""
+
+    group: GatheredGroup
+    replica: ShardedReplica
+    plane: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int

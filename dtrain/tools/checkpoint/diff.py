@@ -1,0 +1,220 @@
+"""What two checkpoints differ in, read in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.format.container import dtype_name
+from dtrain.checkpoint.format.integrity import examine, scan_file
+from dtrain.checkpoint.format.manifest import TensorEntry
+from dtrain.checkpoint.reader import CheckpointReader
+from dtrain.checkpoint.report import find_one, naming
+from dtrain.errors import CheckpointError, nearest
+
+_BLOCK_ELEMENTS = 1 << 20
+_LEAST = torch.iinfo(torch.int64).min
+
+
+@dataclass(frozen=True)
+class ValueDifference:
+    """Values of one tensor that differ in their bits.
+
+    Attributes:
+        label: ``kind:name``.
+        numel: elements of the tensor.
+        num_different: elements whose bits differ.
+        first: row-major index of the first of them.
+        max_abs: the largest |a - b|; NaN where a value is NaN.
+        max_rel: the largest |a - b| / |b|; infinite where a b is 0, or one of the two is infinite.
+        normwise: ||a - b|| / ||b||, Euclidean, in FP64, ||b|| over the finite values; infinite where those are all 0.
+    """
+
+    label: str
+    numel: int
+    num_different: int
+    first: int
+    max_abs: float
+    max_rel: float
+    normwise: float
+
+
+@dataclass(frozen=True)
+class StateDifference:
+    """A value of the state that is not the same: its path in the manifest's JSON and both values, None where absent."""
+
+    path: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All that differs between checkpoints a and b.
+
+    Attributes:
+        a: directory of the one.
+        b: directory of the other.
+        only_a: ``kind:name`` of tensors that only a holds.
+        only_b: those that only b holds.
+        reshaped: ``kind:name`` and what it is in a and in b, where shape or dtype differ.
+        values: tensors of equal shape and dtype whose values differ.
+        state: what else; two checkpoints of one run always differ here.
+        num_compared: tensors of equal shape and dtype.
+        num_read: of those, the tensors whose values were read; equal fingerprints spare the others.
+    """
+
+    a: Path
+    b: Path
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    reshaped: tuple[tuple[str, str, str], ...]
+    values: tuple[ValueDifference, ...]
+    state: tuple[StateDifference, ...]
+    num_compared: int
+    num_read: int
+
+    @property
+    def tensors_equal(self) -> bool:
+        """Whether both hold the same tensors, bit for bit."""
+        return not (self.only_a or self.only_b or self.reshaped or self.values)
+
+
+def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte: bool = False) -> Difference:
+    """Compares two checkpoints, whatever number of ranks and whichever engine saved them.
+
+    Manifests, sizes and headers of both are verified, and the hash of each file that is read.
+
+    Args:
+        a: one checkpoint, or a run directory or directory of checkpoints, whose newest is taken.
+        b: the other.
+        kinds: compare tensors of these kinds only, such as ``master``; none: all.
+        every_byte: read tensors of equal fingerprints too.
+
+    Raises:
+        DamageError: one does not verify; the message names it.
+        CheckpointError: there is none at a path, none has a tensor of one of ``kinds``, or a file cannot be read.
+    """
+    sides = [_Side(find_one(path)) for path in (a, b)]
+    left, right = (side.tensors(kinds) for side in sides)
+    for kind in kinds:
+        if not any(entry.kind == kind for entry in (*left.values(), *right.values())):
+            known = {entry.kind for side in sides for entry in side.manifest.tensors}
+            raise CheckpointError(f"neither checkpoint holds a tensor of kind '{kind}'{nearest(kind, known)}")
+    both = [(left[key], right[key]) for key in left.keys() & right.keys()]
+    both.sort(key=lambda pair: (pair[0].kind, pair[0].name))
+    same = [(x, y) for x, y in both if _form(x) == _form(y)]
+    read = [(x, y) for x, y in same if every_byte or x.fingerprint != y.fingerprint]
+    sides[0].verify([x for x, _ in read])
+    sides[1].verify([y for _, y in read])
+    values = [_compare(sides[0].reader, sides[1].reader, entry) for entry, _ in read]
+    return Difference(
+        a=sides[0].path,
+        b=sides[1].path,
+        only_a=tuple(sorted(left[key].label for key in left.keys() - right.keys())),
+        only_b=tuple(sorted(right[key].label for key in right.keys() - left.keys())),
+        reshaped=tuple((x.label, _form(x), _form(y)) for x, y in both if _form(x) != _form(y)),
+        values=tuple(value for value in values if value is not None),
+        state=tuple(state_differences(sides[0].facts, sides[1].facts)),
+        num_compared=len(same),
+        num_read=len(read),
+    )
+
+
+class _Side:
+    """One of the two, verified but for the data."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with naming(path):
+            self.manifest = examine(path, fast=True)
+        self.reader = CheckpointReader(path, self.manifest)
+        self.facts = {"step": self.manifest.step, **self.manifest.state}
+
+    def tensors(self, kinds: Sequence[str]) -> dict[tuple[str, str], TensorEntry]:
+        return {key: entry for key, entry in self.manifest.index.items() if not kinds or entry.kind in kinds}
+
+    def verify(self, entries: Sequence[TensorEntry]) -> None:
+        needed = {chunk.file for entry in entries for chunk in entry.chunks}
+        with naming(self.path):
+            for file in self.manifest.files:
+                if file.name in needed:
+                    scan_file(self.path, self.manifest, file)
+
+
+def _form(entry: TensorEntry) -> str:
+    return f"{dtype_name(entry.dtype)} {list(entry.shape)}"
+
+
+def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> ValueDifference | None:
+    """How the values of one tensor differ; None where every bit is equal."""
+    num_different, first = 0, -1
+    max_abs = max_rel = torch.zeros((), dtype=torch.float64)
+    squares_difference = squares_b = 0.0
+    for start in range(0, entry.numel, _BLOCK_ELEMENTS):
+        stop = min(start + _BLOCK_ELEMENTS, entry.numel)
+        x, y = (side.read(entry.kind, entry.name, start, stop) for side in (a, b))
+        differs = _differs(x, y)
+        sizes = y.to(_wide(entry.dtype)).abs()
+        squares_b += float(sizes[sizes.isfinite()].square().sum())
+        if not differs.any():
+            continue
+        if first < 0:
+            first = start + int(differs.nonzero()[0])
+        num_different += int(differs.sum())
+        distance = _distance(x[differs], y[differs])
+        # of bits that differ where the values do not, as 0 and -0, the relative distance is 0 as well
+        relative = torch.where((distance == 0) | distance.isinf(), distance, distance / sizes[differs])
+        max_abs, max_rel = torch.maximum(max_abs, distance.max()), torch.maximum(max_rel, relative.max())
+        squares_difference += float(distance.square().sum())
+    if first < 0:
+        return None
+    return ValueDifference(
+        label=entry.label,
+        numel=entry.numel,
+        num_different=num_different,
+        first=first,
+        max_abs=float(max_abs),
+        max_rel=float(max_rel),
+        normwise=_ratio(squares_difference, squares_b),
+    )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _distance(x: Tensor, y: Tensor) -> Tensor:
+    """|x - y| in FP64, which rounds the difference of two integers and not these."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return (x.to(_wide(x.dtype)) - y.to(_wide(x.dtype))).abs()
+    # the order of unsigned numbers of 64 bits is that of signed ones with the highest bit flipped
+    x, y = (z.view(torch.int64) ^ _LEAST if z.dtype == torch.uint64 else z.to(torch.int64) for z in (x, y))
+    distance = torch.maximum(x, y) - torch.minimum(x, y)  # modulo 2^64
+    return distance.to(torch.float64) + torch.where(distance < 0, 2.0**64, 0.0)
+
+
+def _ratio(squares_difference: float, squares_b: float) -> float:
+    if squares_b:
+        return math.sqrt(squares_difference / squares_b)
+    return math.inf * squares_difference if squares_difference else 0.0  # NaN stays NaN
+
+
+def _differs(x: Tensor, y: Tensor) -> Tensor:
+    """Bool [n]: where the bits of two flat tensors of one dtype differ."""
+    return (x.view(torch.uint8) != y.view(torch.uint8)).view(len(x), -1).any(dim=1)
+
+
+def state_differences(a: Any, b: Any, path: str = "") -> Iterator[StateDifference]:
+    """What differs between two plain JSON values; the paths begin with ``path``."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in [*a, *(key for key in b if key not in a)]:
+            yield from state_differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
+    elif a != b or isinstance(a, bool) != isinstance(b, bool):
+        yield StateDifference(path, a, b)

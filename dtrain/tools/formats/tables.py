@@ -1,0 +1,109 @@
+"""What each format is, how fast each GPU is in it, and what it makes of a number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import TypeAlias
+
+from dtrain.tools.tables import Table
+from dtrain.precision.formats import FORMATS, LEAST_GRADIENT, FloatFormat
+from dtrain.precision.tensor_cores import GPU, GPUS, RATED
+
+_LARGEST_EXPONENT = 300  # of ten; the errors are shown as FP64
+
+Number: TypeAlias = Fraction | float
+"""Exact; a float where it is Inf or NaN."""
+
+
+def parse_number(text: str) -> Number | None:
+    """The number as it was typed, nothing rounded; None where that is none, or farther from 1 than 1e300."""
+    try:
+        decimal = Decimal(text)
+    except InvalidOperation:
+        return None
+    if not decimal.is_finite():
+        return float(decimal) if not decimal.is_snan() else None
+    if decimal and abs(decimal.adjusted()) > _LARGEST_EXPONENT:
+        return None
+    return Fraction(decimal)
+
+
+def number_table(text: str, number: Number) -> Table:
+    """What each format makes of ``number``, which was typed as ``text``."""
+    columns = ("format", "becomes", "absolute error", "relative error", "what happened")
+    return Table(text, columns, [_number_row(floats, number) for floats in FORMATS])
+
+
+def _number_row(floats: FloatFormat, number: Number) -> tuple[str, ...]:
+    rounded = floats.rounded(number)
+    if not (math.isfinite(rounded.value) and math.isfinite(number)):
+        return floats.name, f"{rounded.value:g}", "-", "-", rounded.event
+    error = abs(Fraction(rounded.value) - Fraction(number))
+    relative = f"{float(error / abs(Fraction(number))):.3g}" if number else "0"
+    return floats.name, f"{rounded.value:.9g}", f"{float(error):.3g}", relative, rounded.event
+
+
+NUMBER_NOTE = (
+    "FP8: as a cast alone makes it. Before a product dtrain divides each tensor or each row by a power of two, so that "
+    "its largest element fits."
+)
+
+
+def format_tables() -> list[Table]:
+    """The formats, and the GPUs."""
+    names = ("", *(floats.name for floats in FORMATS))
+    rates = ("GPU", *RATED, "source")
+    return [
+        Table("Formats", names, [(title, *map(cell, FORMATS)) for title, cell in _PROPERTIES.items()]),
+        Table("TFLOP/s of dense matrix products at the peak", rates, [_rates_row(gpu) for gpu in GPUS]),
+    ]
+
+
+def notes() -> list[str]:
+    """What the tables of :func:`format_tables` leave open."""
+    exponent = math.frexp(LEAST_GRADIENT)[1] - 1
+    sources = {gpu.source: gpu.url for gpu in GPUS}
+    return [
+        f"Needs scaling: its least number is above 2^{exponent}, and gradients down to there mattered to a network of "
+        f"Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. dtrain scales the loss for FP16, and "
+        f"each tensor or each row for FP8.",
+        "TF32 is a mode of FP32 products, not a type of tensors: only what enters the product is rounded, here to the "
+        "nearest; a Tensor Core that cuts instead errs twice as much.",
+        "Rates: as NVIDIA states them, without sparsity (half, where it states sparse rates only), sums in FP32; those "
+        "of fp32 without Tensor Cores. '-': the GPU has no such Tensor Cores; 'unknown': documents do not agree.",
+        *(f"{source}: {url}" for source, url in sources.items()),
+    ]
+
+
+_PROPERTIES: dict[str, Callable[[FloatFormat], str]] = {
+    "bits": lambda f: f"{f.bits}, stored in {f.stored_bits}" if f.stored_bits else f"{f.bits}",
+    "sign + exponent + mantissa": lambda f: f"1 + {f.exponent_bits} + {f.mantissa_bits}",
+    "largest": lambda f: _short(f.max),
+    "least normal": lambda f: _short(f.min_normal),
+    "least subnormal": lambda f: _short(f.min_subnormal),
+    "epsilon: from 1 to the next": lambda f: _short(f.epsilon),
+    "decimal digits": lambda f: f"{f.decimal_digits:.1f}",
+    "finite numbers": lambda f: f"{f.num_finite:,}",
+    "powers of two spanned": lambda f: f"{f.binades}",
+    "what is too large becomes": lambda f: "Inf" if f.ieee else _short(f.max),
+    "a sum of ones stops at": lambda f: f"{f.ones_add_up_to:,}",
+    "needs scaling": lambda f: "yes" if f.needs_scaling else "no",
+}
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if 1 <= value < 1e6 else f"{value:.5g}"
+
+
+def _rates_row(gpu: GPU) -> tuple[str, ...]:
+    return gpu.name, *(_rate(gpu, name) for name in RATED), gpu.source
+
+
+def _rate(gpu: GPU, name: str) -> str:
+    if name not in gpu.rates:
+        return "-"
+    teraflops = gpu.rates[name]
+    return "unknown" if teraflops is None else f"{teraflops:g}"

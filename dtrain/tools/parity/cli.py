@@ -1,0 +1,76 @@
+"""``dtrain parity key=value ...``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dtrain.cli.resolve import read_suite
+from dtrain.config.schema import PARITY
+from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.logging import configure_logging
+from dtrain.errors import ConfigError
+from dtrain.tools.parity.records import EngineResult, Report, Worst
+
+_PIPED_WIDTH = 160
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compares the engines; 0 where all agree with the oracle, 1 where one does not.
+
+    Raises:
+        DtrainError: a bad command line, or an oracle that failed.
+    """
+    config = read_suite(argv, PARITY)
+    if config is None:
+        return 0
+    if LaunchEnv.read().launched:
+        raise ConfigError("dtrain parity starts its own ranks; start it once, without a launcher, and set parity.ranks")
+    configure_logging(0)
+    from dtrain.tools.parity.run import PICTURE_FILE, REPORT_FILE, run_parity  # brings torch
+
+    report, run_dir = run_parity(config, shlex.join(["dtrain", "parity", *argv]))
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=_PIPED_WIDTH))
+    print(f"{run_dir}: {REPORT_FILE}, {PICTURE_FILE}", flush=True)
+    return 0 if report.agrees else 1
+
+
+def show(report: Report, console: Console) -> None:
+    """Prints the table of the engines, and a line for each."""
+    table = Table(title=f"{report.precision} against the FP32 oracle, {report.num_parameters:,} parameters")
+    for title in ("engine", "stage", "applied", "skipped", "worst loss", "worst weights", "of", "verdict"):
+        table.add_column(title, overflow="fold")
+    for result in report.engines:
+        table.add_row(*map(Text, _cells(result)))
+    console.print(table)
+    for result in report.engines:
+        console.print(Text(f"{result.engine} {result.verdict}"))
+    for name, reason in report.left_out.items():
+        console.print(Text(f"{name} left out: {reason}"))
+
+
+def _cells(result: EngineResult) -> list[str]:
+    skipped = sum(point.reason is not None for point in result.curve)
+    loss, weights = result.worst(of_loss=True), result.worst(of_loss=False)
+    verdict = "failed" if result.failure else "agrees" if result.agrees else "parts"
+    return [
+        result.engine,
+        str(result.zero_stage),
+        str(len(result.curve) - skipped),
+        str(skipped),
+        _deviation(loss),
+        _deviation(weights),
+        weights.what if weights else "-",
+        verdict,
+    ]
+
+
+def _deviation(worst: Worst | None) -> str:
+    if worst is None:
+        return "-"
+    return f"{worst.deviation:.1e}, step {worst.step}, {worst.share:.0%} of limit"
