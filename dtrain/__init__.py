@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
-    from dtrain.engine.interface import Culprit, Engine, StepOutcome
     from dtrain.engine.initialize import initialize
+    from dtrain.engine.interface import Culprit, Engine, StepOutcome
     from dtrain.optim.adamw import AdamW
     from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
     from dtrain.precision.float8.options import Float8Options

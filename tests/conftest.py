@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtrain.distributed.logging import logger
-from tests.helpers.fault_counts import FaultCounts, Tally
+from tests.helpers.fault_counts import FaultCounts, FaultTally
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,13 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def tallies() -> dict[str, Tally]:
+def tallies() -> dict[str, FaultTally]:
     """What the tests of the fault suite have found so far."""
     return {}
 
 
 @pytest.fixture
-def faults(request: pytest.FixtureRequest, tallies: dict[str, Tally]) -> FaultCounts:
+def faults(request: pytest.FixtureRequest, tallies: dict[str, FaultTally]) -> FaultCounts:
     """How many faults a test tries, and where it says what it found."""
     full, folder = (request.config.getoption(name) for name in ("fault_counts", "fault_results"))
     return FaultCounts(request.node.originalname, full=full == "full", folder=folder, tallies=tallies)

@@ -75,7 +75,7 @@ class Recorder:
     def watch(self, engine: Any) -> None:
         """Wraps the parts of a native engine."""
         comm = engine.comm
-        comm.exchange_slices = self.flight("exchange", comm.exchange_slices)
+        comm.all_to_all_single = self.flight("exchange", comm.all_to_all_single)
         gather, weights = self.flight("gather", comm.all_gather), self.flight("weights", comm.all_gather)
         comm.all_gather = lambda *args, label: (weights if label == "weights" else gather)(*args, label=label)
         engine.finish_gradients = self.timed("finish", engine.finish_gradients)

@@ -10,27 +10,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dtrain.checkpoint.commit import save
     from dtrain.checkpoint.directory import NoCheckpointError
     from dtrain.checkpoint.huggingface.exporter import export
     from dtrain.checkpoint.huggingface.importer import import_hf
-    from dtrain.checkpoint.read_targets import Place
+    from dtrain.checkpoint.read_targets import ReadTarget
     from dtrain.checkpoint.reader import CheckpointReader, open_newest
     from dtrain.checkpoint.report import CheckpointReport, Report, list_checkpoints, verify
     from dtrain.checkpoint.retention import Retention
     from dtrain.checkpoint.saver import Saver
-    from dtrain.checkpoint.snapshot import Piece, Snapshot
-    from dtrain.checkpoint.commit import save
+    from dtrain.checkpoint.snapshot import Snapshot, TensorShard
 
 __all__ = [
     "CheckpointReader",
     "CheckpointReport",
     "NoCheckpointError",
-    "Piece",
-    "Place",
+    "ReadTarget",
     "Report",
     "Retention",
     "Saver",
     "Snapshot",
+    "TensorShard",
     "export",
     "import_hf",
     "list_checkpoints",
@@ -42,15 +42,15 @@ __all__ = [
 # resolved at first use (PEP 562): torch takes seconds to import, and the command line must answer a mistake at once
 _HOMES = {
     "directory": ("NoCheckpointError",),
-    "hf_export": ("export",),
-    "hf_import": ("import_hf",),
-    "places": ("Place",),
+    "huggingface.exporter": ("export",),
+    "huggingface.importer": ("import_hf",),
+    "read_targets": ("ReadTarget",),
     "reader": ("CheckpointReader", "open_newest"),
     "report": ("CheckpointReport", "Report", "list_checkpoints", "verify"),
     "retention": ("Retention",),
     "saver": ("Saver",),
-    "snapshot": ("Piece", "Snapshot"),
-    "writer": ("save",),
+    "snapshot": ("TensorShard", "Snapshot"),
+    "commit": ("save",),
 }
 
 

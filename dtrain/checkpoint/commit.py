@@ -11,24 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint import manifest as manifests
 from dtrain.checkpoint import storage
+from dtrain.checkpoint.directory import committed, quarantine, remove_tree, retire, step_name, sweep, temporary_path
+from dtrain.checkpoint.format import manifest as manifests
 from dtrain.checkpoint.format.container import DTYPES, DamageError
-from dtrain.checkpoint.directory import (
-    committed,
-    quarantine,
-    remove_tree,
-    retire,
-    step_name,
-    sweep,
-    temporary_path,
-)
 from dtrain.checkpoint.format.fingerprint import MASK
 from dtrain.checkpoint.format.integrity import examine
-from dtrain.checkpoint.lease.lease import hold
-from dtrain.checkpoint.format.manifest import Chunk, FileEntry, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.retention import Retention, find_retired
+from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.format.shard_file import Written, new_file, write_shard
+from dtrain.checkpoint.lease.lease import hold
+from dtrain.checkpoint.retention import Retention, find_retired
 from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0, on_rank_0_for_long
@@ -177,7 +169,7 @@ def _entry(held: Sequence[tuple[int, Written]], files: Sequence[FileEntry]) -> T
     held = sorted((item for item in held if item[1].key), key=lambda item: (item[1].start, item[1].stop))
     intervals = [(piece.start, piece.stop, f"rank {rank}") for rank, piece in held]
     check_tiling(label, math.prod(first.shape), intervals)
-    chunks = tuple(Chunk(files[rank].name, piece.key, piece.start, piece.stop) for rank, piece in held)
+    chunks = tuple(FileInterval(files[rank].name, piece.key, piece.start, piece.stop) for rank, piece in held)
     fingerprint = sum(piece.fingerprint for _, piece in held) & MASK
     dtype = DTYPES[first.dtype]
     return TensorEntry(first.name, first.kind, dtype, tuple(first.shape), fingerprint, chunks)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.fingerprint import byte_view
-from dtrain.checkpoint.format.manifest import Chunk, TensorEntry
+from dtrain.checkpoint.format.manifest import FileInterval, TensorEntry
 
 STAGING_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadTarget:
     """A tensor to fill with as many row-major elements of a saved one.
 
     Attributes:
@@ -33,7 +33,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PartialRead:
     """A part of a place that lies in one chunk.
 
     Attributes:
@@ -44,12 +44,12 @@ class Segment:
     """
 
     dtype: torch.dtype
-    chunk: Chunk
+    chunk: FileInterval
     offset: int
     data: Tensor
 
 
-def segments(entry: TensorEntry, start: int, data: Tensor) -> Iterator[Segment]:
+def partial_reads(entry: TensorEntry, start: int, data: Tensor) -> Iterator[PartialRead]:
     """What fills ``data`` with the elements of ``entry`` from ``start`` on."""
     stop, itemsize = start + data.numel(), entry.dtype.itemsize
     held = _overlapping(entry, start, stop)
@@ -58,22 +58,22 @@ def segments(entry: TensorEntry, start: int, data: Tensor) -> Iterator[Segment]:
         for chunk in held:
             low, high = max(start, chunk.start), min(stop, chunk.stop)
             part = flat[low - start : high - start]
-            yield Segment(entry.dtype, chunk, (low - chunk.start) * itemsize, part)
+            yield PartialRead(entry.dtype, chunk, (low - chunk.start) * itemsize, part)
     elif len(held) == 1 and data.numel() * itemsize <= STAGING_BYTES:
-        yield Segment(entry.dtype, held[0], (start - held[0].start) * itemsize, data)
+        yield PartialRead(entry.dtype, held[0], (start - held[0].start) * itemsize, data)
     else:
         for part in data.unbind():
-            yield from segments(entry, start, part)
+            yield from partial_reads(entry, start, part)
             start += part.numel()
 
 
-def _overlapping(entry: TensorEntry, start: int, stop: int) -> tuple[Chunk, ...]:
+def _overlapping(entry: TensorEntry, start: int, stop: int) -> tuple[FileInterval, ...]:
     first = bisect_right(entry.chunks, start, key=lambda chunk: chunk.stop)
     end = bisect_right(entry.chunks, stop - 1, key=lambda chunk: chunk.start)
     return entry.chunks[first:end] if start < stop else ()
 
 
-def fill(segment: Segment, read: Callable[[int, memoryview], None]) -> None:
+def fill(segment: PartialRead, read: Callable[[int, memoryview], None]) -> None:
     """Fills the segment's tensor; ``read(offset, target)`` gives the chunk's bytes from ``offset`` on."""
     data, itemsize = segment.data, segment.dtype.itemsize
     if data.device.type == "cpu" and data.dtype == segment.dtype and data.is_contiguous():

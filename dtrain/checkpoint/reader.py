@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.format.container import DamageError, Span, read_into
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run, quarantine, quarantined
+from dtrain.checkpoint.format.container import DamageError, StoredTensor, read_into
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprints
 from dtrain.checkpoint.format.integrity import (
     check_files,
     check_fingerprints,
     load_manifest,
     open_file,
-    read_spans,
+    read_stored_tensors,
     scan_file,
 )
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.read_targets import Place, Segment, fill, segments
-from dtrain.checkpoint.snapshot import Piece
+from dtrain.checkpoint.read_targets import PartialRead, ReadTarget, fill, partial_reads
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
@@ -48,7 +48,7 @@ class CheckpointReader:
         self.tensors: tuple[TensorEntry, ...] = manifest.tensors
         self._manifest = manifest
         self._files = {file.name: file for file in manifest.files}
-        self._spans: dict[str, dict[str, Span]] = {}
+        self._spans: dict[str, dict[str, StoredTensor]] = {}
 
     def require_kinds(self, known: Iterable[str]) -> None:
         """Refuses a checkpoint that holds more than the caller knows how to restore.
@@ -83,10 +83,10 @@ class CheckpointReader:
         stop = entry.numel if stop is None else stop
         self._require_interval(entry, start, stop)
         result = torch.empty(stop - start, dtype=entry.dtype)
-        self.read_into([Place(kind, name, start, result)])
+        self.read_into([ReadTarget(kind, name, start, result)])
         return result
 
-    def read_into(self, places: Iterable[Place]) -> None:
+    def read_into(self, places: Iterable[ReadTarget]) -> None:
         """Fills each place's tensor and reads no other bytes; opens a file once, however many places lie in it.
 
         Bytes go straight into contiguous CPU memory of the saved dtype. For any other tensor they pass through at most
@@ -95,11 +95,11 @@ class CheckpointReader:
         Raises:
             CheckpointError: no such tensor or interval, or a file changed since it was verified.
         """
-        wanted: dict[str, list[Segment]] = {}
+        wanted: dict[str, list[PartialRead]] = {}
         for place in places:
             entry = self._entry(place.kind, place.name)
             self._require_interval(entry, place.start, place.start + place.data.numel())
-            for segment in segments(entry, place.start, place.data.detach()):
+            for segment in partial_reads(entry, place.start, place.data.detach()):
                 wanted.setdefault(segment.chunk.file, []).append(segment)
         for name, held in wanted.items():
             self._read_file(self._files[name], held)
@@ -117,12 +117,12 @@ class CheckpointReader:
                 f"{self.path}: [{start}, {stop}) is no interval of {entry.label} ({entry.numel} elements)"
             )
 
-    def _read_file(self, file: FileEntry, held: Iterable[Segment]) -> None:
+    def _read_file(self, file: FileEntry, held: Iterable[PartialRead]) -> None:
         try:
             descriptor, _ = open_file(self.path, file)
             try:
                 if file.name not in self._spans:
-                    self._spans[file.name] = read_spans(descriptor, self._manifest, file)
+                    self._spans[file.name] = read_stored_tensors(descriptor, self._manifest, file)
                 begins = {key: span.begin for key, span in self._spans[file.name].items()}
                 for segment in sorted(held, key=lambda segment: begins[segment.chunk.key] + segment.offset):
                     begin = begins[segment.chunk.key]
@@ -138,7 +138,7 @@ class CheckpointReader:
         except OSError as error:
             raise CheckpointError(f"{self.path / file.name} cannot be read: {describe(error)}") from error
 
-    def check_fingerprints(self, pieces: Iterable[Piece], comm: Communicator) -> None:
+    def check_fingerprints(self, pieces: Iterable[TensorShard], comm: Communicator) -> None:
         """Proves that what the ranks now hold is what was saved; collective, on any device and at any world size.
 
         Args:
@@ -160,7 +160,7 @@ class CheckpointReader:
             if entry.kind in kinds:
                 self._compare(entry, sorted(held.get((entry.kind, entry.name), [])))
 
-    def _measure(self, pieces: Iterable[Piece]) -> list[list[Any]]:
+    def _measure(self, pieces: Iterable[TensorShard]) -> list[list[Any]]:
         """Of each piece: kind, name, start, stop, fingerprint."""
         held: list[list[Any]] = []
 

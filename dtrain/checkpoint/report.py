@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.directory import NoCheckpointError, committed, is_single, of_run
+from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.format.integrity import check_contents, load_manifest
 from dtrain.checkpoint.lease.lease_file import look
 from dtrain.distributed.consensus import describe

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.directory import committed
+from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.format.integrity import examine
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger

@@ -10,10 +10,10 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from dtrain.checkpoint.commit import Attempt, save
 from dtrain.checkpoint.directory import step_name
 from dtrain.checkpoint.retention import Retention
 from dtrain.checkpoint.snapshot import HostCopy, Snapshot, stored_state
-from dtrain.checkpoint.commit import Attempt, save
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger

@@ -26,7 +26,7 @@ _URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """An interval of one logical tensor that this rank holds: written by a save, proven after a load.
 
     Attributes:
@@ -84,7 +84,7 @@ class Snapshot:
     """
 
     step: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorShard, ...]
     state: Mapping[str, Any]
     ready: Callable[[], None] = lambda: None
 
@@ -132,7 +132,7 @@ class HostCopy:
         return replace(snapshot, pieces=tuple(pieces), ready=ready)
 
 
-def _places(pieces: Sequence[Piece]) -> list[int]:
+def _places(pieces: Sequence[TensorShard]) -> list[int]:
     """Where each piece begins, in bytes, and at last where they end."""
     return list(accumulate((-(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces), initial=0))
 

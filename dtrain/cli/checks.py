@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 from typing import Any
 
+from dtrain.config.capabilities import SETTINGS, check
 from dtrain.config.schema import (
     DEFAULT_FACTORY,
     FACTORY_FORM,
@@ -35,7 +36,6 @@ from dtrain.config.schema import (
     check_fields,
     check_rules,
 )
-from dtrain.config.capabilities import SETTINGS, check
 from dtrain.errors import ConfigError, nearest
 
 
@@ -280,7 +280,7 @@ def _check_launch(launch: LaunchConfig) -> None:
 def _check_capabilities(config: RunConfig) -> None:
     engine = config.engine
     keys = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name in SETTINGS}
-    spelled = {
+    format_key = {
         "precision": "precision",
         "rules": "precision.rules",
         "weight_scale": "precision.float8.weight_scale",
@@ -289,7 +289,7 @@ def _check_capabilities(config: RunConfig) -> None:
     for name in dict.fromkeys(("fp32", *config.precision.rules.values())):
         check(
             engine.name,
-            spelled=lambda key: spelled.get(key, f"engine.{key}"),
+            format_key=lambda key: format_key.get(key, f"engine.{key}"),
             **keys,
             precision=config.precision.name,
             rules=name,

@@ -20,7 +20,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, refusal_of_format
+from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, unsupported_format_reason
 from dtrain.errors import ConfigError, nearest
 
 FREE_GROUPS = ("experiment", "debug")
@@ -71,7 +71,7 @@ def _missing_config(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     if not group:
         return _one_line(str(error).partition("\nSearch path")[0].partition("\nConfig search path")[0])
-    if group == "precision" and (reason := refusal_of_format(option)):
+    if group == "precision" and (reason := unsupported_format_reason(option)):
         return f"precision={option}: {reason}{_where(str(error))}"
     choices = [f"{group}={name}" for name in error.options or ()]
     return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_where(str(error))}"

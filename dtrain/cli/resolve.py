@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.cli.checks import check_config, check_suite
 from dtrain.cli.compose import config_folder, load, open_loader
 from dtrain.cli.explain import FREE_GROUPS, explain
-from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, refusal_of_format
+from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, unsupported_format_reason
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
@@ -128,7 +128,9 @@ def _load(request: _Request[Root]) -> Root:
     # imported here because it brings torch: a misspelt key is reported without that wait
     from dtrain.distributed.setup import processes_to_start
 
-    check_config(config, LaunchEnv.read().world_size * processes_to_start(config.launch))
+    check_config(
+        config, LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
+    )
     return config
 
 
@@ -207,7 +209,7 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
         return []
     options = loader.get_group_options("precision")
     if name not in options:
-        reason = refusal_of_format(name)
+        reason = unsupported_format_reason(name)
         why = f": {reason}" if reason else f" is not a precision{nearest(name, options)}"
         raise ConfigError(f"{PRECISION_VARIABLE}={name} in the environment{why}")
     return [f"precision={name}"]
@@ -264,7 +266,7 @@ def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
     from dtrain.distributed.setup import processes_to_start
     from dtrain.train.run import run_training
 
-    numbers = sorted({processes_to_start(job.config.launch) for job in jobs})
+    numbers = sorted({processes_to_start(job.config.launch.num_processes, job.config.launch.device) for job in jobs})
     if len(numbers) > 1:
         raise ConfigError(f"launch.num_processes differs between the jobs ({numbers}); start a sweep for each number")
     if numbers != [1]:

@@ -75,7 +75,7 @@ class Capabilities:
         return self.held == "policy"
 
     @property
-    def shortcoming(self) -> str:
+    def missing_requirement(self) -> str:
         """What is missing here that it needs; empty where nothing is."""
         if self.package is not None and find_spec(self.package) is None:
             return f"needs the package {self.package}, which is not installed: pip install {self.package}"
@@ -86,7 +86,7 @@ class Capabilities:
     @property
     def is_installed(self) -> bool:
         """Whether all that it needs is here."""
-        return not self.shortcoming
+        return not self.missing_requirement
 
     def values(self, key: str) -> tuple[Setting, ...]:
         """What it takes for ``key``; empty: anything."""
@@ -135,7 +135,7 @@ CAPABILITIES: dict[str, Capabilities] = {
     "native": Capabilities(
         summary="dtrain's own sharding",
         weights="compute dtype, norms FP32, FP8 modules FP8",
-        held="quantised",
+        held="quantized",
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
         limits={"offload": _NO_OFFLOAD},
     ),
@@ -207,12 +207,12 @@ CAPABILITIES: dict[str, Capabilities] = {
 """By the name that ``engine=`` takes."""
 
 
-def check(engine: str, *, spelled: Callable[[str], str] = str, **settings: Setting) -> None:
+def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
     """Refuses what an engine cannot do.
 
     Args:
         engine: a key of :data:`CAPABILITIES`.
-        spelled: how whoever asks writes a key, for messages.
+        format_key: how whoever asks writes a key, for messages.
         **settings: by keys of :data:`SETTINGS`; one that is not known yet, such as ``device_type`` on the command line
             of a machine that has not been looked at, is left out.
 
@@ -228,17 +228,17 @@ def check(engine: str, *, spelled: Callable[[str], str] = str, **settings: Setti
         known = SETTINGS[key]
         if known and value not in known:
             hint = nearest(value, known) if isinstance(value, str) else ""
-            raise ConfigError(f"{spelled(key)}={value} is not one of {', '.join(map(_word, known))}{hint}")
+            raise ConfigError(f"{format_key(key)}={value} is not one of {', '.join(map(_word, known))}{hint}")
         if not capabilities.takes(key, value):
-            raise _refusal(engine, {key: value}, capabilities.limits[key].reason, spelled)
+            raise _unsupported(engine, {key: value}, capabilities.limits[key].reason, format_key)
     for exclusion in capabilities.exclusions:
         if all(key in given and given[key] == value for key, value in exclusion.settings.items()):
-            raise _refusal(engine, exclusion.settings, exclusion.reason, spelled)
-    if shortcoming := capabilities.shortcoming:
-        raise ConfigError(f"engine={engine} {shortcoming}")
+            raise _unsupported(engine, exclusion.settings, exclusion.reason, format_key)
+    if missing_requirement := capabilities.missing_requirement:
+        raise ConfigError(f"engine={engine} {missing_requirement}")
 
 
-def able(settings: Mapping[str, Setting]) -> list[str]:
+def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:
     """The engines that take these values together."""
     return [
         name
@@ -248,13 +248,15 @@ def able(settings: Mapping[str, Setting]) -> list[str]:
     ]
 
 
-def _refusal(engine: str, settings: Mapping[str, Setting], reason: str, spelled: Callable[[str], str]) -> ConfigError:
+def _unsupported(
+    engine: str, settings: Mapping[str, Setting], reason: str, format_key: Callable[[str], str]
+) -> ConfigError:
     key, value = next(iter(settings.items()))
     values = [other for other in CAPABILITIES[engine].values(key) if other != value]
-    words = " with ".join(f"{spelled(name)}={_word(setting)}" for name, setting in settings.items())
-    name = spelled(key)
+    words = " with ".join(f"{format_key(name)}={_word(setting)}" for name, setting in settings.items())
+    name = format_key(key)
     uses = [f"{name}={_listed(values)}"] if values and () not in values else [f"no {name}"]
-    uses += [f"engine={_listed(others)}"] if (others := able(settings)) else []
+    uses += [f"engine={_listed(others)}"] if (others := supporting_engines(settings)) else []
     return ConfigError(f"engine={engine} cannot do {words}: {reason}; use {', or '.join(uses)}")
 
 

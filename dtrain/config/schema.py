@@ -120,7 +120,7 @@ _REFUSED_FORMATS = {
 }
 
 
-def refusal_of_format(name: str) -> str:
+def unsupported_format_reason(name: str) -> str:
     """Why a format that people know is none of dtrain's (as a rule); empty where ``name`` is no such format."""
     return _REFUSED_FORMATS.get(name, "")
 
@@ -133,7 +133,7 @@ def check_rules(rules: Iterable[tuple[str, str]]) -> None:
     """
     for pattern, name in rules:
         if name not in RULE_FORMATS:
-            reason = refusal_of_format(name) if isinstance(name, str) else ""
+            reason = unsupported_format_reason(name) if isinstance(name, str) else ""
             hint = f"'{name}' is not one of {', '.join(RULE_FORMATS)}{_hint(name, RULE_FORMATS)}"
             raise ConfigError(f"precision rule '{pattern}': {reason or hint}")
 

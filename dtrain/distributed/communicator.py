@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.distributed.logging import logger
 from dtrain.distributed.host_memory import SharedMemory
+from dtrain.distributed.logging import logger
 from dtrain.errors import CommunicationError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
@@ -48,8 +48,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _LOG_LENGTH = 4096  # collectives of one step that are remembered by name
-_WORD_BYTES = 16 * 2**20  # of buffers that are ready, after which all ranks are told
-_WORD_PLACES = 16  # buffers in one word
+_READY_MESSAGE_BYTES = 16 * 2**20  # of buffers that are ready, after which all ranks are told
+_READY_MESSAGE_ENTRIES = 16  # buffers in one word
 _BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
@@ -64,7 +64,7 @@ class Pending:
     @property
     def is_sent(self) -> bool:
         """Whether ``wait`` would only wait; else it sends something first."""
-        return not (isinstance(self._work, _Word) and self._work.work is None)
+        return not (isinstance(self._work, _BufferReadyMessage) and self._work.work is None)
 
     def then(self, step: Callable[[], Pending | None]) -> Pending:
         """This collective, with ``step`` called once it has been waited for; one that ``step`` returns is part of it.
@@ -100,7 +100,7 @@ class Pending:
             self.proceed()
 
 
-class _Word:
+class _BufferReadyMessage:
     """One all-gather that tells all ranks where buffers lie that are ready; sent when somebody waits for it.
 
     Args:
@@ -111,7 +111,7 @@ class _Word:
         self._send = send
         self.places: list[tuple[int, int, int, int]] = []  # (number, region, offset, bytes) of each buffer
         self.nbytes = 0
-        self.rows: Tensor | None = None  # [world_size, _WORD_PLACES, 4] once it is sent
+        self.rows: Tensor | None = None  # [world_size, _READY_MESSAGE_ENTRIES, 4] once it is sent
         self.work: Any = None
 
     def wait(self) -> None:
@@ -123,7 +123,7 @@ class _Word:
         self.work.wait()
 
 
-_REDUCTIONS = ("exchange_slices", "reduce_scatter_sum", "all_reduce_sum")
+_REDUCTIONS = ("all_to_all_single", "reduce_scatter_sum", "all_reduce_sum")
 
 
 class Communicator:
@@ -152,7 +152,7 @@ class Communicator:
         self.on_reduction: Callable[[str, Tensor], None] | None = None
         self.may_share = shared_memory and device.type == "cpu" and self.world_size > 1
         self._memory: SharedMemory | None = None
-        self._word = _Word(self.announce)
+        self._ready_message = _BufferReadyMessage(self.send_ready_message)
 
     def sibling(self) -> Communicator:
         """A communicator of the same ranks for another thread, whose collectives never meet this one's; all ranks call.
@@ -222,7 +222,7 @@ class Communicator:
         return entry
 
     def _start(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.announce()  # before anything else: backends match collectives by their order
+        self.send_ready_message()  # before anything else: backends match collectives by their order
         with _named_failure(f"rank {self.rank}: {what}"):
             return collective(*args, group=self._group, **kwargs)
 
@@ -239,12 +239,12 @@ class Communicator:
         place = None if memory is None else memory.find(tensor)
         if memory is None or place is None:
             return None
-        number, word = self._num_issued, self._word
+        number, word = self._num_issued, self._ready_message
         index = len(word.places)
         word.places.append((number, *place, tensor.nbytes))
         word.nbytes += tensor.nbytes
-        if word.nbytes >= _WORD_BYTES or len(word.places) == _WORD_PLACES:
-            self.announce()
+        if word.nbytes >= _READY_MESSAGE_BYTES or len(word.places) == _READY_MESSAGE_ENTRIES:
+            self.send_ready_message()
 
         def read() -> None:
             assert word.rows is not None
@@ -260,17 +260,19 @@ class Communicator:
 
         return Pending(word, what=f"rank {self.rank}: {what}").then(read)
 
-    def announce(self) -> None:
+    def send_ready_message(self) -> None:
         """Tells the other ranks of the buffers that are ready so far, where they may be read; waits for nobody.
 
         Whoever waits for such a buffer does it himself; earlier is better where compute comes before. All ranks call it
         at the same place in the order of collectives.
         """
-        word = self._word
+        word = self._ready_message
         if not word.places:
             return
-        self._word = _Word(self.announce)
-        own = torch.zeros(_WORD_PLACES, 4, dtype=torch.int64)  # of one size, so that unequal words are noticed
+        self._ready_message = _BufferReadyMessage(self.send_ready_message)
+        own = torch.zeros(
+            _READY_MESSAGE_ENTRIES, 4, dtype=torch.int64
+        )  # of one size, so that unequal words are noticed
         own[: len(word.places)] = torch.tensor(word.places, dtype=torch.int64)
         word.rows = torch.empty(self.world_size, *own.shape, dtype=torch.int64)
         what = f"rank {self.rank}: the word that buffers are ready"
@@ -297,7 +299,7 @@ class Communicator:
 
         return self._share(what, shard, copy) or self._pending(what, _all_gather_single, output, shard)
 
-    def exchange_slices(
+    def all_to_all_single(
         self, flat: Tensor, take: Callable[[Sequence[Tensor]], None], *, label: str, received: Tensor | None = None
     ) -> Pending:
         """Starts sending slice r of ``flat`` [world_size * n] to rank r.
@@ -310,7 +312,7 @@ class Communicator:
             label: what this is, for messages.
             received: like ``flat``: where slices that have travelled lie; None makes one where it is needed.
         """
-        what = self.record("exchange_slices", label, flat)
+        what = self.record("all_to_all_single", label, flat)
         world_size = self.world_size
         if world_size == 1:
             return Pending().then(lambda: take([flat]))
@@ -328,7 +330,7 @@ class Communicator:
         """
         _require_fp32("reduce_scatter_sum", flat)
         if self.world_size > 1 and self.device.type == "cpu":
-            return self.exchange_slices(flat, lambda rows: _sum_in_order(output, rows), label=label)
+            return self.all_to_all_single(flat, lambda rows: _sum_in_order(output, rows), label=label)
         what = self.record("reduce_scatter_sum", label, flat)
         if self.world_size == 1:
             if output.data_ptr() != flat.data_ptr():

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dtrain.config.schema import LaunchConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
@@ -38,7 +37,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def processes_to_start(launch: LaunchConfig) -> int:
+def processes_to_start(num_processes: int | str | None, device: str) -> int:
     """How many ranks this command has to start by itself; 1: this process is the rank.
 
     ``auto`` is as many as the GPUs of this host, or 1 on CPU; it leaves the choice to a launcher where there is one.
@@ -46,20 +45,20 @@ def processes_to_start(launch: LaunchConfig) -> int:
     Raises:
         ConfigError: a launcher has started another number of ranks on this host, or there are not so many GPUs.
     """
-    wanted, env = launch.num_processes, LaunchEnv.read()
+    env = LaunchEnv.read()
     if env.launched:
-        if wanted not in (None, "auto", env.local_world_size):
+        if num_processes not in (None, "auto", env.local_world_size):
             raise ConfigError(
-                f"launch.num_processes={wanted}, but a launcher has started {env.local_world_size} ranks on this host; "
-                "remove one of the two"
+                f"launch.num_processes={num_processes}, but a launcher has started {env.local_world_size} ranks "
+                "on this host; remove one of the two"
             )
         return 1
-    if wanted is None:
+    if num_processes is None:
         return 1
-    if isinstance(wanted, str):  # auto
-        return max(1, torch.cuda.device_count()) if launch.device != "cpu" else 1
-    choose_device(launch.device, wanted - 1)
-    return wanted
+    if isinstance(num_processes, str):  # auto
+        return max(1, torch.cuda.device_count()) if device != "cpu" else 1
+    choose_device(device, num_processes - 1)
+    return num_processes
 
 
 def connect(

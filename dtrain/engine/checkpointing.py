@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import checkpoint
-from dtrain.checkpoint import CheckpointReader, Piece, Place, Snapshot
+from dtrain.checkpoint import CheckpointReader, ReadTarget, Snapshot
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases
 
 if TYPE_CHECKING:
-    from dtrain.engine.step import VotingEngine
+    from dtrain.engine.step import StepEngine
 
 
 _TRAINED = ("master", "exp_avg", "exp_avg_sq")
@@ -34,7 +35,7 @@ _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values a
 
 
 def snapshot_of(
-    engine: VotingEngine,
+    engine: StepEngine,
     *,
     extra: Mapping[str, Any] | None,
     config: Mapping[str, Any] | None,
@@ -76,14 +77,14 @@ def _config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
 
 
-def open_checkpoint(engine: VotingEngine, path: Path) -> CheckpointReader:
+def open_checkpoint(engine: StepEngine, path: Path) -> CheckpointReader:
     """The newest checkpoint that verifies and is of this model; overwrites nothing."""
     reader = checkpoint.open_newest(path, engine.comm)
     _check_same_model(engine, reader)
     return reader
 
 
-def fill(engine: VotingEngine, reader: CheckpointReader) -> dict[str, Any]:
+def fill(engine: StepEngine, reader: CheckpointReader) -> dict[str, Any]:
     """Fills this rank's tensors and counters; returns the checkpoint's ``extra``. Where one rank fails, all raise."""
     what = f"reading {reader.path}"
     on_every_rank(engine.comm, what, lambda: _read_into_place(engine, reader), CheckpointError)
@@ -103,7 +104,7 @@ def fill(engine: VotingEngine, reader: CheckpointReader) -> dict[str, Any]:
     return extra
 
 
-def _warn_of_other_bits(engine: VotingEngine, reader: CheckpointReader) -> None:
+def _warn_of_other_bits(engine: StepEngine, reader: CheckpointReader) -> None:
     saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
     if saved is not None and saved != own:
         logger.warning(
@@ -135,13 +136,13 @@ def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
     return {name: module["format"] for name, module in contract.get("modules", {}).items()}
 
 
-def _read_into_place(engine: VotingEngine, reader: CheckpointReader) -> None:
-    held = (Place(piece.kind, piece.name, piece.start, piece.data) for piece in _held_pieces(engine))
-    replicated = (Place(kind, name, 0, tensor) for kind, name, tensor in _replicated_tensors(engine.module))
+def _read_into_place(engine: StepEngine, reader: CheckpointReader) -> None:
+    held = (ReadTarget(piece.kind, piece.name, piece.start, piece.data) for piece in _held_pieces(engine))
+    replicated = (ReadTarget(kind, name, 0, tensor) for kind, name, tensor in _replicated_tensors(engine.module))
     reader.read_into(chain(held, replicated))
 
 
-def _proofs(engine: VotingEngine, reader: CheckpointReader) -> Iterator[Piece]:
+def _proofs(engine: StepEngine, reader: CheckpointReader) -> Iterator[TensorShard]:
     """What this rank answers for: the live tensors; of a frozen one that was cast, the saved values it was cast from.
 
     Raises:
@@ -167,16 +168,16 @@ def _proofs(engine: VotingEngine, reader: CheckpointReader) -> Iterator[Piece]:
             yield replace(piece, dtype=dtype, start=start, stop=stop, data=values)
 
 
-def _owned_pieces(engine: VotingEngine) -> Iterator[Piece]:
+def _owned_pieces(engine: StepEngine) -> Iterator[TensorShard]:
     """What this rank writes: its share of masters and moments, those of one parameter together."""
-    for pieces in zip(*(engine.own_pieces(kind) for kind in _TRAINED), strict=True):
+    for pieces in zip(*(engine.owned_shards(kind) for kind in _TRAINED), strict=True):
         yield from pieces
 
 
-def _held_pieces(engine: VotingEngine) -> Iterator[Piece]:
+def _held_pieces(engine: StepEngine) -> Iterator[TensorShard]:
     """What this rank must load: all of them that it holds."""
     for kind in _TRAINED:
-        yield from engine.held_pieces(kind)
+        yield from engine.local_shards(kind)
 
 
 def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -194,13 +195,13 @@ def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "frozen", name, parameter.detach()
 
 
-def _replicated_pieces(engine: VotingEngine) -> Iterator[Piece]:
+def _replicated_pieces(engine: StepEngine) -> Iterator[TensorShard]:
     for kind, name, tensor in _replicated_tensors(engine.module):
         flat = tensor.contiguous().view(-1)
-        yield Piece(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
+        yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
 
 
-def _check_same_model(engine: VotingEngine, reader: CheckpointReader) -> None:
+def _check_same_model(engine: StepEngine, reader: CheckpointReader) -> None:
     """Compares names, kinds, shapes and dtypes before anything is overwritten."""
     reader.require_kinds((*_TRAINED, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}

@@ -15,21 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.checkpoint import Piece
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.interface import Engine
-from dtrain.parameters.local_shards import Holding, Holdings, check_in_place
-from dtrain.engine.observation import WireWatch
+from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.groups import find_groups
+from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.weight_decay import decayed_names
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import KeptWeights
-from dtrain.sharding.accumulate import Weight
-from dtrain.parameters.weight_decay import decayed_names
-from dtrain.parameters.gradient_monitor import GradientWatch
-from dtrain.parameters.groups import find_groups
 
 
 def build(request: EngineRequest) -> Engine:
@@ -37,8 +37,8 @@ def build(request: EngineRequest) -> Engine:
     return DdpEngine(request)
 
 
-class DdpEngine(VotingEngine):
-    """See :class:`dtrain.engine.step.VotingEngine`.
+class DdpEngine(StepEngine):
+    """See :class:`dtrain.engine.step.StepEngine`.
 
     Micro-batches accumulate on each rank; the last one's backward sums them over the ranks, bucket by bucket. One rank
     goes without DistributedDataParallel.
@@ -60,11 +60,11 @@ class DdpEngine(VotingEngine):
         self._float8_weights = _keep_float8(model, self.contract)
         decayed = decayed_names(model)
         parts = [
-            Holding(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), name in decayed, replicated=True)
+            LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), name in decayed, replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._holdings = Holdings(parts, request.step.optimizer, (self.rank, self.world_size))
-        self._gradients = _Gradients(self.watch)
+        self._holdings = LocalShards(parts, request.step.optimizer, (self.rank, self.world_size))
+        self._gradients = _Gradients(self.monitor)
         for number, name in enumerate(self.backward_names):
             self._parameters[name].register_hook(self._gradients.hook(name, number))
         self._replicated: DistributedDataParallel | None = None
@@ -113,14 +113,14 @@ class DdpEngine(VotingEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             part.main_grad = parameter.grad.view(-1)
-        self._gradients.wire = None
+        self._gradients.reduce_dtype_check = None
 
     def _finish_sums(self, replicated: DistributedDataParallel) -> None:
         if not self._gradients.num_summed:  # the last micro-batch had no backward
             with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
                 replicated(None).backward()
-        if self._gradients.wire is not None:
-            self._gradients.wire.require_seen()
+        if self._gradients.reduce_dtype_check is not None:
+            self._gradients.reduce_dtype_check.require_complete()
         total = sum(parameter.numel() for parameter in replicated.parameters())
         if self._gradients.num_summed != total:
             raise ContractError(
@@ -147,17 +147,17 @@ class DdpEngine(VotingEngine):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """An equal share of each parameter."""
-        return self._holdings.own_pieces(kind)
+        return self._holdings.owned_shards(kind)
 
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind``."""
-        return self._holdings.held_pieces(kind)
+        return self._holdings.local_shards(kind)
 
     def _check_live(self) -> None:
         self.contract.check_parameters(self.module)
-        self._gradients.wire = WireWatch(self.policy)
+        self._gradients.reduce_dtype_check = ReduceDtypeCheck(self.policy)
 
     def _check_step(self) -> None:
         super()._check_step()
@@ -170,9 +170,9 @@ class DdpEngine(VotingEngine):
             "master": self._holdings.masters,
             "moments": self._holdings.moments,
             "compute": [tensor for weights in self._float8_weights for tensor in weights.tensors()],
-            "gathered": [],
+            "unsharded": [],
             "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
-            "leaf_buffers": [],
+            "unreduced_grad": [],
         }
 
     def memory_formula(self) -> dict[str, int]:
@@ -197,17 +197,17 @@ class _Gradients:
     The hooks hold this and not the engine: they are kept by C++, where no garbage collector finds the way back.
 
     Args:
-        watch: sees every gradient as it leaves this rank's backward.
+        monitor: sees every gradient as it leaves this rank's backward.
 
     Attributes:
         wire: sees what is sent, in the first step.
         num_summed: elements that were summed over the ranks in the step under way.
     """
 
-    def __init__(self, watch: GradientWatch) -> None:
-        self.wire: WireWatch | None = None
+    def __init__(self, monitor: GradientMonitor) -> None:
+        self.reduce_dtype_check: ReduceDtypeCheck | None = None
         self.num_summed = 0
-        self._watch = watch
+        self._monitor = monitor
         self._weight: Weight | None = None  # of the backward under way
         self._micro_batch: int | None = None
 
@@ -224,17 +224,17 @@ class _Gradients:
         def weigh(grad: Tensor) -> Tensor | None:
             if self._weight is None:
                 raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-            self._watch.measure(grad)
+            self._monitor.record_magnitude(grad)
             if self._micro_batch is not None:
-                self._watch.look(self._micro_batch, number, [grad])
+                self._monitor.record_finiteness(self._micro_batch, number, [grad])
             return None if self._weight.is_one else grad * self._weight.value
 
         return weigh
 
     def sum(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """Starts the sum of the gradients in ``bucket``, FP32 [n]; DistributedDataParallel would form the mean."""
-        if self.wire is not None:
-            self.wire.look("all", bucket)
+        if self.reduce_dtype_check is not None:
+            self.reduce_dtype_check.record("all", bucket)
         self.num_summed += bucket.numel()
         future: Any = dist.all_reduce(bucket, async_op=True).get_future()
         summed: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])

@@ -15,27 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.interface import Engine
-from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
-from dtrain.engine.vote.divergence import config_difference
 from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
-from dtrain.engine.step import is_taken
+from dtrain.engine.step import is_managed
+from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
-from dtrain.precision.contract import Contract, float8_products
+from dtrain.precision.contract import Contract, float8_products, resolve
 from dtrain.precision.float8.choice import Decision, decide
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 from dtrain.precision.rules import short
-from dtrain.sharding.unshard import GatherOptions
 from dtrain.sharding.placement import STAGES
+from dtrain.sharding.unshard import UnshardOptions
 
 
 def initialize(
@@ -104,12 +104,12 @@ def initialize(
         optimizer or AdamW(), schedule or Constant(), max_grad_norm, stage, reproducible, max_consecutive_skips
     )
     special = EngineOptions(
-        groups, grad_reduction, GatherOptions(reshard_after_forward, prefetch, tuple(keep_gathered)), offload
+        groups, grad_reduction, UnshardOptions(reshard_after_forward, prefetch, tuple(keep_gathered)), offload
     )
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
     _check_arguments(engine, options, special, policy, reduce_dtype)
     rule = LossScale.of(loss_scale)
-    if is_taken(model):
+    if is_managed(model):
         raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
     check_trainable(model)
     if reproducible:
@@ -124,7 +124,7 @@ def initialize(
     casts_float8 = policy.uses_float8 and policy.float8.weight_scale == "delayed"
     options = replace(options, optimizer=options.optimizer.on(comm.device, casts_float8=casts_float8))
     identity = _agree_on_identity(comm, seed)
-    given = policy.resolve(model, CAPABILITIES[engine].held, policy.decisions)
+    given = resolve(policy, model, CAPABILITIES[engine].held, policy.decisions)
     rule = rule.resolved(torch.float16 if given.needs_loss_scale else policy.compute_dtype)
     _require_equal_configs(comm, _config_text(engine, model, given, options, special, rule))
     contract = _with_decisions(given, model, comm, casts_each_time=CAPABILITIES[engine].casts_each_time)
@@ -176,8 +176,10 @@ def _decided(
 ) -> PrecisionPolicy:
     """The policy as ``device`` and ``engine`` honour it, with the dtype of gradients on the wire."""
     placements = STAGES[options.zero_stage]
-    leaves_travel = engine == "native" and placements.leaves_travel(reproducible=options.reproducible)
-    policy = policy.on(device).reducing(reduce_dtype, leaves_travel=leaves_travel)
+    reduces_every_micro_batch = engine == "native" and placements.reduces_every_micro_batch(
+        reproducible=options.reproducible
+    )
+    policy = policy.on(device).reducing(reduce_dtype, reduces_every_micro_batch=reduces_every_micro_batch)
     assert policy.reduce_dtype is not None
     settings: dict[str, Any] = {"device_type": device.type, "reduce_dtype": short(policy.reduce_dtype)}
     if policy.name in SETTINGS["precision"]:
@@ -202,7 +204,7 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
             ConfigError,
             expected=(ConfigError,),
         )
-    return policy.resolve(model, given.weights, kept + [Decision(**decision) for decision in decisions])
+    return resolve(policy, model, given.weights, kept + [Decision(**decision) for decision in decisions])
 
 
 def _rank_device(model: nn.Module) -> torch.device:
@@ -243,7 +245,7 @@ def _check_arguments(
         raise ConfigError(
             f"grad_reduction={grad_reduction} has no effect with reproducible=True, which sums at the owner"
         )
-    if stage != 3 and special.gather != GatherOptions():
+    if stage != 3 and special.gather != UnshardOptions():
         raise ConfigError(
             f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={stage}"
         )

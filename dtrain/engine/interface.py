@@ -95,16 +95,16 @@ class LazyOutcome(StepOutcome):
 
     Args:
         peek: reads all but the culprit, on this rank alone.
-        settle: reads all; ranks that skipped the step search together.
+        finalize_step: reads all; ranks that skipped the step search together.
     """
 
-    def __init__(self, peek: Callable[[], StepOutcome], settle: Callable[[], StepOutcome]) -> None:
-        self.__dict__["_peek"], self.__dict__["_settle"] = peek, settle
+    def __init__(self, peek: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
+        self.__dict__["_peek"], self.__dict__["_finalize_step"] = peek, finalize_step
 
     def __getattr__(self, name: str) -> Any:
         if name not in StepOutcome.__dataclass_fields__:
             raise AttributeError(name)
-        read = self.__dict__["_settle" if name == "culprit" else "_peek"]
+        read = self.__dict__["_finalize_step" if name == "culprit" else "_peek"]
         return getattr(read(), name)
 
     def __eq__(self, other: object) -> bool:
@@ -115,7 +115,7 @@ class LazyOutcome(StepOutcome):
         return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settled = self.__dict__["_settle"]()
+        settled = self.__dict__["_finalize_step"]()
         return StepOutcome, tuple(getattr(settled, name) for name in StepOutcome.__dataclass_fields__)
 
 
@@ -150,14 +150,14 @@ class Engine(ABC):
         self._stop_requested = False
 
     @property
-    def settles_at_once(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether looking at an outcome costs nothing; else it waits for the device."""
         return True
 
     @property
     @abstractmethod
     def applied_steps(self) -> int:
-        """Updates of the masters; on a GPU this waits for the last step's verdict, and
+        """Updates of the masters; on a GPU this waits for the last step's decision, and
         ranks whose step was skipped search for the culprit together."""
 
     @property
@@ -344,7 +344,7 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, gathered, and leaf_buffers.
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, gathered, and unreduced_grad.
 
         Leaf buffers hold gradients on their way to their owners, and gathered are the full replicas that stage 3 has
         now, none between steps; they are no model state and not in the formula.

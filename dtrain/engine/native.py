@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import Piece
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
-from dtrain.engine.observation import WireWatch
+from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import MAIN_GRAD, MASTER, VotingEngine
+from dtrain.engine.step import MAIN_GRAD, MASTER, StepEngine
 from dtrain.errors import ConfigError, ContractError
-from dtrain.optim.adamw import FlatAdamW, UpdateScalars
-from dtrain.sharding.accumulate import Weight
-from dtrain.sharding.layout import Interval, ParamSpec
+from dtrain.optim.adamw import UpdateScalars
+from dtrain.optim.flat import FlatAdamW
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.layout import ParamSpec, ShardInterval
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
 
@@ -39,8 +40,8 @@ def build(request: EngineRequest) -> Engine:
     return NativeEngine(request, state)
 
 
-class NativeEngine(VotingEngine):
-    """See :class:`dtrain.engine.step.VotingEngine`.
+class NativeEngine(StepEngine):
+    """See :class:`dtrain.engine.step.StepEngine`.
 
     Args:
         request: what ``initialize`` has decided.
@@ -50,11 +51,11 @@ class NativeEngine(VotingEngine):
     name = "native"
 
     def __init__(self, request: EngineRequest, state: ShardedState) -> None:
-        super().__init__(request, state.backward_names, state.watch)
+        super().__init__(request, state.backward_names, state.monitor)
         self.state = state
         state.attach(self.module)
         self.forward_communicates = state.gathering is not None
-        self._wire: WireWatch | None = None  # until the first step is reduced
+        self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is reduced
         self._build_optimizer()
         self.check_contract()
 
@@ -80,9 +81,9 @@ class NativeEngine(VotingEngine):
     def finish_gradients(self) -> None:
         """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
         self.state.reducer.finish()
-        if self._wire is not None:
-            self._wire.require_seen()
-            self._wire = self.comm.on_reduction = None
+        if self._reduce_dtype_check is not None:
+            self._reduce_dtype_check.require_complete()
+            self._reduce_dtype_check = self.comm.on_reduction = None
 
     def _squares(self) -> Tensor:
         return self.state.chunk_squares()
@@ -109,8 +110,8 @@ class NativeEngine(VotingEngine):
     def _check_live(self) -> None:
         if self.world_size > 1:
             dtypes = {layout.name: self.state.grad_dtype(layout) for layout in self.state.layouts}
-            self._wire = WireWatch(self.policy, dtypes)
-            self.comm.on_reduction = self._wire.look
+            self._reduce_dtype_check = ReduceDtypeCheck(self.policy, dtypes)
+            self.comm.on_reduction = self._reduce_dtype_check.record
         self.contract.check_parameters(self.module)
         for tensor in self.state.storages()[MAIN_GRAD]:
             if tensor.dtype != torch.float32:
@@ -130,7 +131,7 @@ class NativeEngine(VotingEngine):
         """Takes the scales back; those of a checkpoint without any follow from its masters."""
         self.state.scales.restore(saved.get("float8"))
 
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """This rank's shard of ``kind``, at every stage."""
         if kind == MAIN_GRAD:
             for layout, grad in self.state.own_main_grads():
@@ -139,11 +140,11 @@ class NativeEngine(VotingEngine):
         else:
             yield from self._arena_pieces(kind, self.state.owned_intervals())
 
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies in this rank's arena."""
         yield from self._arena_pieces(kind, self.state.held_intervals())
 
-    def _arena_pieces(self, kind: str, intervals: Iterator[tuple[Interval, int]]) -> Iterator[Piece]:
+    def _arena_pieces(self, kind: str, intervals: Iterator[tuple[ShardInterval, int]]) -> Iterator[TensorShard]:
         arena = self._arena(kind)
         for part, place in intervals:
             yield _piece(kind, part, arena[place : place + part.stop - part.start])
@@ -167,7 +168,7 @@ class NativeEngine(VotingEngine):
             low_bytes=2,
             world_size=self.world_size,
             float8_numel=numel[1],
-            float8_bytes=self.state.scales.num_planes,
+            float8_bytes=self.state.scales.num_copies,
         )
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -181,5 +182,5 @@ class NativeEngine(VotingEngine):
         return [slot.spec for layout in self.state.layouts for slot in layout.slots]
 
 
-def _piece(kind: str, part: Interval, data: Tensor) -> Piece:
-    return Piece(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)
+def _piece(kind: str, part: ShardInterval, data: Tensor) -> TensorShard:
+    return TensorShard(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)

@@ -18,11 +18,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from dtrain.errors import ContractError
-from dtrain.precision.contract import HELD, Contract
+from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.forward import autocast_dtype, low_region
-from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.forward import autocast_dtype, reduced_precision_region
+from dtrain.precision.policy import HELD, PrecisionPolicy
 from dtrain.precision.regions import is_exempt
 from dtrain.precision.rules import is_compiled
 
@@ -65,8 +65,8 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
         if region != torch.float32:
             handles.append(module.register_forward_pre_hook(partial(_check_region, name, region)))
         want = regions.get(id(module), contract.policy.compute_dtype)
-        is_island = id(module) in regions and (want == torch.float32 or name in contract.forced)
-        if _is_known(module) and (is_island or isinstance(module, _PRODUCTS)):
+        has_own_format = id(module) in regions and (want == torch.float32 or name in contract.forced)
+        if _is_known(module) and (has_own_format or isinstance(module, _PRODUCTS)):
             # first of all hooks: what a user's own hook makes of the output is its business
             check_output = partial(_check_output, name, want, id(module) in regions)
             handles.append(module.register_forward_hook(check_output, prepend=True))
@@ -115,7 +115,7 @@ def _check_gradient(name: str, want: torch.dtype, grads: Sequence[Tensor | None]
 
 
 def _check_region(name: str, want: torch.dtype, module: nn.Module, _: Any) -> None:
-    if low_region(module) != want:
+    if reduced_precision_region(module) != want:
         raise ContractError(
             f"module '{name}' ({type(module).__name__}) is called with another forward than the one that computes in "
             f"{want}, as the contract says; do not replace forward after dtrain.initialize"
@@ -137,7 +137,7 @@ def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Modu
             )
 
 
-class WireWatch:
+class ReduceDtypeCheck:
     """Sees gradients where they are sent to other ranks, and asserts their dtype until the first step is done.
 
     Args:
@@ -154,7 +154,7 @@ class WireWatch:
         self._replica_dtypes = replica_dtypes
         self.seen: dict[str, torch.dtype] = {}
 
-    def look(self, label: str, tensor: Tensor) -> None:
+    def record(self, label: str, tensor: Tensor) -> None:
         """Takes note of ``tensor``, which is about to travel.
 
         Raises:
@@ -163,12 +163,12 @@ class WireWatch:
         replicas = self._replica_dtypes
         if replicas is not None and label not in replicas:
             return
-        want = self._policy.wire_dtype(self._policy.compute_dtype if replicas is None else replicas[label])
+        want = self._policy.dtype_during_reduction(self._policy.compute_dtype if replicas is None else replicas[label])
         self.seen[label] = tensor.dtype
         if tensor.dtype != want:
             raise ContractError(f"gradients '{label}' travel as {tensor.dtype}; the contract says {want}")
 
-    def require_seen(self) -> None:
+    def require_complete(self) -> None:
         """At the end of a step of several ranks: what was not seen was not proven.
 
         Raises:

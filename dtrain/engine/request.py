@@ -12,7 +12,7 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.unshard import GatherOptions
+from dtrain.sharding.unshard import UnshardOptions
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EngineOptions:
 
     groups: str | Sequence[str] = "auto"
     grad_reduction: str = "auto"
-    gather: GatherOptions = field(default_factory=GatherOptions)
+    gather: UnshardOptions = field(default_factory=UnshardOptions)
     offload: str = "none"
 
 

@@ -18,60 +18,63 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import Piece, Retention, Saver, Snapshot
+from dtrain.checkpoint import Retention, Saver, Snapshot
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine import persistence
+from dtrain.engine import checkpointing
 from dtrain.engine.interface import Engine, StepOutcome
-from dtrain.engine.vote.culprit import Finding, search
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.vote.finalize import Settlement, Suspects
+from dtrain.engine.vote.culprit import Finding, search
+from dtrain.engine.vote.decide import Decision, decide
+from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
+from dtrain.engine.vote.losses import LossAccumulator, check_weight
+from dtrain.engine.vote.record import Observations, VoteRecord, fill, first_index, upload
 from dtrain.engine.vote.skips import SkipCounter
-from dtrain.engine.vote.losses import Tally, check_weight
-from dtrain.engine.vote.record import Decision, Observations, VoteRecord, decide, fill, first_index, upload
 from dtrain.errors import CheckpointError, ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.accumulate import Weight
-from dtrain.parameters.gradient_monitor import GradientWatch
 
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_TAKEN: WeakSet[nn.Module] = WeakSet()
+_MANAGED: WeakSet[nn.Module] = WeakSet()
 
 
-def is_taken(model: nn.Module) -> bool:
+def is_managed(model: nn.Module) -> bool:
     """Whether an engine has taken ``model`` over; one that was refused before is what it was."""
-    return model in _TAKEN
+    return model in _MANAGED
 
 
-class VotingEngine(Engine):
+class StepEngine(Engine):
     """See :class:`dtrain.engine.interface.Engine`; built by :func:`dtrain.initialize`.
 
     Args:
         request: what ``initialize`` has decided.
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
-        watch: sees every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None makes one.
+        monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
+            makes one.
 
     Attributes:
         options: what makes a step.
         run_id: of the run, kept by its checkpoints.
         seed: keys the random numbers of forwards.
-        watch: see above.
+        monitor: see above.
         forward_communicates: whether a forward issues collectives, so that all ranks take it together.
     """
 
     forward_communicates = False
 
     def __init__(
-        self, request: EngineRequest, backward_names: Sequence[str], watch: GradientWatch | None = None
+        self, request: EngineRequest, backward_names: Sequence[str], monitor: GradientMonitor | None = None
     ) -> None:
         super().__init__()
-        _TAKEN.add(request.model)
+        _MANAGED.add(request.model)
         self.module = request.model
         self.comm = request.comm
         self.policy = request.contract.policy
@@ -80,28 +83,28 @@ class VotingEngine(Engine):
         self.run_id = request.identity.run_id
         self.seed = request.identity.seed
         self.backward_names = tuple(backward_names)
-        self.watch = watch or GradientWatch(len(self.backward_names))
+        self.monitor = monitor or GradientMonitor(len(self.backward_names))
         # taken now: a library below may cut the parameters into shards
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_parameters = sum(map(math.prod, self.shapes.values()))
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
-        self._tally = Tally()
+        self._losses = LossAccumulator()
         self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
-        self._settlement = Settlement(
+        self._finalizer = StepFinalizer(
             self.comm,
             request.loss_scale,
             SkipCounter(self.options.max_consecutive_skips),
-            Suspects(self._search, self.watch.clear, self.backward_names),
+            CulpritSearch(self._search, self.monitor.clear, self.backward_names),
             request.config_text,
-            at_once=self.device.type == "cpu",
+            is_synchronous=self.device.type == "cpu",
         )
         self._saver = Saver(self.comm)
         self._has_old_gradients = False  # of a step that is done
         self._is_unseen = True  # no forward since set-up or load has been observed
         self._half_loaded = False
-        self._is_torn = False  # a backward has begun and not come to its end
+        self._backward_failed = False  # a backward has begun and not come to its end
 
     # -- what an engine says -----------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class VotingEngine(Engine):
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         """Backward of ``loss`` times the loss scale; its gradients enter the main grads times ``weight``.
 
-        Shows each gradient to ``watch`` as it leaves this rank's backward. A dummy's loss may have no graph.
+        Shows each gradient to ``monitor`` as it leaves this rank's backward. A dummy's loss may have no graph.
         """
 
     @abstractmethod
@@ -126,7 +129,7 @@ class VotingEngine(Engine):
         """Completes the main grads: all reductions of this step have arrived, still scaled and weighted; idempotent."""
 
     @abstractmethod
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """This rank's share of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``: FP32 views of live storage.
 
         At most one interval a parameter; over all ranks they hold every element once. Of a state that all ranks hold,
@@ -134,7 +137,7 @@ class VotingEngine(Engine):
         """
 
     @abstractmethod
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies on this rank and that a load must fill."""
 
     @abstractmethod
@@ -184,7 +187,7 @@ class VotingEngine(Engine):
 
     def _squares(self) -> Tensor:
         """FP64 [n], n >= 1: their sum is that of the squares of this rank's own main grads."""
-        grads = [piece.data for piece in self.own_pieces(MAIN_GRAD) if piece.data.numel()]
+        grads = [piece.data for piece in self.owned_shards(MAIN_GRAD) if piece.data.numel()]
         if not grads:
             return torch.zeros(1, dtype=torch.float64, device=self.device)
         return torch.stack(torch._foreach_norm(grads)).double().square_()
@@ -194,14 +197,14 @@ class VotingEngine(Engine):
     @contextmanager
     def eval(self) -> Iterator[None]:
         """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
-        self._settle()  # what is computed inside may be exchanged
+        self._finalize_step()  # what is computed inside may be exchanged
         with super().eval():
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under the precision policy; returns what the model returns."""
         if self.forward_communicates:
-            self._settle()  # before the first collective of this forward: ranks may look at other times
+            self._finalize_step()  # before the first collective of this forward: ranks may look at other times
         keyed: Any = nullcontext()
         if not self._evaluating and self.module.training:
             keyed = keyed_rng(self.device, self._forward_key())
@@ -223,16 +226,16 @@ class VotingEngine(Engine):
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._require_whole("backward")
-        self._settle()
+        self._finalize_step()
         factor = self._factor(weight)
         value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
-        self._tally.add(self._micro_batch, value, factor)
-        self._is_torn = True
+        self._losses.add(self._micro_batch, value, factor)
+        self._backward_failed = True
         alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
-        self.watch.is_on, self.watch.measures = not alone, self._settlement.scale.is_calibrating
+        self.monitor.is_enabled, self.monitor.records_magnitude = not alone, self._finalizer.scale.is_calibrating
         with self._autocast.backward():
             self._backward(value, Weight(factor, is_one=not isinstance(weight, Tensor) and weight == 1))
-        self._is_torn = False
+        self._backward_failed = False
 
     def _factor(self, weight: float | Tensor) -> Tensor:
         """A weight on the device: 0-dim FP32. A number is filled in there, because copying it would wait."""
@@ -263,7 +266,7 @@ class VotingEngine(Engine):
                 f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
                 f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
             )
-        if self._tally.has(self._micro_batch):
+        if self._losses.has(self._micro_batch):
             raise UsageError(
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
                 "'for micro in engine.accumulate(batch):', and add up several losses before one backward"
@@ -274,10 +277,10 @@ class VotingEngine(Engine):
 
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host waits for nothing of it."""
-        self._settle()
+        self._finalize_step()
         self._raise_failed_save()
         self._require_whole("step")
-        if not self._tally:
+        if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
         self.finish_gradients()
@@ -290,26 +293,26 @@ class VotingEngine(Engine):
         self._update(
             UpdateScalars.of(
                 lr=float(lr),
-                step=self._settlement.applied_steps + 1,  # not settled: that would wait for this step's verdict
+                step=self._finalizer.applied_steps + 1,  # not settled: that would wait for this step's decision
                 grad_divisor=decision.grad_divisor,
                 found_inf=decision.code != 0,
                 device=self.device,
             )
         )
         self.attempted_steps += 1
-        self._tally.clear()
+        self._losses.clear()
         self._stop_requested = False
         self._end_batch()
         self._has_old_gradients = True
-        outcome = self._settlement.outcome()
-        if self.settles_at_once:
-            self._settle()
+        outcome = self._finalizer.outcome()
+        if self.is_synchronous:
+            self._finalize_step()
         return outcome
 
     def _raise_failed_save(self) -> None:
         """Raises the failure of a save that the vote has told of: the ranks take note of a vote in one place."""
-        if self._settlement.save_failed:
-            self._settlement.save_failed = False
+        if self._finalizer.save_failed:
+            self._finalizer.save_failed = False
             self._saver.fail()
 
     def _vote(self, lr: float) -> Decision:
@@ -317,7 +320,7 @@ class VotingEngine(Engine):
         known = VoteRecord(
             step=self.attempted_steps,
             config_hash=self._config_hash,
-            num_micro_batches=len(self._tally),
+            num_micro_batches=len(self._losses),
             schedule_hash=self.comm.schedule_hash,
             data_cursor=self.data_cursor,
             lr=lr,
@@ -331,7 +334,7 @@ class VotingEngine(Engine):
         sums = self._canonical_sums(squares)  # communicates: the schedule in the record is the one before it
         rows = self.comm.gather_rows(fill(known, self._observe(squares)), label="vote")
         decision = decide(rows, max_grad_norm=self.options.max_grad_norm, **sums)
-        self._settlement.post(decision, rows, known, tuple(self.comm.schedule_log))
+        self._finalizer.post(decision, rows, known, tuple(self.comm.schedule_log))
         self.comm.begin_schedule()
         return decision
 
@@ -340,9 +343,9 @@ class VotingEngine(Engine):
         return {}
 
     def _observe(self, squares: Tensor) -> Observations:
-        losses = self._tally.summary()
-        numbers, bad = self.watch.seen()
-        max_abs_grad = self.watch.max_abs(self.device)
+        losses = self._losses.summary()
+        numbers, bad = self.monitor.finiteness()
+        max_abs_grad = self.monitor.max_abs(self.device)
         bad_gradient = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
         return Observations(
             torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss, max_abs_grad)),
@@ -352,44 +355,44 @@ class VotingEngine(Engine):
     def _search(self) -> list[Finding]:
         return [
             finding
-            for piece in self.own_pieces(MAIN_GRAD)
+            for piece in self.owned_shards(MAIN_GRAD)
             for finding in search(piece.name, self.rank, piece.start, piece.data)
         ]
 
-    def _settle(self) -> None:
+    def _finalize_step(self) -> None:
         """Takes note of the last step; then its gradients have served."""
-        self._settlement.settle()
+        self._finalizer.finalize_step()
         if self._has_old_gradients:
             self._has_old_gradients = False
             self._clear_gradients()
 
     @property
-    def settles_at_once(self) -> bool:
+    def is_synchronous(self) -> bool:
         """Whether looking at an outcome costs nothing; else it waits for the device."""
-        return self._settlement.at_once
+        return self._finalizer.is_synchronous
 
     @property
     def applied_steps(self) -> int:
-        """Updates of the masters; on a GPU this waits for the last step's verdict."""
-        self._settlement.settle()
-        return self._settlement.applied_steps
+        """Updates of the masters; on a GPU this waits for the last step's decision."""
+        self._finalizer.finalize_step()
+        return self._finalizer.applied_steps
 
     @applied_steps.setter
     def applied_steps(self, count: int) -> None:
-        self._settlement.applied_steps = count
+        self._finalizer.applied_steps = count
 
     @property
     def loss_scale(self) -> LossScaleState:
-        """The loss-scale machine after the last step; on a GPU this waits for its verdict."""
-        self._settlement.settle()
-        return self._settlement.scale
+        """The loss-scale machine after the last step; on a GPU this waits for its decision."""
+        self._finalizer.finalize_step()
+        return self._finalizer.scale
 
     @loss_scale.setter
     def loss_scale(self, state: LossScaleState) -> None:
-        self._settlement.scale = state
+        self._finalizer.scale = state
 
     def _has_backward(self) -> bool:
-        return bool(self._tally)
+        return bool(self._losses)
 
     def _end_batch(self) -> None:
         super()._end_batch()
@@ -435,7 +438,7 @@ class VotingEngine(Engine):
         snapshots: list[Snapshot] = []
 
         def take() -> None:
-            snapshots.append(persistence.snapshot_of(self, extra=extra, config=config, metrics=metrics))
+            snapshots.append(checkpointing.snapshot_of(self, extra=extra, config=config, metrics=metrics))
 
         on_every_rank(self.comm, f"saving step {self.attempted_steps}", take, CheckpointError)
         save = self._saver.start if asynchronous else self._saver.save
@@ -447,13 +450,13 @@ class VotingEngine(Engine):
 
     def is_saving(self) -> bool:
         """Whether an asynchronous save is under way on any rank; all ranks call."""
-        self._settle()
+        self._finalize_step()
         return self._saver.is_busy()
 
     def wait_for_save(self) -> Path | None:
         """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
-        self._settle()
-        self._settlement.save_failed = False  # what the vote has told of is raised here
+        self._finalize_step()
+        self._finalizer.save_failed = False  # what the vote has told of is raised here
         return self._saver.wait()
 
     def leave_save(self, *, give_up: bool = False) -> None:
@@ -462,33 +465,33 @@ class VotingEngine(Engine):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
-        self._require_untorn("load")
+        self._require_no_failed_backward("load")
         self._require_between_steps("load")
         self.wait_for_save()
-        reader = persistence.open_checkpoint(self, Path(path))
+        reader = checkpointing.open_checkpoint(self, Path(path))
         self._half_loaded = True
-        extra = persistence.fill(self, reader)
+        extra = checkpointing.fill(self, reader)
         self._half_loaded = False
-        self._settlement.skips.reset()
+        self._finalizer.skips.reset()
         self._refresh()
         self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
         return extra
 
     def _require_between_steps(self, verb: str) -> None:
-        if self._tally:
+        if self._losses:
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def _require_whole(self, verb: str) -> None:
-        self._require_untorn(verb)
+        self._require_no_failed_backward(verb)
         if self._half_loaded:
             raise UsageError(
                 f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
                 f"a checkpoint that can be read, or build a new engine"
             )
 
-    def _require_untorn(self, verb: str) -> None:
-        if self._is_torn:
+    def _require_no_failed_backward(self, verb: str) -> None:
+        if self._backward_failed:
             raise UsageError(
                 f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
                 f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
@@ -502,13 +505,13 @@ class VotingEngine(Engine):
 
     def master_state(self) -> dict[str, Tensor]:
         """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered one by one; all ranks call."""
-        self._settle()
+        self._finalize_step()
         pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
         return {name: tensor for name, tensor in pairs if tensor is not None}
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """(name, full FP32 tensor) of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``; all ranks call."""
-        pieces = {piece.name: piece for piece in self.own_pieces(kind)}
+        pieces = {piece.name: piece for piece in self.owned_shards(kind)}
         for name, shape in self.shapes.items():
             piece = pieces.get(name)
             own = torch.empty(0) if piece is None else piece.data

@@ -34,7 +34,7 @@ class ModelOutput(NamedTuple):
     loss: Tensor | None
 
 
-def judge(logits: Tensor, targets: Tensor | None) -> ModelOutput:
+def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
     """The output for ``logits`` [B, T, vocab_size] of any dtype and int64 ``targets`` [B, T]."""
     logits = logits.float()
     if targets is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models.causal_lm import ModelOutput, draw_seed, init_weights, judge, padded, refuse_args
+from dtrain.models.causal_lm import ModelOutput, causal_lm_output, draw_seed, init_weights, padded, refuse_args
 
 
 class Attention(nn.Module):
@@ -101,7 +101,7 @@ class GPT2(nn.Module):
         x = self.dropout(self.embed(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
-        return judge(self.head(self.norm(x))[..., : self.vocab_size], targets)
+        return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
 
 
 def ffn_dim(config: ModelConfig) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models.causal_lm import ModelOutput, draw_seed, init_weights, judge, padded, refuse_args
+from dtrain.models.causal_lm import ModelOutput, causal_lm_output, draw_seed, init_weights, padded, refuse_args
 from dtrain.sharding.layout import round_up
 
 _FFN_MULTIPLE = 64
@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         x = self.dropout(self.embed(tokens))
         for block in self.blocks:
             x = block(x, rotation)
-        return judge(self.head(self.norm(x))[..., : self.vocab_size], targets)
+        return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:

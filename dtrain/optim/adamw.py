@@ -1,32 +1,16 @@
-"""AdamW over flat FP32 tensors, in one pass: unscale, moments, master, and the cast into the compute replica.
-
-The arena is updated segment by segment, so that the first groups travel while others are updated. There are two ways,
-one of which is chosen at the start of a run (their bits differ in the last places): torch's own fused kernel
-(``torch._fused_adamw_``) block by block, so that the cast finds the masters in the cache, and plain tensor code that is
-compiled. Both give the same bits however the arena is cut at chunks or sharded, and neither asks the device anything:
-whether an update is skipped is decided there.
-"""
+"""AdamW's hyper-parameters, and the records that an update takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.optim.compiled import CompiledAdamW
 from dtrain.precision.compiler import has_compiler
 from dtrain.precision.float8.options import has_tensor_cores
-from dtrain.precision.float8.cast import E4M3, cast
-from dtrain.sharding.replicas import UpdateSlice
-from dtrain.sharding.layout import CHUNK
-
-_BLOCK = 512 * CHUNK
-"""Elements updated before they are cast, on a CPU: they must stay in the cache, and hide what a call costs."""
 
 
 @dataclass(frozen=True)
@@ -109,61 +93,43 @@ class UpdateScalars:
         return UpdateScalars(fill(lr), fill(float(step)), scalar(grad_divisor), scalar(found_inf))
 
 
-class FlatAdamW:
-    """Applies :class:`AdamW` to the segments of an arena.
+@dataclass(frozen=True)
+class UpdateSlice:
+    """A stretch of the arena with one weight-decay class; all tensors 1-D, of one length, FP32 but for the replica.
 
-    Args:
-        rule: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
-        segments: each a list of slices, cut where the weight-decay class changes.
-
-    Raises:
-        ConfigError: the update is to be compiled and cannot be.
+    Attributes:
+        replica: takes the masters' cast; None: they are cast later.
+        scale: 0-dim FP32, of an FP8 replica: what the masters are divided by first.
+        amax: 0-dim FP32, beside ``scale``: grows to the largest magnitude of the masters.
     """
 
-    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        if not isinstance(rule.compile, bool):
-            raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
-        self._way = CompiledAdamW(rule, segments) if rule.compile else BlockedAdamW(rule, segments)
+    decayed: bool
+    master: Tensor
+    main_grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    replica: Tensor | None
+    scale: Tensor | None = None
+    amax: Tensor | None = None
 
-    @torch.no_grad()
-    def update(self, number: int, scalars: UpdateScalars) -> None:
-        """One update of segment ``number`` and the cast into its replica, if it has one; the main grads are used up.
+    @property
+    def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Master, main grad and both moments."""
+        return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
 
-        A skipped update casts too: the replica gets the bits that it has.
-        """
-        self._way.update(number, scalars)
-
-
-class BlockedAdamW:
-    """torch's fused kernel, block by block."""
-
-    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._rule = rule
-        self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
-        logger.info(
-            "optimizer: AdamW by torch's fused kernel; optim.compile=true would compile it, which takes seconds"
-        )
-
-    def update(self, number: int, scalars: UpdateScalars) -> None:
-        """See :meth:`FlatAdamW.update`; the main grads are left divided."""
-        for block in self._segments[number]:
-            _fused(self._rule, block.decayed, tuple([tensor] for tensor in block.states), scalars)
-            _cast(block)
-
-
-def _cast(block: UpdateSlice) -> None:
-    if block.replica is None:
-        return
-    if block.scale is None or block.amax is None:
-        block.replica.copy_(block.master)
-        return
-    block.replica.copy_(cast(block.master, block.scale, E4M3))
-    torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
-
-
-def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
-    """``part`` in blocks; in one piece on a GPU, which has no use for them."""
-    return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
+    def cut(self, size: int) -> list[UpdateSlice]:
+        """In parts of ``size`` elements, the last one shorter."""
+        return [
+            replace(
+                self,
+                master=self.master[part],
+                main_grad=self.main_grad[part],
+                exp_avg=self.exp_avg[part],
+                exp_avg_sq=self.exp_avg_sq[part],
+                replica=None if self.replica is None else self.replica[part],
+            )
+            for part in (slice(start, start + size) for start in range(0, self.master.numel(), size))
+        ]
 
 
 @dataclass(frozen=True)
@@ -174,53 +140,3 @@ class UpdateList:
     masters: list[Tensor]
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
-
-
-class ListedAdamW:
-    """torch's fused kernel on the tensors as a library below holds them; the gradients are given with each update.
-
-    Args:
-        rule: hyper-parameters; ``compile`` must not be True.
-        lists: one for each weight-decay class.
-    """
-
-    def __init__(self, rule: AdamW, lists: Sequence[UpdateList]) -> None:
-        self._rule = rule
-        self._lists = [part for part in lists if part.masters]
-
-    @property
-    def lists(self) -> Sequence[UpdateList]:
-        """What is updated, in the order in which :meth:`update` takes the gradients."""
-        return self._lists
-
-    @torch.no_grad()
-    def update(self, grads: Sequence[list[Tensor]], scalars: UpdateScalars) -> None:
-        """One update of all; nothing changes where ``found_inf`` is set. The gradients are left divided.
-
-        Args:
-            grads: FP32, for each of ``lists`` in its order.
-            scalars: of this update.
-        """
-        for part, own in zip(self._lists, grads, strict=True):
-            _fused(self._rule, part.decayed, (part.masters, own, part.exp_avgs, part.exp_avg_sqs), scalars)
-
-
-def _fused(rule: AdamW, decayed: bool, tensors: tuple[list[Tensor], ...], scalars: UpdateScalars) -> None:
-    masters, grads, exp_avgs, exp_avg_sqs = tensors
-    torch._fused_adamw_(
-        masters,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        [],
-        [scalars.step] * len(masters),
-        lr=scalars.lr,
-        beta1=rule.betas[0],
-        beta2=rule.betas[1],
-        weight_decay=rule.weight_decay if decayed else 0.0,
-        eps=rule.eps,
-        amsgrad=False,
-        maximize=False,
-        grad_scale=scalars.grad_divisor,
-        found_inf=scalars.found_inf,
-    )

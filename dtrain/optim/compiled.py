@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,11 +20,8 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
 from dtrain.precision.float8.cast import E4M3, cast
-
-if TYPE_CHECKING:
-    from dtrain.optim.adamw import AdamW, UpdateScalars
-    from dtrain.sharding.replicas import UpdateSlice
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
@@ -114,7 +110,7 @@ class CompiledAdamW:
             self._build(slices)
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """See :meth:`dtrain.optim.adamw.FlatAdamW.update`; the main grads are left as they were."""
+        """See :meth:`dtrain.optim.flat.FlatAdamW.update`; the main grads are left as they were."""
         coefficients, update = _compiled()
         for tensors, part in self._segments[number]:
             if scalars is not self._scalars:  # the first slice of this update

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class GradientWatch:
+class GradientMonitor:
     """Sums every gradient once: the sum is finite unless an element is Inf or NaN (or the sum itself overflows).
 
     What is watched is one parameter's gradient from one micro-batch of this rank, before any other rank's is added (or
@@ -19,21 +19,22 @@ class GradientWatch:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
 
     Attributes:
-        is_on: whether :meth:`look` does; where one micro-batch is alone on one rank there is nothing to tell apart.
-        measures: whether :meth:`measure` does.
+        is_enabled: whether :meth:`record_finiteness` records. With a single micro-batch on a single rank there is
+            nothing to tell apart.
+        records_magnitude: whether :meth:`record_magnitude` does.
     """
 
     def __init__(self, num_parameters: int) -> None:
-        self.is_on = True
-        self.measures = False
+        self.is_enabled = True
+        self.records_magnitude = False
         self._num_parameters = num_parameters
         self._maxima: list[Tensor] = []
         self._sums: dict[torch.dtype, list[Tensor]] = {}
         self._numbers: dict[torch.dtype, list[int]] = {}
 
-    def look(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
+    def record_finiteness(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
         """Notes the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
-        if not self.is_on:
+        if not self.is_enabled:
             return
         dtype = grads[0].dtype
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
@@ -42,15 +43,15 @@ class GradientWatch:
         start = micro_batch * self._num_parameters + first
         self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
 
-    def seen(self) -> tuple[Sequence[int], Tensor | None]:
+    def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
         """The numbers of all gradients of this step (micro-batch x parameters + parameter), and which are bad: bool."""
         numbers = [number for own in self._numbers.values() for number in own]
         bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
         return numbers, torch.cat(bad) if bad else None
 
-    def measure(self, grad: Tensor) -> None:
+    def record_magnitude(self, grad: Tensor) -> None:
         """Takes note of the largest element of a gradient as it leaves backward, neither weighted nor summed."""
-        if self.measures and grad.numel():
+        if self.records_magnitude and grad.numel():
             self._maxima.append(grad.abs().amax())
 
     def max_abs(self, device: torch.device) -> Tensor:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import Piece
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.errors import ContractError
-from dtrain.optim.adamw import AdamW, ListedAdamW, UpdateList, UpdateScalars
+from dtrain.optim.adamw import AdamW, UpdateList, UpdateScalars
+from dtrain.optim.fused import ListedAdamW
 
 
 @dataclass
-class Holding:
+class LocalShard:
     """An interval of one parameter on this rank; the tensors are 1-D, FP32 and of one length.
 
     Attributes:
@@ -35,11 +36,13 @@ class Holding:
     decayed: bool
     replicated: bool
 
-    def piece(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> Piece:
+    def piece(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> TensorShard:
         """The part number ``share[0]`` of ``share[1]`` equal ones of ``values`` [length]."""
         rank, count = share
         low, high = values.numel() * rank // count, values.numel() * (rank + 1) // count
-        return Piece(self.name, kind, self.shape, torch.float32, self.start + low, self.start + high, values[low:high])
+        return TensorShard(
+            self.name, kind, self.shape, torch.float32, self.start + low, self.start + high, values[low:high]
+        )
 
 
 def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tensor) -> None:
@@ -69,7 +72,7 @@ def require_trained(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-class Holdings:
+class LocalShards:
     """All that a rank holds, with its moments, and their update.
 
     Args:
@@ -78,7 +81,7 @@ class Holdings:
         share: (rank, world size), for what is replicated.
     """
 
-    def __init__(self, parts: Sequence[Holding], rule: AdamW, share: tuple[int, int]) -> None:
+    def __init__(self, parts: Sequence[LocalShard], rule: AdamW, share: tuple[int, int]) -> None:
         self.parts = [part for part in parts if part.master.numel()]
         self._share = share
         masters = [part.master for part in self.parts]
@@ -96,17 +99,17 @@ class Holdings:
             [UpdateList(self.parts[chosen[0]].decayed, *own) for chosen, own in zip(self._classes, lists, strict=True)],
         )
 
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """What this rank answers for of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``."""
         for part, values in self._of_kind(kind):
             yield part.piece(kind, values, self._share if part.replicated else (0, 1))
 
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies here."""
         for part, values in self._of_kind(kind):
             yield part.piece(kind, values)
 
-    def _of_kind(self, kind: str) -> Iterator[tuple[Holding, Tensor]]:
+    def _of_kind(self, kind: str) -> Iterator[tuple[LocalShard, Tensor]]:
         if kind == "main_grad":
             yield from ((part, part.main_grad) for part in self.parts)
         else:

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from dtrain.errors import ContractError
+from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Decision, Product
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.cast import E4M3
+from dtrain.precision.policy import HELD, PrecisionPolicy
 from dtrain.precision.rules import DTYPES, POLICY, Assignment, assign, short
-
-if TYPE_CHECKING:
-    from dtrain.precision.policy import PrecisionPolicy
-
-HELD = (torch.float32, torch.bfloat16, torch.float16)
-"""What an FP32 master can hold; a parameter of another dtype keeps it, frozen."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ class Contract:
     @property
     def is_mixed(self) -> bool:
         """Whether anything computes in a format narrower than FP32."""
-        return self.policy.is_low or any(dtype != torch.float32 for dtype in self.regions.values())
+        return self.policy.is_reduced_precision or any(dtype != torch.float32 for dtype in self.regions.values())
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -103,13 +98,13 @@ class Contract:
         )
         computed = [f"{counts.pop(dtype, 0)} in {short(dtype)}" for dtype in shown]
         computed += [f"{count} frozen in {short(dtype)}" for dtype, count in counts.items()]
-        verb = "computed" if self.weights in ("policy", "quantised") else "held"
-        islands = f" ({len(self.fp32_modules)} modules compute in fp32)" if policy.is_low else ""
+        verb = "computed" if self.weights in ("policy", "quantized") else "held"
+        fp32_modules = f" ({len(self.fp32_modules)} modules compute in fp32)" if policy.is_reduced_precision else ""
         lines = [
             f"precision {policy.name}: master {short(policy.master_dtype)}, compute {short(policy.compute_dtype)}, "
             f"gradients travel in {short(policy.reduce_dtype)}, summed in fp32, output {short(policy.output_dtype)}, "
             f"moments fp32",
-            f"parameters {verb}: {', '.join(computed)}{islands}",
+            f"parameters {verb}: {', '.join(computed)}{fp32_modules}",
         ]
         if policy.reason:
             lines.insert(0, f"precision auto: {policy.name}, because {policy.reason}")
@@ -200,7 +195,7 @@ def resolve(
         model: with its names, shapes and dtypes; it may be on ``meta``.
         weights: how an engine holds what the model computes with: ``policy``, FP32 modules in FP32, as those of
             another 16-bit format than the compute dtype, which autocast casts, and the rest in the compute dtype;
-            ``quantised``, each in the format of its module; ``fp32``, all in FP32, cast in each forward; ``compute``,
+            ``quantized``, each in the format of its module; ``fp32``, all in FP32, cast in each forward; ``compute``,
             all in the compute dtype, also those of FP32 modules, which compute on FP32 copies.
         decisions: of :func:`dtrain.precision.float8.choice.decide`; a product without one is FP8 where it can be.
 
@@ -249,7 +244,7 @@ def _replica_dtypes(
             return policy.compute_dtype
         if weights == "fp32" or others:  # tied between modules of several formats: only FP32 holds them all
             return torch.float32
-        if weights == "quantised" or dtype in (torch.float32, policy.compute_dtype):
+        if weights == "quantized" or dtype in (torch.float32, policy.compute_dtype):
             return dtype
         return policy.compute_dtype if dtype == E4M3 else torch.float32
 

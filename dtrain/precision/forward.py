@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.precision import autocast_ops
-from dtrain.precision.contract import HELD, Contract
+from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import convert
-from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.policy import HELD, PrecisionPolicy
 from dtrain.precision.regions import is_exempt
 from dtrain.precision.rules import OWN_FORWARD
 
@@ -60,12 +60,12 @@ class Autocast:
             elif name in contract.forced:
                 _run_forced(module, device.type, dtype)
             else:
-                _run_low(module, device.type, dtype)
+                _run_in_reduced_precision(module, device.type, dtype)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """The context that a forward runs in."""
-        low = self._policy.is_low
+        low = self._policy.is_reduced_precision
         with (
             torch.autocast(self._device_type, dtype=self._policy.compute_dtype) if low else nullcontext(),
             self.backward(),
@@ -125,7 +125,7 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
     _replace_forward(module, forward)
 
 
-def _run_low(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
+def _run_in_reduced_precision(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
     original = _own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def autocast_dtype(device_type: str) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
 
 
-def low_region(module: nn.Module) -> torch.dtype | None:
+def reduced_precision_region(module: nn.Module) -> torch.dtype | None:
     """The 16-bit format that :class:`Autocast` has made ``module`` run in, where that differs from what is round it."""
     return getattr(module.forward, _REGION, None)
 
@@ -180,8 +180,8 @@ def _cast_low(values: Any, dtype: torch.dtype) -> Any:
     """``values`` with what is BF16 or FP16 in them in ``dtype``; 0-dim tensors, which may be losses, stay."""
 
     def cast(value: Any) -> Any:
-        is_low = _has_dim(value) and value.dtype in (torch.bfloat16, torch.float16)
-        return value.to(dtype) if is_low else value
+        is_reduced_precision = _has_dim(value) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.to(dtype) if is_reduced_precision else value
 
     return pytree.tree_map(cast, values)
 

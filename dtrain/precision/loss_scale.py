@@ -179,7 +179,7 @@ class LossScaleState:
         power = room - exponent - (mantissa > limit)
         return min(max(math.ldexp(1.0, power), self.rule.min), self.rule.max)
 
-    def news_since(self, before: LossScaleState) -> str:
+    def describe_change_since(self, before: LossScaleState) -> str:
         """What the user should know of the change from the state ``before`` the step; empty if nothing."""
         if not self.is_calibrated:
             return ""

@@ -7,17 +7,19 @@ start, stored with each checkpoint, asserted on the live tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
-from dtrain.config.schema import check_rules, refusal_of_format
+from dtrain.config.schema import check_rules, unsupported_format_reason
 from dtrain.errors import ConfigError, ModelError, nearest
-from dtrain.precision.contract import HELD, Contract, resolve
 from dtrain.precision.float8.choice import Decision
 from dtrain.precision.float8.options import Float8Options
+
+HELD = (torch.float32, torch.bfloat16, torch.float16)
+"""What an FP32 master can hold; a parameter of another dtype keeps it, frozen."""
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
 REDUCE_NAMES = ("auto", "fp32", "bf16", "fp16")
@@ -97,7 +99,7 @@ class PrecisionPolicy:
             ConfigError: an unknown name or format, or an ``fp8`` rule where all else is not BF16.
         """
         if name not in NAMES:
-            raise ConfigError(refusal_of_format(name) or f"unknown precision '{name}'{nearest(name, NAMES)}")
+            raise ConfigError(unsupported_format_reason(name) or f"unknown precision '{name}'{nearest(name, NAMES)}")
         return PrecisionPolicy(
             name,
             _COMPUTE.get(name, torch.float32),
@@ -122,13 +124,13 @@ class PrecisionPolicy:
             raise ConfigError(f"precision=tf32 needs an NVIDIA GPU of Ampere or later, this is {device}; use fp32")
         return self
 
-    def reducing(self, name: str, *, leaves_travel: bool) -> PrecisionPolicy:
+    def reducing(self, name: str, *, reduces_every_micro_batch: bool) -> PrecisionPolicy:
         """The policy with the dtype of gradients on the wire decided.
 
         Args:
             name: ``fp32``, ``bf16`` or ``fp16``; ``auto``: what the policy says itself, else the compute dtype for
                 leaves, which have it anyway, and FP32 for sums, which would be rounded.
-            leaves_travel: the gradients of single micro-batches are sent, not each rank's FP32 sum of them.
+            reduces_every_micro_batch: the gradients of single micro-batches are sent, not each rank's FP32 sum of them.
 
         Raises:
             ConfigError: an unknown name, or a dtype that loses what it need not.
@@ -136,18 +138,18 @@ class PrecisionPolicy:
         if name not in REDUCE_NAMES:
             raise ConfigError(f"unknown reduce dtype '{name}'{nearest(name, REDUCE_NAMES)}")
         if name == "auto":
-            dtype = self.reduce_dtype or (self.compute_dtype if leaves_travel else torch.float32)
+            dtype = self.reduce_dtype or (self.compute_dtype if reduces_every_micro_batch else torch.float32)
         else:
             dtype = _COMPUTE[name]
-        if leaves_travel and dtype == torch.bfloat16 and self.compute_dtype == torch.float16:
+        if reduces_every_micro_batch and dtype == torch.bfloat16 and self.compute_dtype == torch.float16:
             raise ConfigError(
                 "reduce dtype bfloat16 under compute dtype float16: as many bytes as the FP16 leaves have, and three "
                 "bits of each lost; use fp16 or fp32"
             )
         return replace(self, reduce_dtype=dtype)
 
-    def wire_dtype(self, replica_dtype: torch.dtype) -> torch.dtype:
-        """Of the gradients of parameters whose replica has ``replica_dtype``: FP32 islands stay FP32."""
+    def dtype_during_reduction(self, replica_dtype: torch.dtype) -> torch.dtype:
+        """Of the gradients of parameters whose replica has ``replica_dtype``: FP32 fp32_modules stay FP32."""
         if self.reduce_dtype is not None and replica_dtype == self.compute_dtype:
             return self.reduce_dtype
         return torch.float32
@@ -158,13 +160,9 @@ class PrecisionPolicy:
         return self.name == "fp8" or any(name == "fp8" for _, name in self.rules)
 
     @property
-    def is_low(self) -> bool:
+    def is_reduced_precision(self) -> bool:
         """Whether the compute dtype is narrower than FP32."""
         return self.compute_dtype != torch.float32
-
-    def resolve(self, model: nn.Module, weights: str = "policy", decisions: Sequence[Decision] = ()) -> Contract:
-        """The contract of ``model`` under this policy: :func:`dtrain.precision.contract.resolve`."""
-        return resolve(self, model, weights, decisions)
 
 
 def _choose(device: torch.device) -> tuple[str, str]:

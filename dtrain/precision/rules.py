@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError, nearest
+from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.cast import E4M3
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
 """Of the weights of a module, by its format."""
@@ -152,7 +152,7 @@ class Modules:
             return "first product"
         return "last product" if module in self._last else ""
 
-    def obstacle(self, module: nn.Module) -> str:
+    def unsupported_reason(self, module: nn.Module) -> str:
         """Why the products of ``module`` cannot be FP8; empty where they can."""
         if type(module) is not nn.Linear:
             return "only a plain nn.Linear has FP8 products"
@@ -220,14 +220,14 @@ def _assign(
         inside = f"inside '{modules.names[id(by_class)][0]}', a {_fp32_class(by_class)}"
         return Assignment(name, module, "fp32", _fp32_class(module) or inside, outer)
     if wanted == "fp8":
-        obstacle = modules.obstacle(module)
-        if not obstacle and found is None:
-            obstacle = modules.end(module)
-            if not obstacle and name in decisions:
+        unsupported_reason = modules.unsupported_reason(module)
+        if not unsupported_reason and found is None:
+            unsupported_reason = modules.end(module)
+            if not unsupported_reason and name in decisions:
                 reason = decisions[name].reason
-                obstacle = "" if decisions[name].is_float8 else reason
-        if obstacle:
-            wanted, reason = "bf16", obstacle
+                unsupported_reason = "" if decisions[name].is_float8 else reason
+        if unsupported_reason:
+            wanted, reason = "bf16", unsupported_reason
     return Assignment(name, module, wanted, reason, outer)
 
 
@@ -257,12 +257,12 @@ def _check_float8_reach(modules: Modules, pattern: str) -> None:
     for name, module in modules:
         if not _covers(pattern, modules.names[id(module)]):
             continue
-        obstacle = modules.obstacle(module)
+        unsupported_reason = modules.unsupported_reason(module)
         is_named = pattern in modules.names[id(module)]
-        if is_named and obstacle and (isinstance(module, _PRODUCTS) or is_fp32_class(module)):
-            raise ConfigError(f"precision rule '{pattern}: fp8': {obstacle}; give it bf16 or fp32")
+        if is_named and unsupported_reason and (isinstance(module, _PRODUCTS) or is_fp32_class(module)):
+            raise ConfigError(f"precision rule '{pattern}: fp8': {unsupported_reason}; give it bf16 or fp32")
         if isinstance(module, nn.Linear):
-            obstacles[name] = obstacle
+            obstacles[name] = unsupported_reason
     if all(obstacles.values()):
         first = f" ('{next(iter(obstacles))}': {next(iter(obstacles.values()))})" if obstacles else ""
         raise ConfigError(f"precision rule '{pattern}: fp8' reaches no Linear that can be FP8{first}")

@@ -7,31 +7,14 @@ tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dtrain.parameters.micro_batch_weight import Weight
+
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
-
-
-@dataclass(frozen=True)
-class Weight:
-    """The weight of a micro-batch: ``value`` 0-dim FP32 on the device, and whether the host knows that it is one.
-
-    Then a pass over memory is saved; to ask a device would cost more than the pass.
-    """
-
-    value: Tensor
-    is_one: bool = False
-
-    @staticmethod
-    def of_ranks(row: Tensor) -> list[Weight]:
-        """From ``row`` [world_size]; the host looks at values that lie on its side only."""
-        if row.device.type != "cpu":
-            return [Weight(value) for value in row.unbind()]
-        return [Weight(value, number == 1.0) for value, number in zip(row.unbind(), row.tolist(), strict=True)]
 
 
 def add_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
@@ -46,7 +29,7 @@ def assign_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
         target.mul_(weight.value)
 
 
-class LeafSum(Protocol):
+class GradientSum(Protocol):
     """Adds up the leaves of one shard over one step."""
 
     def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:

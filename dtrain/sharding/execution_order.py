@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from dtrain.sharding.replicas import ShardedReplica
 from dtrain.parameters.groups import ParamGroup
+from dtrain.sharding.replicas import ShardedReplica
 
 
-class GatheredGroup:
+class ShardedGroup:
     """The full replicas of one parameter group.
 
     Args:
@@ -31,38 +31,38 @@ class GatheredGroup:
         """Whether the forward may read the parameters: of a unit only while its own forward runs, always alike."""
         return self.is_ready and (not self.name or self.calls > 0)
 
-    def start(self) -> None:
+    def start_unshard(self) -> None:
         """Starts the gather, once."""
         if not self.is_started:
             self.is_started = True
             for replica in self.replicas:
-                replica.start_gather()
+                replica.start_unshard()
 
-    def finish(self) -> None:
+    def finish_unshard(self) -> None:
         """Waits for the gather: from here the parameters have their values."""
-        self.start()
+        self.start_unshard()
         if not self.is_ready:
             self.is_ready = True
             for replica in self.replicas:
-                replica.finish_gather()
+                replica.finish_unshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Back to the shards."""
         self.is_started = self.is_ready = False
         for replica in self.replicas:
-            replica.free()
+            replica.reshard()
 
 
-class Course:
+class ExecutionOrder:
     """The order in which a pass over the model uses the groups; the last pass foretells the next."""
 
-    def __init__(self, expected: Sequence[GatheredGroup]) -> None:
+    def __init__(self, expected: Sequence[ShardedGroup]) -> None:
         self._expected = list(expected)
-        self._used: list[GatheredGroup] = []
+        self._used: list[ShardedGroup] = []
         self._place = -1  # in what is expected
 
     @property
-    def current(self) -> GatheredGroup | None:
+    def current(self) -> ShardedGroup | None:
         """The group that was used last."""
         return self._used[-1] if self._used else None
 
@@ -75,13 +75,13 @@ class Course:
         """Opens a pass."""
         self._used, self._place = [], -1
 
-    def use(self, group: GatheredGroup) -> None:
+    def use(self, group: ShardedGroup) -> None:
         """Notes the next group."""
         self._used.append(group)
         with suppress(ValueError):  # where the pass takes another course
             self._place = self._expected.index(group, self._place + 1)
 
-    def following(self, count: int) -> list[GatheredGroup]:
+    def following(self, count: int) -> list[ShardedGroup]:
         """The next ``count`` groups, without the current one; none where the pass takes another course."""
         if self._used and (self._place < 0 or self._expected[self._place] is not self._used[-1]):
             return []
@@ -92,6 +92,6 @@ class Course:
         """Closes the pass."""
         self._expected = list(self._used)
 
-    def reverse(self) -> Course:
+    def reverse(self) -> ExecutionOrder:
         """The pass in the other direction."""
-        return Course(self._used[::-1])
+        return ExecutionOrder(self._used[::-1])

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.communicator import Communicator, Pending
 from dtrain.precision.float8.cast import E4M3, cast, scale_of
-from dtrain.sharding.layout import FlatLayout, Interval, Segment, Slot
+from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParameterSlot, ShardInterval
 
 _BLOCK = 1 << 17
 """Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
@@ -79,7 +79,7 @@ class ScaleTable:
 
     def __init__(self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device) -> None:
         self.rowwise = rowwise
-        self._places: dict[str, list[slice]] = {}  # of each plane
+        self._places: dict[str, list[slice]] = {}  # of each copy
         cursor = 0
         for slot in (slot for layout in layouts if layout.dtype == E4M3 for slot in layout.slots):
             places = []
@@ -96,13 +96,13 @@ class ScaleTable:
         return list(self._places)
 
     @property
-    def num_planes(self) -> int:
+    def num_copies(self) -> int:
         """Of every weight."""
         return 2 if self.rowwise else 1
 
-    def of_plane(self, values: Tensor, name: str, plane: int) -> Tensor:
-        """That part of ``values`` [all scales] which belongs to a plane of weight ``name``."""
-        return values[self._places[name][plane]]
+    def of_copy(self, values: Tensor, name: str, copy: int) -> Tensor:
+        """That part of ``values`` [all scales] which belongs to a copy of weight ``name``."""
+        return values[self._places[name][copy]]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class CurrentScales:
         table: of the scales.
         segments: of the arena.
         master: the arena, FP32.
-        replicas: the planes of each segment, each [segment.numel].
+        replicas: the copies of each segment, each [segment.numel].
         comm: the ranks that share the masters; None: each has them all.
         compiled: compile the casts.
     """
@@ -165,7 +165,7 @@ class CurrentScales:
     def __init__(
         self,
         table: ScaleTable,
-        segments: Sequence[Segment],
+        segments: Sequence[ArenaSegment],
         master: Tensor,
         replicas: Sequence[Sequence[Tensor]],
         comm: Communicator | None,
@@ -185,22 +185,22 @@ class CurrentScales:
             if segment.layout.dtype == E4M3
         }
 
-    def _patches_of(self, segment: Segment, master: Tensor, planes: Sequence[Tensor]) -> Iterator[_Patch]:
+    def _patches_of(self, segment: ArenaSegment, master: Tensor, copies: Sequence[Tensor]) -> Iterator[_Patch]:
         own = master[segment.arena_start : segment.arena_stop]
         for part in segment.intervals():
             for box in self._boxes(part):
                 start = part.offset + box.offset
                 place, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
-                for plane, values in enumerate(planes):
-                    axis = 1 - plane  # rows share a scale in the first plane, columns in the second
+                for copy, values in enumerate(copies):
+                    axis = 1 - copy  # rows share a scale in the first copy, columns in the second
                     first, count = (box.row, box.rows) if axis == 1 else (box.column, box.columns)
                     amax, scale = (
-                        self._table.of_plane(whole, part.spec.name, plane)[first : first + count].unsqueeze(axis)
+                        self._table.of_copy(whole, part.spec.name, copy)[first : first + count].unsqueeze(axis)
                         for whole in (self._table.amax, self._table.scale)
                     )
                     yield _Patch(own[place].view(shape), values[place].view(shape), amax, scale, axis)
 
-    def _boxes(self, part: Interval) -> Iterator[Rectangle]:
+    def _boxes(self, part: ShardInterval) -> Iterator[Rectangle]:
         """``part`` in rectangles; where a weight has one scale, as one row of their own."""
         length = part.stop - part.start
         if self._table.rowwise:
@@ -211,9 +211,9 @@ class CurrentScales:
         return (piece for box in boxes for piece in box.cut(limit))
 
     @property
-    def num_planes(self) -> int:
+    def num_copies(self) -> int:
         """Of every weight."""
-        return self._table.num_planes
+        return self._table.num_copies
 
     @property
     def held(self) -> list[Tensor]:
@@ -279,7 +279,7 @@ class DelayedScales(CurrentScales):
     def __init__(
         self,
         table: ScaleTable,
-        segments: Sequence[Segment],
+        segments: Sequence[ArenaSegment],
         master: Tensor,
         replicas: Sequence[Sequence[Tensor]],
         comm: Communicator | None,
@@ -301,9 +301,9 @@ class DelayedScales(CurrentScales):
         """The update casts each weight with its scale, and measures it."""
         (replica,) = self._replicas[number]
 
-        def of_slot(slot: Slot, start: int, stop: int) -> Cast:
+        def of_slot(slot: ParameterSlot, start: int, stop: int) -> Cast:
             scale, amax = (
-                self._table.of_plane(whole, slot.spec.name, 0)[0] for whole in (self._table.scale, self._table.amax)
+                self._table.of_copy(whole, slot.spec.name, 0)[0] for whole in (self._table.scale, self._table.amax)
             )
             return Cast(slot.spec.decayed, start, stop, replica, scale, amax)
 

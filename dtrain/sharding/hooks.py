@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dtrain.sharding.execution_order import GatheredGroup
+from dtrain.sharding.execution_order import ShardedGroup
 
 
 class GuardedParameters(dict[str, Any]):
@@ -17,8 +17,8 @@ class GuardedParameters(dict[str, Any]):
     def __init__(
         self,
         parameters: Mapping[str, Any],
-        guards: Mapping[str, tuple[GatheredGroup, str]],
-        require: Callable[[GatheredGroup, str], None],
+        guards: Mapping[str, tuple[ShardedGroup, str]],
+        require: Callable[[ShardedGroup, str], None],
     ) -> None:
         super().__init__(parameters)
         self._guards = guards

@@ -47,7 +47,7 @@ class ParamSpec:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """The place of one parameter in its flat buffer: elements ``start`` to ``stop``."""
 
     spec: ParamSpec
@@ -60,7 +60,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Interval:
+class ShardInterval:
     """A row-major stretch of one parameter that lies in a stretch of a flat buffer."""
 
     spec: ParamSpec
@@ -75,7 +75,7 @@ class FlatLayout:
 
     group: str
     dtype: torch.dtype
-    slots: tuple[Slot, ...]
+    slots: tuple[ParameterSlot, ...]
     classes: tuple[tuple[bool, int, int], ...]  # (decayed, start, stop), each a whole number of chunks
     world_size: int
 
@@ -119,13 +119,13 @@ class FlatLayout:
         """Start and stop of the shard of ``rank`` in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def intervals(self, start: int, stop: int) -> tuple[Interval, ...]:
+    def intervals(self, start: int, stop: int) -> tuple[ShardInterval, ...]:
         """The stretches of parameters that lie between ``start`` and ``stop`` of the buffer."""
         found = []
         for slot in self.slots:
             low, high = max(slot.start, start), min(slot.stop, stop)
             if low < high:
-                found.append(Interval(slot.spec, low - slot.start, high - slot.start, low - start))
+                found.append(ShardInterval(slot.spec, low - slot.start, high - slot.start, low - start))
         return tuple(found)
 
     def class_ranges(self, start: int, stop: int) -> tuple[tuple[bool, int, int], ...]:
@@ -133,7 +133,7 @@ class FlatLayout:
         cut = ((decayed, max(low, start) - start, min(high, stop) - start) for decayed, low, high in self.classes)
         return tuple((decayed, low, high) for decayed, low, high in cut if low < high)
 
-    def slot_ranges(self, start: int, stop: int) -> tuple[tuple[Slot, int, int], ...]:
+    def slot_ranges(self, start: int, stop: int) -> tuple[tuple[ParameterSlot, int, int], ...]:
         """(slot, start, stop) of each parameter with the padding after it, cut and counted like classes."""
         ends = [*(slot.start for slot in self.slots[1:]), self.real_numel]
         cut = (
@@ -153,14 +153,14 @@ def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tup
 
 
 def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int) -> FlatLayout:
-    slots: list[Slot] = []
+    slots: list[ParameterSlot] = []
     classes: list[tuple[bool, int, int]] = []
     cursor = 0
     for decayed, same_class in groupby(specs, key=lambda s: s.decayed):
         begin = cursor
         for spec in same_class:
             cursor = round_up(cursor, ALIGNMENT)
-            slots.append(Slot(spec, cursor))
+            slots.append(ParameterSlot(spec, cursor))
             cursor += spec.numel
         cursor = round_up(cursor, CHUNK)
         classes.append((decayed, begin, cursor))
@@ -168,7 +168,7 @@ def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], wor
 
 
 @dataclass(frozen=True)
-class Segment:
+class ArenaSegment:
     """The slice of one flat buffer in this rank's arena."""
 
     layout: FlatLayout
@@ -181,7 +181,7 @@ class Segment:
         """End of the segment in the arena."""
         return self.arena_start + self.numel
 
-    def intervals(self) -> tuple[Interval, ...]:
+    def intervals(self) -> tuple[ShardInterval, ...]:
         """The stretches of parameters in this segment, offsets counted from its beginning."""
         return self.layout.intervals(self.flat_start, self.flat_start + self.numel)
 
@@ -189,7 +189,7 @@ class Segment:
         """(decayed, start, stop) of the hyper-parameter classes in this segment, counted from its beginning."""
         return self.layout.class_ranges(self.flat_start, self.flat_start + self.numel)
 
-    def slot_ranges(self) -> tuple[tuple[Slot, int, int], ...]:
+    def slot_ranges(self) -> tuple[tuple[ParameterSlot, int, int], ...]:
         """(slot, start, stop) of each parameter with the padding after it, counted from the segment's beginning."""
         return self.layout.slot_ranges(self.flat_start, self.flat_start + self.numel)
 
@@ -198,7 +198,7 @@ class Segment:
 class ArenaLayout:
     """One rank's contiguous arena: the segments of all flat buffers, in their order."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[ArenaSegment, ...]
 
     @staticmethod
     def of(layouts: Iterable[FlatLayout], rank: int, *, sharded: bool) -> ArenaLayout:
@@ -206,7 +206,7 @@ class ArenaLayout:
         segments, cursor = [], 0
         for layout in layouts:
             start, stop = layout.shard(rank) if sharded else (0, layout.numel)
-            segments.append(Segment(layout, cursor, start, stop - start))
+            segments.append(ArenaSegment(layout, cursor, start, stop - start))
             cursor += stop - start
         return ArenaLayout(tuple(segments))
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, Pending
-from dtrain.sharding.replicas import BufferPool
 from dtrain.sharding.layout import FlatLayout
+from dtrain.sharding.replicas import BufferPool
 
 MAX_BYTES_IN_FLIGHT = 64 * 2**20
 """Leaves that may be under way before backward waits for the oldest: small ones gain from overlap, large ones must not
@@ -27,7 +27,7 @@ Take = Callable[[Sequence[Tensor]], None]
 """Uses this rank's slice of every rank's leaf, in rank order, before it returns."""
 
 
-class LeafBuffer(Protocol):
+class MicroBatchGradient(Protocol):
     """The leaves of one flat buffer, one a micro-batch."""
 
     nbytes: int  # held while one is under way
@@ -40,7 +40,7 @@ class LeafBuffer(Protocol):
 
 
 @dataclass(frozen=True)
-class LeafSpec:
+class MicroBatchGradientSpec:
     """What lies in a leaf buffer."""
 
     layout: FlatLayout
@@ -52,7 +52,7 @@ class LeafSpec:
         return self.layout.numel * self.dtype.itemsize
 
 
-class LeafStore:
+class MicroBatchGradientBuffers:
     """The leaf buffers of one rank.
 
     Args:
@@ -64,27 +64,27 @@ class LeafStore:
         buffers: one for each of ``specs``.
     """
 
-    def __init__(self, comm: Communicator, specs: Sequence[LeafSpec], num_last: int) -> None:
+    def __init__(self, comm: Communicator, specs: Sequence[MicroBatchGradientSpec], num_last: int) -> None:
         self._pool = BufferPool(comm.device)
         self._ring: Tensor | None = None
-        self.buffers: list[LeafBuffer] = [_PrivateLeaf(spec, comm, self._pool) for spec in specs]
+        self.buffers: list[MicroBatchGradient] = [_PrivateGradient(spec, comm, self._pool) for spec in specs]
         if specs and comm.may_share:
             schedule = RingSchedule([spec.nbytes for spec in specs], num_last, MAX_BYTES_IN_FLIGHT)
             memory = comm.allocate(schedule.capacity, torch.uint8)
             if comm.is_shared(memory):
                 self._ring = memory
-                ring = _LeafRing(comm, memory, schedule)
-                self.buffers = [_RingLeaf(number, spec, ring, self._pool) for number, spec in enumerate(specs)]
+                ring = _GradientRing(comm, memory, schedule)
+                self.buffers = [_RingGradient(number, spec, ring, self._pool) for number, spec in enumerate(specs)]
 
     def idle(self) -> list[Tensor]:
         """The memory that nobody uses now: between steps, all of it."""
         return self._pool.idle() if self._ring is None else [self._ring, *self._pool.idle()]
 
 
-class _PrivateLeaf:
+class _PrivateGradient:
     """A leaf that is sent from memory of this rank alone."""
 
-    def __init__(self, spec: LeafSpec, comm: Communicator, pool: BufferPool) -> None:
+    def __init__(self, spec: MicroBatchGradientSpec, comm: Communicator, pool: BufferPool) -> None:
         self._spec = spec
         self._comm = comm
         self._pool = pool
@@ -105,11 +105,11 @@ class _PrivateLeaf:
             if received is not None:
                 self._pool.give("received", received)
 
-        return self._comm.exchange_slices(leaf, take, label=layout.name, received=received).then(give_back)
+        return self._comm.all_to_all_single(leaf, take, label=layout.name, received=received).then(give_back)
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RingSlot:
     """The place of one leaf in the ring: bytes ``start`` to ``stop``, free once exchange ``free_after`` is complete."""
 
     start: int
@@ -140,17 +140,17 @@ class RingSchedule:
             self._split = min(2 * sum(ring), _longest_run(ring, self.window + 2) + max(ring))
         self.capacity = self._split + 2 * sum(last)
         self._cursors = [0, self._split]  # of the ring, and of the last leaves
-        self._stretches: dict[int, Stretch] = {}
+        self._stretches: dict[int, RingSlot] = {}
         self._next = 0
 
-    def place(self, number: int) -> Stretch:
+    def place(self, number: int) -> RingSlot:
         """The place of leaf ``number``, which has not been forgotten."""
         while self._next <= number:
             self._stretches[self._next] = self._append()
             self._next += 1
         return self._stretches[number]
 
-    def _append(self) -> Stretch:
+    def _append(self) -> RingSlot:
         index = self._next % self.cycle
         part = int(index >= self._num_ring)
         low, high = ((0, self._split), (self._split, self.capacity))[part]
@@ -159,7 +159,7 @@ class RingSchedule:
             start = low
         stop = self._cursors[part] = start + self._sizes[index]
         overlapping = [n for n, other in self._stretches.items() if other.start < stop and start < other.stop]
-        return Stretch(start, stop, max(overlapping) + self.window if overlapping else -1)
+        return RingSlot(start, stop, max(overlapping) + self.window if overlapping else -1)
 
     def forget(self, number: int) -> None:
         """Leaves up to ``number`` have been read by all ranks."""
@@ -172,7 +172,7 @@ def _longest_run(sizes: Sequence[int], count: int) -> int:
     return max(sum(sizes[(first + i) % len(sizes)] for i in range(count)) for first in range(len(sizes)))
 
 
-class _LeafRing:
+class _GradientRing:
     """The ring's memory, and the exchanges under way from it.
 
     No deadlock: a rank waits only for exchanges that it has started itself, and all start them in one order.
@@ -210,7 +210,7 @@ class _LeafRing:
         place = self._view(stretch, leaf.dtype)
         if place.data_ptr() != leaf.data_ptr():
             place.copy_(leaf)
-        pending = self._comm.exchange_slices(place, take, label=label)
+        pending = self._comm.all_to_all_single(place, take, label=label)
         self._under_way.append((self._num_started, pending))
         self._schedule.forget(self._num_started - 2 * window)  # exchange number started - window is complete
         self._num_started += 1
@@ -220,14 +220,14 @@ class _LeafRing:
         while self._under_way and self._under_way[0][0] <= number:
             self._under_way.popleft()[1].wait()
 
-    def _view(self, stretch: Stretch, dtype: torch.dtype) -> Tensor:
+    def _view(self, stretch: RingSlot, dtype: torch.dtype) -> Tensor:
         return self._memory[stretch.start : stretch.stop].view(dtype)
 
 
-class _RingLeaf:
+class _RingGradient:
     """A leaf in the ring; where its place is not free yet when it is opened, in private memory until it is sent."""
 
-    def __init__(self, index: int, spec: LeafSpec, ring: _LeafRing, pool: BufferPool) -> None:
+    def __init__(self, index: int, spec: MicroBatchGradientSpec, ring: _GradientRing, pool: BufferPool) -> None:
         self._index = index
         self._spec = spec
         self._ring = ring

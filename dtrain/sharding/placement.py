@@ -28,7 +28,7 @@ class Placements:
     gradient: Placement
     master: Placement
 
-    def leaves_travel(self, *, reproducible: bool) -> bool:
+    def reduces_every_micro_batch(self, *, reproducible: bool) -> bool:
         """Whether the gradients of single micro-batches are exchanged, not each rank's FP32 sum of them."""
         return reproducible or self.gradient is Placement.SHARD
 
@@ -64,7 +64,7 @@ def memory_formula(
         low_bytes: bytes of a low element.
         world_size: ranks that share.
         float8_numel: parameters whose replica is FP8.
-        float8_bytes: bytes of an element of it, one for each plane.
+        float8_bytes: bytes of an element of it, one for each copy.
     """
     numel = low_numel + fp32_numel + float8_numel
 

@@ -1,6 +1,6 @@
-"""FP8 compute replicas: planes of FP8 numbers in flat buffers, one byte an element, also where they travel.
+"""FP8 compute replicas: copies of FP8 numbers in flat buffers, one byte an element, also where they travel.
 
-One plane a weight where it has one scale. Where each row and each column has its own, two: in the first each row has
+One copy a weight where it has one scale. Where each row and each column has its own, two: in the first each row has
 one scale, in the second each column, because the weight is the right operand of two products, whose sums run along
 its rows and along its columns.
 """
@@ -12,23 +12,23 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from dtrain.errors import ContractError
+from dtrain.precision.float8.cast import Quantized
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.cast import Quantised
-from dtrain.precision.float8.weights import QuantisedWeights, dequantised
-from dtrain.sharding.replicas import ParameterViews, slot_views
+from dtrain.precision.float8.weights import QuantizedWeights, dequantized
 from dtrain.sharding.float8_scales import ScaleTable
 from dtrain.sharding.layout import FlatLayout
+from dtrain.sharding.replicas import ParameterViews, slot_views
 
 
-class PlaneWeights(QuantisedWeights):
-    """Where a Linear finds its weight: in the planes that it was shown.
+class ReplicaWeights(QuantizedWeights):
+    """Where a Linear finds its weight: in the copies that it was shown.
 
     Args:
         recipe: of the Linear.
         name: of the weight.
         parameter: that stands for it.
-        scales: of the planes: 0-dim, or [N] and [K].
+        scales: of the copies: 0-dim, or [N] and [K].
     """
 
     def __init__(self, recipe: Recipe, name: str, parameter: nn.Parameter, scales: Sequence[Tensor]) -> None:
@@ -36,35 +36,35 @@ class PlaneWeights(QuantisedWeights):
         self._name = name
         self._parameter = parameter
         self._scales = scales
-        self._planes: list[Tensor] = []
+        self._copies: list[Tensor] = []
 
-    def show(self, planes: Sequence[Tensor]) -> None:
-        """The weight lies in ``planes``, each [N, K], from now on; nowhere, if there are none."""
-        self._planes = list(planes)
+    def bind(self, copies: Sequence[Tensor]) -> None:
+        """The weight lies in ``copies``, each [N, K], from now on; nowhere, if there are none."""
+        self._copies = list(copies)
         self.refresh()
 
-    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
-        """See :class:`dtrain.precision.float8.weights.QuantisedWeights`; of another weight, its own numbers."""
+    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`; of another weight, its own numbers."""
         if weight is not self._parameter:
             return self._cast(weight)
-        if not self._planes:
+        if not self._copies:
             raise ContractError(f"'{self._name}' is computed with while it is sharded; its group was not gathered")
-        found = [Quantised(values, scale) for values, scale in zip(self._planes, self._scales, strict=True)]
+        found = [Quantized(values, scale) for values, scale in zip(self._copies, self._scales, strict=True)]
         return found[0], found[-1]
 
     def held(self) -> Sequence[Tensor]:
-        """See :class:`dtrain.precision.float8.weights.QuantisedWeights`."""
-        return self._planes
+        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`."""
+        return self._copies
 
-    def dequantised(self, weight: Tensor) -> Tensor:
+    def dequantized(self, weight: Tensor) -> Tensor:
         """See :class:`dtrain.precision.float8.weights.WeightSource`; NaN, as the parameter is, where it is sharded."""
-        if weight is not self._parameter or not self._planes:
+        if weight is not self._parameter or not self._copies:
             return weight
-        return dequantised(self._name, weight, self.planes(weight)[0])
+        return dequantized(self._name, weight, self.copies(weight)[0])
 
 
 class Float8Views(ParameterViews):
-    """How a model sees an FP8 replica: its Linears find the planes; the parameters stay NaN, so nobody reads them.
+    """How a model sees an FP8 replica: its Linears find the copies; the parameters stay NaN, so nobody reads them.
 
     Args:
         layout: of the flat buffer.
@@ -76,12 +76,12 @@ class Float8Views(ParameterViews):
     def __init__(
         self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], table: ScaleTable, recipe: Recipe
     ) -> None:
-        self.num_planes = table.num_planes
+        self.num_copies = table.num_copies
         self._sources = {}
         for slot in layout.slots:
             name = slot.spec.name
-            scales = [table.of_plane(table.scale, name, plane) for plane in range(table.num_planes)]
-            self._sources[name] = PlaneWeights(
+            scales = [table.of_copy(table.scale, name, copy) for copy in range(table.num_copies)]
+            self._sources[name] = ReplicaWeights(
                 recipe, name, parameters[name], scales if table.rowwise else [scales[0][0]]
             )
         super().__init__(layout, parameters, recipe.out_dtype)
@@ -109,23 +109,23 @@ class Float8Views(ParameterViews):
                 raise ContractError(f"the replica of '{name}' is FP8, and its module a {type(module).__name__}")
             module.source = source
 
-    def show(self, planes: Sequence[Tensor]) -> None:
-        """The values are in ``planes``, each [numel], from now on."""
-        by_slot = zip(*(slot_views(plane, self._layout) for plane in planes), strict=True)
+    def bind(self, copies: Sequence[Tensor]) -> None:
+        """The values are in ``copies``, each [numel], from now on."""
+        by_slot = zip(*(slot_views(copy, self._layout) for copy in copies), strict=True)
         for source, views in zip(self._sources.values(), by_slot, strict=True):
-            source.show(views)
+            source.bind(views)
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         """There are no values from now on."""
-        super().hide()
+        super().unbind()
         for source in self._sources.values():
-            source.show(())
+            source.bind(())
 
-    def renew(self) -> None:
+    def invalidate(self) -> None:
         """What was kept of the old values is dropped."""
         for source in self._sources.values():
             source.refresh()
 
-    def kept(self) -> list[Tensor]:
+    def cached(self) -> list[Tensor]:
         """Operands of products, made once after each refresh."""
         return [tensor for source in self._sources.values() for tensor in source.tensors()]

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, Pending
-from dtrain.sharding.accumulate import LeafSum, RunningSum, Weight, add_scaled, assign_scaled
-from dtrain.sharding.replicas import slot_views
-from dtrain.parameters.gradient_monitor import GradientWatch
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.accumulate import GradientSum, RunningSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import FlatLayout
-from dtrain.sharding.micro_batch_gradients import MAX_BYTES_IN_FLIGHT, LeafBuffer
+from dtrain.sharding.micro_batch_gradients import MAX_BYTES_IN_FLIGHT, MicroBatchGradient
+from dtrain.sharding.replicas import slot_views
 
 Weights = Callable[[], Sequence[Weight]]
 """The weights of one micro-batch on all ranks; waits for them."""
@@ -65,7 +66,7 @@ class UnshardedGradient:
     reduces_every_micro_batch = False
 
     def __init__(
-        self, layout: FlatLayout, comm: Communicator, full: Tensor, everywhere: bool, leaf: LeafBuffer | None
+        self, layout: FlatLayout, comm: Communicator, full: Tensor, everywhere: bool, leaf: MicroBatchGradient | None
     ) -> None:
         self._layout = layout
         self._comm = comm
@@ -125,7 +126,7 @@ class ShardedGradient:
         layout: of the flat buffer.
         comm: who takes part.
         buffer: where the leaves lie.
-        leaf_sum: sums this rank's shard of the leaves.
+        gradient_sum: sums this rank's shard of the leaves.
         main_grad: FP32 [shard_numel], or [numel] where every rank wants the whole sum (stage 0, reproducible).
     """
 
@@ -135,14 +136,14 @@ class ShardedGradient:
         self,
         layout: FlatLayout,
         comm: Communicator,
-        buffer: LeafBuffer,
-        leaf_sum: LeafSum,
+        buffer: MicroBatchGradient,
+        gradient_sum: GradientSum,
         main_grad: Tensor,
     ) -> None:
         self._layout = layout
         self._comm = comm
         self._buffer = buffer
-        self._sum = leaf_sum
+        self._sum = gradient_sum
         self._main_grad = main_grad
         start, stop = layout.shard(comm.rank)
         self._shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
@@ -196,14 +197,14 @@ class GradientReducer:
         groups: the flat gradients of each group, in the order in which backward is expected to complete them.
         num_parameters: how many gradients complete each group.
         comm: who takes part.
-        watch: sees every gradient.
+        monitor: sees every gradient.
     """
 
     def __init__(
-        self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator, watch: GradientWatch
+        self, groups: list[list[FlatGradient]], num_parameters: list[int], comm: Communicator, monitor: GradientMonitor
     ) -> None:
         self._groups = groups
-        self._watch = watch
+        self._monitor = monitor
         # of each group's first parameter, in the order of backward
         self._first_numbers = list(accumulate(num_parameters, initial=0))
         self._micro_batch = 0
@@ -257,7 +258,9 @@ class GradientReducer:
         number = self._first_numbers[group]
         for flat in self._groups[group]:
             grads = flat.complete()
-            self._watch.look(self._micro_batch, number, grads[::-1])  # backward reaches the last one first
+            self._monitor.record_finiteness(
+                self._micro_batch, number, grads[::-1]
+            )  # backward reaches the last one first
             number += len(grads)
 
     def _launch_next(self) -> None:

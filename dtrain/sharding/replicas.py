@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.communicator import Communicator, Pending
 from dtrain.errors import ContractError
-from dtrain.sharding.layout import FlatLayout, Segment
+from dtrain.sharding.layout import ArenaSegment, FlatLayout
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -30,7 +29,7 @@ class ParameterViews:
         dtype: of the parameters; None: that of the layout.
     """
 
-    num_planes = 1
+    num_copies = 1
     """Flat buffers that hold the replica."""
 
     def __init__(
@@ -43,13 +42,13 @@ class ParameterViews:
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
         for parameter in self._parameters:
             parameter.grad = None
-        self.hide()
+        self.unbind()
 
-    def show(self, planes: Sequence[Tensor]) -> None:
-        """The values are in ``planes``, each [numel], from now on."""
-        self._set(slot_views(planes[0], self._layout))
+    def bind(self, copies: Sequence[Tensor]) -> None:
+        """The values are in ``copies``, each [numel], from now on."""
+        self._set(slot_views(copies[0], self._layout))
 
-    def hide(self) -> None:
+    def unbind(self) -> None:
         """There are no values from now on."""
         self._set(self._placeholders)
 
@@ -58,11 +57,11 @@ class ParameterViews:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
-    def renew(self) -> None:
+    def invalidate(self) -> None:
         """The values have changed where they lie."""
 
-    def kept(self) -> list[Tensor]:
-        """What is kept beside the planes, made from their values."""
+    def cached(self) -> list[Tensor]:
+        """What is kept beside the copies, made from their values."""
         return []
 
     def check(self) -> None:
@@ -94,35 +93,35 @@ class ReplicaBuffer:
         comm: the ranks that share.
 
     Attributes:
-        planes: the whole layout, each [numel].
-        own: this rank's segment of each plane, [segment.numel]: what the master is cast into.
+        copies: the whole layout, each [numel].
+        own: this rank's segment of each copy, [segment.numel]: what the master is cast into.
     """
 
-    def __init__(self, segment: Segment, views: ParameterViews, comm: Communicator) -> None:
+    def __init__(self, segment: ArenaSegment, views: ParameterViews, comm: Communicator) -> None:
         self.layout = segment.layout
         self.views = views
         self._comm = comm
         self._take_over(segment)
 
-    def _take_over(self, segment: Segment) -> None:
-        self.planes = [self._comm.allocate(self.layout.numel, self.layout.dtype) for _ in range(self.views.num_planes)]
-        self.own = [plane[segment.flat_start : segment.flat_start + segment.numel] for plane in self.planes]
-        self.views.show(self.planes)
+    def _take_over(self, segment: ArenaSegment) -> None:
+        self.copies = [self._comm.allocate(self.layout.numel, self.layout.dtype) for _ in range(self.views.num_copies)]
+        self.own = [copy[segment.flat_start : segment.flat_start + segment.numel] for copy in self.copies]
+        self.views.bind(self.copies)
 
-    def gather(self) -> list[Pending]:
+    def start_all_gather(self) -> list[Pending]:
         """Starts the gather of all shards; all ranks call in the same order."""
         return [
-            self._comm.all_gather(plane, own, label=f"{self.layout.name}{'/columns' if number else ''}")
-            for number, (plane, own) in enumerate(zip(self.planes, self.own, strict=True))
+            self._comm.all_gather(copy, own, label=f"{self.layout.name}{'/columns' if number else ''}")
+            for number, (copy, own) in enumerate(zip(self.copies, self.own, strict=True))
         ]
 
     @property
     def held(self) -> list[Tensor]:
         """What this rank holds from one refresh to the next."""
-        return [*self.planes, *self.views.kept()]
+        return [*self.copies, *self.views.cached()]
 
     @property
-    def gathered(self) -> list[Tensor]:
+    def unsharded(self) -> list[Tensor]:
         """What it holds for as long as a group is gathered."""
         return []
 
@@ -130,33 +129,33 @@ class ReplicaBuffer:
 class ShardedReplica(ReplicaBuffer):
     """Compute replicas of which each rank holds its shard; the whole layout exists only between gather and free.
 
-    Every gather has new planes, so what a caller still holds of old ones stays what it was. While there are none,
+    Every gather has new copies, so what a caller still holds of old ones stays what it was. While there are none,
     they are empty.
     """
 
-    def _take_over(self, segment: Segment) -> None:
-        self.own = [self._comm.allocate(segment.numel, self.layout.dtype) for _ in range(self.views.num_planes)]
+    def _take_over(self, segment: ArenaSegment) -> None:
+        self.own = [self._comm.allocate(segment.numel, self.layout.dtype) for _ in range(self.views.num_copies)]
         self._pending: list[Pending] = []
-        self.free()
+        self.reshard()
 
-    def start_gather(self) -> None:
+    def start_unshard(self) -> None:
         """Starts the gather of all shards; all ranks call in the same order."""
         with torch.inference_mode(False):
-            self.planes = [own.new_empty(self.layout.numel) for own in self.own]
-        self._pending = self.gather()
+            self.copies = [own.new_empty(self.layout.numel) for own in self.own]
+        self._pending = self.start_all_gather()
 
-    def finish_gather(self) -> None:
+    def finish_unshard(self) -> None:
         """Waits for the gather; the model sees its result."""
         self._wait()
         with torch.inference_mode(False):
-            self.views.show(self.planes)
+            self.views.bind(self.copies)
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Lets the whole go, after a gather that is under way."""
         self._wait()
-        self.views.hide()
+        self.views.unbind()
         with torch.inference_mode(False):
-            self.planes = [own.new_empty(0) for own in self.own]
+            self.copies = [own.new_empty(0) for own in self.own]
 
     def _wait(self) -> None:
         for pending in self._pending:
@@ -168,48 +167,9 @@ class ShardedReplica(ReplicaBuffer):
         return self.own
 
     @property
-    def gathered(self) -> list[Tensor]:
+    def unsharded(self) -> list[Tensor]:
         """What it holds for as long as a group is gathered."""
-        return [*self.planes, *self.views.kept()]
-
-
-@dataclass(frozen=True)
-class UpdateSlice:
-    """A stretch of the arena with one weight-decay class; all tensors 1-D, of one length, FP32 but for the replica.
-
-    Attributes:
-        replica: takes the masters' cast; None: they are cast later.
-        scale: 0-dim FP32, of an FP8 replica: what the masters are divided by first.
-        amax: 0-dim FP32, beside ``scale``: grows to the largest magnitude of the masters.
-    """
-
-    decayed: bool
-    master: Tensor
-    main_grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    replica: Tensor | None
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-
-    @property
-    def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Master, main grad and both moments."""
-        return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
-
-    def cut(self, size: int) -> list[UpdateSlice]:
-        """In parts of ``size`` elements, the last one shorter."""
-        return [
-            replace(
-                self,
-                master=self.master[part],
-                main_grad=self.main_grad[part],
-                exp_avg=self.exp_avg[part],
-                exp_avg_sq=self.exp_avg_sq[part],
-                replica=None if self.replica is None else self.replica[part],
-            )
-            for part in (slice(start, start + size) for start in range(0, self.master.numel(), size))
-        ]
+        return [*self.copies, *self.views.cached()]
 
 
 class BufferPool:

@@ -12,25 +12,27 @@ from torch import Tensor, nn
 
 from dtrain.distributed.communicator import Communicator, Pending
 from dtrain.errors import UsageError
+from dtrain.optim.adamw import UpdateSlice
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.groups import ParamGroup, find_groups, matching_parameters, move_to_root
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.weight_decay import decayed_names
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.cast import E4M3
-from dtrain.sharding.accumulate import RunningSum, TreeSum, Weight
-from dtrain.sharding.replicas import ParameterViews, ReplicaBuffer, ShardedReplica, UpdateSlice
-from dtrain.sharding.execution_order import GatheredGroup
-from dtrain.parameters.weight_decay import decayed_names
+from dtrain.sharding.accumulate import RunningSum, TreeSum
+from dtrain.sharding.execution_order import ShardedGroup
 from dtrain.sharding.float8_scales import Cast, CurrentScales, DelayedScales, ScaleTable
-from dtrain.sharding.unshard import Gathering, GatherOptions
-from dtrain.parameters.gradient_monitor import GradientWatch
-from dtrain.sharding.layout import CHUNK, ArenaLayout, FlatLayout, Interval, ParamSpec, Segment, flat_layouts
-from dtrain.sharding.micro_batch_gradients import LeafBuffer, LeafSpec, LeafStore
-from dtrain.parameters.groups import ParamGroup, find_groups, matching_parameters, move_to_root
+from dtrain.sharding.layout import CHUNK, ArenaLayout, ArenaSegment, FlatLayout, ParamSpec, ShardInterval, flat_layouts
+from dtrain.sharding.micro_batch_gradients import MicroBatchGradient, MicroBatchGradientBuffers, MicroBatchGradientSpec
 from dtrain.sharding.placement import Placement, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
+from dtrain.sharding.replicas import ParameterViews, ReplicaBuffer, ShardedReplica
+from dtrain.sharding.unshard import UnshardOptions, UnshardScheduler
 
 
 @dataclass(frozen=True)
-class _Place:
+class _GradientDestination:
     """Where a parameter's gradient goes: flat buffer and slot; its group and its number there."""
 
     name: str
@@ -70,7 +72,7 @@ class ShardedState:
         groups: str | Sequence[str] = "auto",
         reproducible: bool = False,
         all_reduce: bool = False,
-        gather: GatherOptions,
+        gather: UnshardOptions,
         peak_lr: float,
     ) -> None:
         self._comm = comm
@@ -103,9 +105,9 @@ class ShardedState:
             replica_type(segment, self._views(segment.layout, parameters), comm) for segment in self.arena.segments
         ]
         self.scales = self._float8_scales(peak_lr)
-        self.gathering = Gathering(model, self._gathered_groups(), gather, comm) if shards_compute else None
+        self.gathering = UnshardScheduler(model, self._gathered_groups(), gather, comm) if shards_compute else None
         self._grad_storages: list[Tensor] = []
-        self.watch = GradientWatch(sum(len(layout.slots) for layout in self.layouts))
+        self.monitor = GradientMonitor(sum(len(layout.slots) for layout in self.layouts))
         self._position = self._order_groups()
         self.main_grads, flats = self._gradients()
         self.reducer = self._reducer(layouts, flats)
@@ -127,15 +129,15 @@ class ShardedState:
         number of collectives.
         """
         dtypes = self._contract.replica_dtypes
-        islands: set[str] = set()
+        fp32_modules: set[str] = set()
         for group in groups:
             narrowest = min((dtypes[name] for name, _ in group.parameters), key=lambda dtype: dtype.itemsize)
-            islands |= {
+            fp32_modules |= {
                 name
                 for name, p in group.parameters
                 if dtypes[name] != narrowest and (dtypes[name] == torch.float32 or (narrowest == E4M3 and p.dim() < 2))
             }
-        return move_to_root(groups, islands)
+        return move_to_root(groups, fp32_modules)
 
     def _layouts_of(self, group: ParamGroup) -> tuple[FlatLayout, ...]:
         specs = [
@@ -171,24 +173,24 @@ class ShardedState:
             if isinstance(replica.views, Float8Views):
                 replica.views.attach(model)
 
-    def _gathered_groups(self) -> list[GatheredGroup]:
+    def _gathered_groups(self) -> list[ShardedGroup]:
         sharded = [replica for replica in self.replicas if isinstance(replica, ShardedReplica)]
-        return [GatheredGroup(group, [r for r in sharded if r.layout.group == group.name]) for group in self.groups]
+        return [ShardedGroup(group, [r for r in sharded if r.layout.group == group.name]) for group in self.groups]
 
     def _gradients(self) -> tuple[list[Tensor], list[FlatGradient]]:
         """The main grad of each segment and the gradient object of each flat buffer."""
         alone = self._comm.world_size == 1
         holds_all = self._placements.master is Placement.REPLICATE or alone
         # with one rank nothing travels, so gradients can accumulate where they belong
-        leaves_travel = self._placements.leaves_travel(reproducible=self.reproducible)
-        exchange_leaves = leaves_travel and (self.reproducible or not alone)
-        leaves = self._leaf_buffers(exchange_leaves)
+        reduces_every_micro_batch = self._placements.reduces_every_micro_batch(reproducible=self.reproducible)
+        reduce_every_micro_batch = reduces_every_micro_batch and (self.reproducible or not alone)
+        leaves = self._micro_batch_gradients(reduce_every_micro_batch)
         main_grads: list[Tensor] = []
         flats: list[FlatGradient] = []
         arena: Tensor | None = None
         if holds_all:
             arena = self._comm.allocate(self.arena.numel, torch.float32)
-        elif exchange_leaves:
+        elif reduce_every_micro_batch:
             arena = self._zeros(self.arena.numel)
         if arena is not None:
             self._grad_storages.append(arena)
@@ -203,7 +205,7 @@ class ShardedState:
                 main_grad = full[segment.flat_start : segment.flat_start + segment.numel]
             main_grads.append(main_grad)
             leaf = leaves.get(layout.name)
-            if exchange_leaves:
+            if reduce_every_micro_batch:
                 flats.append(self._sharded_gradient(layout, main_grad, leaves[layout.name]))
             elif full is None:
                 flats.append(UnshardedGradient(layout, self._comm, main_grad, True, leaf))
@@ -211,22 +213,25 @@ class ShardedState:
                 flats.append(UnshardedGradient(layout, self._comm, full, self._all_reduce, leaf))
         return main_grads, flats
 
-    def _leaf_buffers(self, exchange_leaves: bool) -> dict[str, LeafBuffer]:
+    def _micro_batch_gradients(self, reduce_every_micro_batch: bool) -> dict[str, MicroBatchGradient]:
         """By the name of the flat buffer; of all, or where FP32 sums travel of those that are rounded for it."""
-        wire_dtype = self._contract.policy.wire_dtype
-        specs = [LeafSpec(layout, wire_dtype(self.grad_dtype(layout))) for layout in self.backward_order]
-        if not exchange_leaves:
+        dtype_during_reduction = self._contract.policy.dtype_during_reduction
+        specs = [
+            MicroBatchGradientSpec(layout, dtype_during_reduction(self.grad_dtype(layout)))
+            for layout in self.backward_order
+        ]
+        if not reduce_every_micro_batch:
             travels = self._comm.world_size > 1
             specs = [spec for spec in specs if travels and spec.dtype != torch.float32]
         num_last = sum(spec.layout.group == specs[-1].layout.group for spec in specs)
-        self._leaves = LeafStore(self._comm, specs, num_last)
+        self._leaves = MicroBatchGradientBuffers(self._comm, specs, num_last)
         return {spec.layout.name: leaf for spec, leaf in zip(specs, self._leaves.buffers, strict=True)}
 
-    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor, leaf: LeafBuffer) -> ShardedGradient:
+    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor, leaf: MicroBatchGradient) -> ShardedGradient:
         start, stop = layout.shard(self._comm.rank)
         own = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
-        leaf_sum = TreeSum() if self.reproducible else RunningSum(own)
-        return ShardedGradient(layout, self._comm, leaf, leaf_sum, main_grad)
+        gradient_sum = TreeSum() if self.reproducible else RunningSum(own)
+        return ShardedGradient(layout, self._comm, leaf, gradient_sum, main_grad)
 
     def _order_groups(self) -> dict[int, int]:
         """Index of each group -> its place in the order in which backward completes them: the root is the last."""
@@ -238,7 +243,7 @@ class ShardedState:
         by_group = [[next(remaining) for _ in group] for group in layouts]
         counts = [len(group.parameters) for group in self.groups]
         return GradientReducer(
-            [by_group[i] for i in self._position], [counts[i] for i in self._position], self._comm, self.watch
+            [by_group[i] for i in self._position], [counts[i] for i in self._position], self._comm, self.monitor
         )
 
     def _install_hooks(self, layouts: list[tuple[FlatLayout, ...]], parameters: dict[str, nn.Parameter]) -> None:
@@ -247,11 +252,13 @@ class ShardedState:
             number = 0
             for layout in group_layouts:
                 for slot, place in enumerate(layout.slots):
-                    self._install_hook(parameters[place.spec.name], _Place(place.spec.name, flat, slot, group, number))
+                    self._install_hook(
+                        parameters[place.spec.name], _GradientDestination(place.spec.name, flat, slot, group, number)
+                    )
                     number += 1
                 flat += 1
 
-    def _install_hook(self, parameter: nn.Parameter, place: _Place) -> None:
+    def _install_hook(self, parameter: nn.Parameter, place: _GradientDestination) -> None:
         owner = ref(self)  # a parameter that holds the state would close a circle that nothing frees
 
         def on_gradient(parameter: Tensor) -> None:
@@ -266,14 +273,14 @@ class ShardedState:
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def _receive(self, place: _Place, grad: Tensor) -> None:
+    def _receive(self, place: _GradientDestination, grad: Tensor) -> None:
         position = self._position[place.group]
         if self.reducer.is_duplicate(position, place.number):
             raise UsageError(
                 f"'{place.name}' got a second gradient in one micro-batch; reentrant activation checkpointing does "
                 f"this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self.watch.measure(grad)
+        self.monitor.record_magnitude(grad)
         self._flats[place.flat].receive(place.slot, grad, self.weight)
         self.reducer.complete(position, place.number)
         if self.gathering is not None:
@@ -330,7 +337,7 @@ class ShardedState:
         """
         gather = self._placements.master is Placement.SHARD and self._placements.compute is Placement.REPLICATE
         if self.gathering is not None:
-            self.gathering.free()
+            self.gathering.reshard()
         late = self.scales.begin(skipped)
         for number in late:
             if update is not None:
@@ -345,17 +352,17 @@ class ShardedState:
                 replica.own[0].copy_(self.master[segment.arena_start : segment.arena_stop])
             else:
                 update(number)
-            pending += replica.gather() if gather else []
+            pending += replica.start_all_gather() if gather else []
         maximum.wait()
         for number in late:
             self.scales.cast(number)
-            pending += self.replicas[number].gather() if gather else []
+            pending += self.replicas[number].start_all_gather() if gather else []
         if not late:
             pending.append(self.scales.exchange())
         for work in pending:
             work.wait()
         for replica in self.replicas:
-            replica.views.renew()
+            replica.views.invalidate()
 
     # -- the norm --------------------------------------------------------------------------------------------------
 
@@ -397,14 +404,14 @@ class ShardedState:
 
     # -- logical access --------------------------------------------------------------------------------------------
 
-    def owned_intervals(self) -> Iterator[tuple[Interval, int]]:
+    def owned_intervals(self) -> Iterator[tuple[ShardInterval, int]]:
         """(interval, its place in the arena) of what this rank saves: its shard, at every stage."""
         for segment in self.arena.segments:
             start, stop = segment.layout.shard(self._comm.rank)
             for part in segment.layout.intervals(start, stop):
                 yield part, segment.arena_start + start - segment.flat_start + part.offset
 
-    def held_intervals(self) -> Iterator[tuple[Interval, int]]:
+    def held_intervals(self) -> Iterator[tuple[ShardInterval, int]]:
         """(interval, its place in the arena) of all that this rank holds and must load."""
         for segment in self.arena.segments:
             for part in segment.intervals():
@@ -421,7 +428,7 @@ class ShardedState:
             # a copy of its own: the next backward may write the main grad before all ranks have read it
             yield from self._full_segment(segment, main_grad.clone())
 
-    def _full_segment(self, segment: Segment, part: Tensor) -> Iterator[tuple[ParamSpec, Tensor]]:
+    def _full_segment(self, segment: ArenaSegment, part: Tensor) -> Iterator[tuple[ParamSpec, Tensor]]:
         layout = segment.layout
         full = part
         if segment.numel != layout.numel:
@@ -436,9 +443,9 @@ class ShardedState:
         """The tensors that hold this rank's model states, by kind; those gathered now, and idle leaf buffers, apart."""
         return {
             "compute": [*(tensor for replica in self.replicas for tensor in replica.held), *self.scales.held],
-            "gathered": [tensor for replica in self.replicas for tensor in replica.gathered],
+            "unsharded": [tensor for replica in self.replicas for tensor in replica.unsharded],
             "main_grad": self._grad_storages,
             "master": [self.master],
             "moments": [self.exp_avg, self.exp_avg_sq],
-            "leaf_buffers": self._leaves.idle(),
+            "unreduced_grad": self._leaves.idle(),
         }

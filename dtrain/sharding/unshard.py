@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ConfigError, ModelError, UsageError
-from dtrain.sharding.replicas import ShardedReplica
-from dtrain.sharding.execution_order import Course, GatheredGroup
+from dtrain.sharding.execution_order import ExecutionOrder, ShardedGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook, callable_parts
+from dtrain.sharding.replicas import ShardedReplica
 
 
 @dataclass(frozen=True)
-class GatherOptions:
+class UnshardOptions:
     """How sharded compute replicas come and go.
 
     Attributes:
@@ -52,7 +52,7 @@ class GatherOptions:
             raise ConfigError(f"prefetch must be at least 0; got {self.prefetch}")
 
 
-class Gathering:
+class UnshardScheduler:
     """Gathers and frees the groups of a model whose compute replicas are sharded.
 
     Beside the root group, at most ``1 + prefetch`` groups are gathered at a time, and those whose forward is under way;
@@ -69,17 +69,17 @@ class Gathering:
     """
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[GatheredGroup], options: GatherOptions, comm: Communicator
+        self, model: nn.Module, groups: Sequence[ShardedGroup], options: UnshardOptions, comm: Communicator
     ) -> None:
         self._comm = comm
         self._options = options
         self._groups = list(groups)
         self._by_name = {group.name: group for group in groups}
         units = [group for group in groups if group.name]
-        self._forward = Course(units)
-        self._backward: Course | None = None  # no backward has been yet
-        self._held: dict[GatheredGroup, None] = {}  # units that are gathered, or will be; the last used comes last
-        self._storages: dict[int, tuple[GatheredGroup, ShardedReplica, int]] = {}  # with the number of the plane
+        self._forward = ExecutionOrder(units)
+        self._backward: ExecutionOrder | None = None  # no backward has been yet
+        self._held: dict[ShardedGroup, None] = {}  # units that are gathered, or will be; the last used comes last
+        self._storages: dict[int, tuple[ShardedGroup, ShardedReplica, int]] = {}  # with the number of the copy
         self._depth = 0  # forwards of the model that are under way
         self._records_graph = False
         self._in_backward = False
@@ -108,7 +108,7 @@ class Gathering:
         model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
         model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
 
-    def _guard(self, module: nn.Module, guards: Mapping[str, tuple[GatheredGroup, str]]) -> None:
+    def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ShardedGroup, str]]) -> None:
         """Modules that keep their parameters in a list as well (``nn.GRU``) read past their ``_parameters``."""
 
         def require_all(*_: Any) -> None:
@@ -127,7 +127,7 @@ class Gathering:
         module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
         module.register_state_dict_pre_hook(ModuleHook(refuse))
 
-    def _require(self, group: GatheredGroup, name: str) -> None:
+    def _require(self, group: ShardedGroup, name: str) -> None:
         """Parameter ``name`` is about to be read."""
         if group.is_open:
             return
@@ -173,9 +173,9 @@ class Gathering:
         self._forward.end()
         for group in self._groups:
             if not (self._records_graph and group.is_ready):  # what was kept is ready; what was not used is not
-                self._free(group)
+                self._reshard(group)
 
-    def _enter_unit(self, group: GatheredGroup) -> None:
+    def _enter_unit(self, group: ShardedGroup) -> None:
         if not self._depth and not self._in_backward:
             raise UsageError(
                 f"'{group.name}' is called outside a forward of the engine, and its parameters are sharded meanwhile "
@@ -185,7 +185,7 @@ class Gathering:
         if not (self._in_backward and self._is_current(group)):
             self._use(group)
 
-    def _leave_unit(self, group: GatheredGroup, output: Any) -> None:
+    def _leave_unit(self, group: ShardedGroup, output: Any) -> None:
         group.calls = max(group.calls - 1, 0)
         if group.calls or self._in_backward or not group.is_started:
             return
@@ -199,7 +199,7 @@ class Gathering:
         # backward begins with the group that forward used last
         is_last = group is self._forward.current and self._forward.is_at_end
         if not (self._records_graph and (is_last or not self._options.reshard_after_forward)):
-            self._free(group)
+            self._reshard(group)
 
     # -- backward --------------------------------------------------------------------------------------------------
 
@@ -218,34 +218,34 @@ class Gathering:
         finally:
             self._in_backward = False
             self._backward.end()
-            self.free()
+            self.reshard()
 
     def received(self, number: int) -> None:
         """A gradient of group ``number`` has come; after the last one backward needs the group no more."""
         group = self._groups[number]
         group.gradients_to_come -= 1
         if group.name and not group.gradients_to_come:
-            self._free(group)
+            self._reshard(group)
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         """Frees what is gathered: the shards are about to change."""
         for group in self._groups:
-            self._free(group)
+            self._reshard(group)
 
     def _pack(self, tensor: Tensor) -> Any:
         """What autograd keeps of ``tensor``: of a gathered buffer the place, of others the tensor and its version."""
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
             found = self._storages.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == found[1].layout.dtype:
-                return _Place(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+                return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # detached: autograd would keep an output alive that holds its own graph; the version is shared
         return tensor.detach(), tensor._version
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, _Place):
+        if isinstance(saved, SavedTensorRef):
             if not self._is_current(saved.group):
                 self._use(saved.group)
-            return saved.replica.planes[saved.plane].as_strided(saved.size, saved.stride, saved.offset)
+            return saved.replica.copies[saved.copy].as_strided(saved.size, saved.stride, saved.offset)
         tensor: Tensor
         tensor, version = saved
         if tensor._version != version:  # torch checks this itself only where there are no hooks
@@ -257,55 +257,55 @@ class Gathering:
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
-    def _is_current(self, group: GatheredGroup) -> bool:
+    def _is_current(self, group: ShardedGroup) -> bool:
         """Whether nothing is to be done before ``group`` is used in backward."""
         course = self._backward if self._in_backward else self._forward
         return group.is_ready and (not group.name or course is None or course.current is group)
 
-    def _use(self, group: GatheredGroup) -> None:
+    def _use(self, group: ShardedGroup) -> None:
         """Gathers ``group``, if it is not, and starts what follows."""
         if group.name:
             course = self._backward if self._in_backward else self._forward
             assert course is not None
             course.use(group)
             self._gather_ahead(course, group)
-        group.finish()
+        group.finish_unshard()
         for replica in group.replicas:
-            for number, plane in enumerate(replica.planes):
-                self._storages[plane.data_ptr()] = (group, replica, number)
+            for number, copy in enumerate(replica.copies):
+                self._storages[copy.data_ptr()] = (group, replica, number)
 
-    def _gather_ahead(self, course: Course, *current: GatheredGroup) -> None:
+    def _gather_ahead(self, course: ExecutionOrder, *current: ShardedGroup) -> None:
         """Starts ``current`` and the groups expected next; what is needed least makes room for them."""
         wanted = [*current, *course.following(self._options.prefetch)]
         if self._options.reshard_after_forward:
             others = [group for group in self._held if group not in wanted and not group.calls]
             kept = 1 + self._options.prefetch - len(wanted)
             for group in others[: max(len(others) - kept, 0)]:
-                self._free(group)
+                self._reshard(group)
         for group in reversed(wanted):
             self._held.pop(group, None)
             self._held[group] = None
         for group in wanted:
-            group.start()
-        self._comm.announce()
+            group.start_unshard()
+        self._comm.send_ready_message()
         self.peak = max(self.peak, len(self._held))
 
-    def _free(self, group: GatheredGroup) -> None:
+    def _reshard(self, group: ShardedGroup) -> None:
         if group.is_started:
             for replica in group.replicas:
-                for plane in replica.planes:
-                    self._storages.pop(plane.data_ptr(), None)
-            group.free()
+                for copy in replica.copies:
+                    self._storages.pop(copy.data_ptr(), None)
+            group.reshard()
             self._held.pop(group, None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class SavedTensorRef:
     """A view of a gathered buffer."""
 
-    group: GatheredGroup
+    group: ShardedGroup
     replica: ShardedReplica
-    plane: int
+    copy: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int

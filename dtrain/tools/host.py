@@ -5,15 +5,37 @@ from __future__ import annotations
 import os
 import platform
 import re
+from dataclasses import dataclass, field
 from importlib.metadata import version as package_version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from dtrain.tools.bench.peers import PEERS
-from dtrain.tools.bench.records import Host
 from dtrain.telemetry.throughput import num_cores
 from dtrain.version import version
+
+_PEERS = ("accelerate", "deepspeed")
+"""Packages that dtrain is measured against."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine and the software, without its name.
+
+    Attributes:
+        peers: versions of the installed packages that dtrain is measured against.
+    """
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    gpus: list[str]
+    system: str
+    python: str
+    torch: str
+    dtrain: str
+    peers: dict[str, str] = field(default_factory=dict)
 
 
 def describe_host() -> Host:
@@ -27,11 +49,7 @@ def describe_host() -> Host:
         python=platform.python_version(),
         torch=str(torch.__version__),
         dtrain=version(),
-        peers={
-            peer.package: package_version(peer.package)
-            for peer in PEERS.values()
-            if peer.package is not None and peer.is_installed
-        },
+        peers={name: package_version(name) for name in _PEERS if find_spec(name) is not None},
     )
 
 

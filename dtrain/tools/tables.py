@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from dtrain.tools.bench.tables import Column
-from dtrain.tools.bench.tables import table as markdown_table
+Row = TypeVar("Row")
+Column: TypeAlias = tuple[str, Callable[[Row], str]]
+"""A title, and a row's text under it."""
+
+
+def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
+    """A Markdown table, its columns aligned."""
+    lines = [[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
+    texts = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    rule = "| " + " | ".join("-" * width for width in widths) + " |"
+    return "\n".join([texts[0], rule, *texts[1:]])
 
 
 @dataclass(frozen=True)

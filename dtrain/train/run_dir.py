@@ -10,13 +10,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.format.container import DamageError
-from dtrain.tools.checkpoint.diff import state_differences
 from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name, step_of
+from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.format.integrity import load_manifest
-from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.format.manifest import Manifest
+from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import redact
+from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.checkpoint.snapshot import redact
+from dtrain.config.capabilities import check
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.schema import (
     CosineConfig,
@@ -27,19 +28,18 @@ from dtrain.config.schema import (
 from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.engine.interface import Engine
-from dtrain.config.capabilities import check
-from dtrain.engine.vote.divergence import config_difference
 from dtrain.engine.initialize import initialize
+from dtrain.engine.interface import Engine
+from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
-from dtrain.precision.contract import earlier_decisions
+from dtrain.parameters.groups import matching_parameters
+from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.parameters.groups import matching_parameters
 from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 
@@ -120,7 +120,7 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
     Raises:
         ConfigError: naming the pattern.
     """
-    make_policy(config).resolve(model)
+    resolve(make_policy(config), model)
     if isinstance(config.engine, NativeEngineConfig):
         matching_parameters(model, config.engine.keep_gathered)
 
@@ -134,8 +134,10 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
     policy, engine = make_policy(config).on(device), config.engine
     check(engine.name, zero_stage=engine.zero_stage, precision=policy.name, device_type=device.type)
     placements = STAGES[engine.zero_stage]
-    leaves_travel = engine.name == "native" and placements.leaves_travel(reproducible=engine.reproducible)
-    policy.reducing(engine.reduce_dtype, leaves_travel=leaves_travel)
+    reduces_every_micro_batch = engine.name == "native" and placements.reduces_every_micro_batch(
+        reproducible=engine.reproducible
+    )
+    policy.reducing(engine.reduce_dtype, reduces_every_micro_batch=reduces_every_micro_batch)
 
 
 def make_engine(

@@ -171,7 +171,7 @@ class Trainer:
         config, step = self._config, self._engine.attempted_steps
         self._unseen.append((step, outcome))
         everys = (config.log_every, config.eval_every, config.save_every)
-        must = self._engine.settles_at_once or step == config.steps or any(_due(step, every) for every in everys)
+        must = self._engine.is_synchronous or step == config.steps or any(_due(step, every) for every in everys)
         seen = self._unseen if must else self._unseen[:-1]
         stop = any(known.stop_requested for _, known in seen)
         if stop:  # what is saved then counts the tokens of all steps

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.precision.loss_scale import LossScale, LossScaleState
 from tests.engines.helpers import state_digests
 from tests.helpers.ranks import run_ranks
@@ -32,7 +32,7 @@ class Sum(nn.Module):
         return self.first(x) + self.second(0.5 * x)
 
 
-def build(engine: str, stage: int, precision: str = "fp16") -> VotingEngine:
+def build(engine: str, stage: int, precision: str = "fp16") -> StepEngine:
     torch.manual_seed(0)
     built = dtrain.initialize(
         Sum(),
@@ -42,7 +42,7 @@ def build(engine: str, stage: int, precision: str = "fp16") -> VotingEngine:
         loss_scale=LossScale("calibrated", init=1024.0, calibration_steps=3),
         seed=0,
     )
-    assert isinstance(built, VotingEngine)
+    assert isinstance(built, StepEngine)
     return built
 
 
@@ -51,7 +51,7 @@ def largest_of(rank: int, step: int, micro_batch: int) -> float:
     return 0.75 if (rank, step, micro_batch) == (1, 1, 0) else 0.125 * (1 + step % 2)
 
 
-def take_step(engine: VotingEngine, step: int) -> float:
+def take_step(engine: StepEngine, step: int) -> float:
     """Returns the loss scale of the step."""
     numbers = [0, 1]
     for number in engine.accumulate(numbers):

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.checkpoint import Piece, Snapshot, open_newest, save, verify
+from dtrain.checkpoint import Snapshot, open_newest, save, verify
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError
@@ -29,7 +30,7 @@ def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
     for want in pieces_of(make_tensors(reader.step), rank, world):
         data = reader.read(want.kind, want.name, want.start, want.stop)
         assert torch.equal(data, want.data)
-        held.append(Piece(want.name, want.kind, want.shape, want.dtype, want.start, want.stop, data))
+        held.append(TensorShard(want.name, want.kind, want.shape, want.dtype, want.start, want.stop, data))
     reader.check_fingerprints(held, comm)
     return reader.step, reader.state["world_size"]
 

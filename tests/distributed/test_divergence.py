@@ -35,8 +35,8 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
             engine.loss_scale = dtrain.LossScale.of(8.0).start()
         elif field == "config_hash":
             engine._config_hash += 1
-            settlement = engine._settlement
-            settlement.config_text = settlement.config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
+            finalizer = engine._finalizer
+            finalizer.config_text = finalizer.config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
         elif field == "schedule_hash":
             # two equally shaped groups reduced in swapped order: gloo would sum the wrong tensors silently
             groups = engine.state.reducer._groups
@@ -72,8 +72,8 @@ def test_stops_before_any_update_and_shows_both_values(field: str) -> None:
         assert EXPECTED[field] in message
         assert untouched
         if field == "schedule_hash":
-            assert "exchange_slices(blocks.1" in message
-            assert "exchange_slices(blocks.0" in message
+            assert "all_to_all_single(blocks.1" in message
+            assert "all_to_all_single(blocks.0" in message
             assert "on rank 0" in message
             assert "on rank 1" in message
 

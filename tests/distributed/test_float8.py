@@ -20,14 +20,14 @@ import dtrain
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
+from dtrain.precision.float8.cast import E4M3, cast, quantize, scale_of
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.cast import E4M3, cast, quantise, scale_of
 from dtrain.sharding.float8_scales import HEAD_ROOM, DelayedScales
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.helpers import gather_models
-from tests.helpers.float8_models import DIM, VARIANTS, Model, batch, planes, start, train
+from tests.helpers.float8_models import DIM, VARIANTS, Model, batch, copies, start, train
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
@@ -60,7 +60,7 @@ def bits_of_stages(rank: int, world: int, stages: range, reproducible: bool) -> 
             engine = start(variant, zero_stage=stage, reproducible=reproducible)
             losses = train(engine, STEPS)
             own.append((losses, digest(engine.master_state())))
-            assert engine.memory()["gathered"] == 0
+            assert engine.memory()["unsharded"] == 0
     return found
 
 
@@ -159,20 +159,20 @@ def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
             module = engine.module.get_submodule(name)
             assert isinstance(module, Float8Linear)
             master, key = before[f"{name}.weight"], f"{name}.weight"
-            found = module.source.planes(module._parameters["weight"])  # type: ignore[attr-defined]
+            found = module.source.copies(module._parameters["weight"])  # type: ignore[attr-defined]
             if variant == "delayed":
                 room = torch.maximum(HEAD_ROOM * largest[key], largest[key] + HEAD_ROOM * engine.options.optimizer.lr)
                 scale = scale_of(room, E4M3)
                 want = [(cast(master, scale, E4M3), scale)]
             else:
-                rows = quantise(master, E4M3, rowwise=variant == "rowwise")
+                rows = quantize(master, E4M3, rowwise=variant == "rowwise")
                 want = [(rows.values, rows.scale)]
             if variant == "rowwise":
-                columns = quantise(master.t(), E4M3, rowwise=True)
+                columns = quantize(master.t(), E4M3, rowwise=True)
                 want.append((columns.values.t(), columns.scale))
-            for plane, (values, scale) in zip(found, want, strict=False):
-                assert torch.equal(plane.values.view(torch.uint8), values.contiguous().view(torch.uint8))
-                assert torch.equal(plane.scale, scale)
+            for own, (values, scale) in zip(found, want, strict=False):
+                assert torch.equal(own.values.view(torch.uint8), values.contiguous().view(torch.uint8))
+                assert torch.equal(own.scale, scale)
             error = (module.weight - master).abs()
             assert (error <= 0.08 * master.abs() + 0.002 * master.abs().amax()).all(), "half a unit of E4M3, and BF16"
             assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
@@ -189,11 +189,11 @@ def skipped(rank: int, world: int, variant: str) -> list[Any]:
     train(engine, [0, 1, 2])
     if isinstance(engine.state.scales, DelayedScales):
         next_scale = engine.state.scales._next
-        assert not torch.equal(next_scale, planes(engine)["scales"]), "an update would cast with other scales"
+        assert not torch.equal(next_scale, copies(engine)["scales"]), "an update would cast with other scales"
 
     def state() -> dict[str, Tensor]:
         kinds = {kind: arena for kind, arena in engine.state.storages().items() if kind in ("master", "moments")}
-        return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | planes(engine)
+        return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | copies(engine)
 
     before = state()
     loss = engine(batch(3, rank))
@@ -201,7 +201,7 @@ def skipped(rank: int, world: int, variant: str) -> list[Any]:
     outcome = engine.step()
     same = {name: torch.equal(tensor, before[name]) for name, tensor in state().items()}
     train(engine, [3])
-    moved = digest(planes(engine)) != digest({name: before[name] for name in planes(engine)})
+    moved = digest(copies(engine)) != digest({name: before[name] for name in copies(engine)})
     return [outcome.applied, [name for name, equal in same.items() if not equal], moved]
 
 
@@ -212,7 +212,7 @@ def test_an_overflow_in_a_weight_is_not_hidden(variant: str, how: str, tmp_path:
     engine = start(variant)
     train(engine, [0])
     slot = next(layout.slots[0] for layout in engine.state.layouts if layout.dtype == E4M3)
-    segment = next(s for s in engine.state.arena.segments if slot in s.layout.slots)
+    segment = next(s for s in engine.state.arena.partial_reads if slot in s.layout.slots)
     engine.state.master[segment.arena_start + slot.start + 17] = math.inf
     if how == "update":
         (_,) = train(engine, [1])  # computes with the replicas of before
@@ -337,7 +337,7 @@ def test_fp8_travels_and_the_maximum_is_that_of_all() -> None:
 
 
 def state_bits(engine: NativeEngine) -> str:
-    return digest(engine.master_state() | {"scales": planes(engine)["scales"]})
+    return digest(engine.master_state() | {"scales": copies(engine)["scales"]})
 
 
 def train_and_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
@@ -347,14 +347,14 @@ def train_and_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
         engine = start(variant, zero_stage=2, reproducible=True)
         train(engine, [0, 1, 2])
         engine.save(folder / variant)
-        saved, own = engine.saved_state().get("float8"), digest(planes(engine))
+        saved, own = engine.saved_state().get("float8"), digest(copies(engine))
         losses = train(engine, [3, 4])
         again = start(variant, model=Model(2), zero_stage=2, reproducible=True)
         again.load(folder / variant)
-        found[variant] = (losses, state_bits(engine), saved, own == digest(planes(again)))
+        found[variant] = (losses, state_bits(engine), saved, own == digest(copies(again)))
         again.state.scales.restore(None)
         again.state.refresh_replicas()
-        found[variant] += (own == digest(planes(again)),)
+        found[variant] += (own == digest(copies(again)),)
     return found
 
 
@@ -413,7 +413,7 @@ def test_state_bytes_follow_the_formula(world: int) -> None:
             where = f"{recipe} at stage {stage}: {reported} against {formula}, live {live}"
             states = sum(reported[kind] for kind in formula)
             assert sum(formula.values()) <= states <= 1.03 * sum(formula.values()), where
-            assert reported["gathered"] == 0, where
+            assert reported["unsharded"] == 0, where
             assert abs(live - sum(reported.values())) < 16 * 1024, where
             # the first product and the last one, of eight, stay BF16; biases and norms are small
             replicas = numel * 6 // 8 * (1 if recipe == "tensorwise" else 2) + numel * 2 // 8 * 2

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError, ModelError, UsageError
-from dtrain.sharding.execution_order import GatheredGroup
-from dtrain.sharding.unshard import Gathering
+from dtrain.sharding.execution_order import ShardedGroup
+from dtrain.sharding.unshard import UnshardScheduler
 from tests.helpers.gather_models import DIM, MODELS, Block, Stack, batch, build
 from tests.helpers.ranks import run_ranks
 
@@ -41,7 +41,7 @@ def train(engine: NativeEngine, steps: int = 3) -> list[float]:
     return losses
 
 
-def gathering(engine: NativeEngine) -> Gathering:
+def gathering(engine: NativeEngine) -> UnshardScheduler:
     assert engine.state.gathering is not None
     return engine.state.gathering
 
@@ -69,7 +69,7 @@ def bits_of_every_model(rank: int, world: int, precision: str) -> list[str]:
             if losses != pytest.approx(want[0], rel=tolerance, abs=0.0):
                 wrong.append(f"{where}: losses {losses} against {want[0]}")
             wrong += [f"{where}: '{key}' differs" for key in masters if not torch.equal(masters[key], want[1][key])]
-            if engine.memory()["gathered"]:
+            if engine.memory()["unsharded"]:
                 wrong.append(f"{where}: {engine.memory()['gathered']} bytes stay gathered between the steps")
             peak = gathering(engine).peak
             if variant["reshard_after_forward"] and peak > 1 + variant["prefetch"]:
@@ -88,8 +88,8 @@ def gathered_over_time(rank: int, world: int, options: dict[str, Any]) -> tuple[
     train(engine, 1)
     events: list[str] = []
 
-    def logged(what: str, real: Callable[[GatheredGroup], None]) -> Callable[[GatheredGroup], None]:
-        def call(group: GatheredGroup) -> None:
+    def logged(what: str, real: Callable[[ShardedGroup], None]) -> Callable[[ShardedGroup], None]:
+        def call(group: ShardedGroup) -> None:
             done = {"start": group.is_started, "finish": group.is_ready}.get(what, not group.is_started)
             if group.name and not done:
                 events.append(f"{what} {group.name[-1]}")
@@ -98,10 +98,10 @@ def gathered_over_time(rank: int, world: int, options: dict[str, Any]) -> tuple[
         return call
 
     for what in ("start", "finish", "free"):
-        setattr(GatheredGroup, what, logged(what, getattr(GatheredGroup, what)))
+        setattr(ShardedGroup, what, logged(what, getattr(ShardedGroup, what)))
     before = len(events)
     loss = engine(batch(0, rank))
-    held = engine.memory()["gathered"]
+    held = engine.memory()["unsharded"]
     engine.backward(loss)
     engine.step()
     return events[before:], held, gathering(engine).peak
@@ -236,7 +236,7 @@ def held_on_to(rank: int, world: int) -> dict[str, bool]:
         "an alias keeps the values it had": rank != 0 or torch.equal(seen[0], before["blocks.0.up.weight"]),
         "a copy is a model of its own": bool(twin(x).isfinite())
         and not any(p.isnan().any() for p in twin.parameters()),
-        "no hook of the engine is in the copy": engine.memory()["gathered"] > 0,
+        "no hook of the engine is in the copy": engine.memory()["unsharded"] > 0,
         "inference_mode has weights": value == value,
         "a change in place is found": "modified in place" in message(RuntimeError, lambda: engine.backward(loss)),
     }

@@ -305,6 +305,6 @@ def test_environment_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_rank_in_a_job_of_several_tasks_is_asked_for(tmp_path: Path, data: str) -> None:
-    """Without the number it is refused: ``tests.unit.test_trainer_run``."""
+    """Without the number it is refused: ``tests.unit.train.test_run``."""
     argv = [*SMALL, data, *SHORT, f"run_dir={tmp_path}/run", "launch.num_processes=1"]
     assert command_line(tmp_path / "log", *argv, env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == 0

@@ -47,7 +47,7 @@ def save(rank: int, world: int, folder: Path) -> None:
 def load(rank: int, world: int, folder: Path, engine: str) -> tuple[int, float]:
     """Bytes that a load took beside what was there, and the last weight of this rank."""
     running = start(engine, "bf16")  # so that the frozen weight, saved in FP32, is cast
-    pieces = [piece for kind in ("master", "exp_avg", "exp_avg_sq") for piece in running.held_pieces(kind)]
+    pieces = [piece for kind in ("master", "exp_avg", "exp_avg_sq") for piece in running.local_shards(kind)]
     for piece in pieces:
         piece.data.fill_(0.5)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew

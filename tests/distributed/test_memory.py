@@ -119,8 +119,8 @@ def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
             assert expected <= states <= 1.03 * expected, where
             # so small a model may be under way as a whole, sent and received in the replica dtype
             replicas = found[model, 0][2]["compute"]
-            assert reported["leaf_buffers"] <= (2.1 * replicas if stage >= 2 and world > 1 else 0), where
-            assert reported["gathered"] == 0, where
+            assert reported["unreduced_grad"] <= (2.1 * replicas if stage >= 2 and world > 1 else 0), where
+            assert reported["unsharded"] == 0, where
             # losses, inputs and scalars of the test itself are small change
             assert abs(live - sum(reported.values())) < 16 * 1024, where
 
@@ -141,9 +141,9 @@ def gathered_at_most(rank: int, world: int, prefetch: int) -> tuple[int, int, li
     assert isinstance(engine, NativeEngine)
     seen = []
     for module in engine.module.modules():
-        module.register_forward_hook(lambda *_: seen.append(engine.memory()["gathered"]))
+        module.register_forward_hook(lambda *_: seen.append(engine.memory()["unsharded"]))
     for parameter in engine.module.parameters():
-        parameter.register_hook(lambda grad: seen.append(engine.memory()["gathered"]))
+        parameter.register_hook(lambda grad: seen.append(engine.memory()["unsharded"]))
     for _ in range(2):
         engine.backward(engine(torch.randn(4, DIM)))
         engine.step()

@@ -20,7 +20,7 @@ def trace(rank: int, world: int, stage: int) -> list[str]:
     events: list[str] = []
     for name, parameter in engine.module.named_parameters():
         parameter.register_hook(lambda _, name=name: events.append(f"grad {name}"))
-    for verb in ("exchange_slices", "reduce_scatter_sum", "all_reduce_sum"):
+    for verb in ("all_to_all_single", "reduce_scatter_sum", "all_reduce_sum"):
         original = getattr(engine.comm, verb)
 
         def traced(*args: object, _original: object = original, **kwargs: object) -> object:

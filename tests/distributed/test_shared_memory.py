@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed import shared_memory
+from dtrain.distributed import host_memory as shared_memory
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError
-from dtrain.sharding import leaves
+from dtrain.sharding import micro_batch_gradients as leaves
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, train
 
@@ -51,7 +51,7 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
         assert comm.is_shared(flat) == comm.is_shared(shard[5:]) == shared
         for turn in range(2):
             rows: list[Tensor] = []
-            comm.exchange_slices(flat, lambda r, rows=rows: rows.extend(x.clone() for x in r), label="s").wait()
+            comm.all_to_all_single(flat, lambda r, rows=rows: rows.extend(x.clone() for x in r), label="s").wait()
             got[f"slices {dtype} {turn}"] = torch.cat(rows)
             output = torch.empty(world * NUMEL, dtype=dtype)
             comm.all_gather(output, shard, label="g").wait()
@@ -164,13 +164,13 @@ def lose_a_peer(rank: int, world: int, folder: str) -> tuple[str, float]:
     if rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()), encoding="ascii")
         time.sleep(60)
-    pending = comm.exchange_slices(tensor, lambda rows: None, label="blocks.0")
+    pending = comm.all_to_all_single(tensor, lambda rows: None, label="blocks.0")
     while not Path(folder, "pid").exists() or not Path(folder, "pid").read_text(encoding="ascii"):
         time.sleep(0.01)
     os.kill(int(Path(folder, "pid").read_text(encoding="ascii")), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(
-        CommunicationError, match=r"rank 0: exchange_slices\(blocks.0, 6000 x float32\) failed"
+        CommunicationError, match=r"rank 0: all_to_all_single\(blocks.0, 6000 x float32\) failed"
     ) as caught:
         pending.wait()
     Path(folder, "error").write_text(str(caught.value), encoding="ascii")

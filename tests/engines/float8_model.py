@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 
 VOCAB, DIM, INNER, LENGTH = 24, 32, 92, 8
 FLOAT8 = [f"blocks.{number}.{name}" for number in range(2) for name in ("up", "down")]
@@ -49,7 +49,7 @@ def batch(index: int) -> Tensor:
     return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
 
 
-def start(engine: str, zero_stage: int, precision: Any = "fp8", *, seed: int = 5, **options: Any) -> VotingEngine:
+def start(engine: str, zero_stage: int, precision: Any = "fp8", *, seed: int = 5, **options: Any) -> StepEngine:
     """The model under an engine, before its first step; ``seed`` decides its weights too."""
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
@@ -65,11 +65,11 @@ def start(engine: str, zero_stage: int, precision: Any = "fp8", *, seed: int = 5
         precision=precision,
         **options,
     )
-    assert isinstance(built, VotingEngine)
+    assert isinstance(built, StepEngine)
     return built
 
 
-def train_step(engine: VotingEngine, micro_batches: int = 4) -> dtrain.StepOutcome:
+def train_step(engine: StepEngine, micro_batches: int = 4) -> dtrain.StepOutcome:
     """One step on ``micro_batches`` over all ranks."""
     first = engine.attempted_steps * micro_batches
     for index in engine.accumulate(range(engine.rank, micro_batches, engine.world_size)):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.step import MASTER, MOMENTS, VotingEngine
+from dtrain.engine.step import MASTER, MOMENTS, StepEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4
 STATE = (MASTER, *MOMENTS)
@@ -116,7 +116,7 @@ def batch(index: int) -> Tensor:
     return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
 
 
-def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, **options: Any) -> VotingEngine:
+def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, **options: Any) -> StepEngine:
     """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
     torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -132,11 +132,11 @@ def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, 
         zero_stage=zero_stage,
         **options,
     )
-    assert isinstance(built, VotingEngine)
+    assert isinstance(built, StepEngine)
     return built
 
 
-def train_step(engine: VotingEngine, micro_batches: int, *, step: int | None = None) -> dtrain.StepOutcome:
+def train_step(engine: StepEngine, micro_batches: int, *, step: int | None = None) -> dtrain.StepOutcome:
     """One step on ``micro_batches`` over all ranks, those of ``step`` or else of the engine's own count."""
     step = engine.attempted_steps if step is None else step
     own = range(engine.rank, micro_batches, engine.world_size)
@@ -146,12 +146,12 @@ def train_step(engine: VotingEngine, micro_batches: int, *, step: int | None = N
     return engine.step()
 
 
-def held(engine: VotingEngine) -> list[Tensor]:
+def held(engine: StepEngine) -> list[Tensor]:
     """Copies of all masters and moments on this rank."""
-    return [piece.data.clone() for kind in STATE for piece in engine.held_pieces(kind)]
+    return [piece.data.clone() for kind in STATE for piece in engine.local_shards(kind)]
 
 
-def computed(engine: VotingEngine) -> Tensor:
+def computed(engine: StepEngine) -> Tensor:
     """What the weights give that a forward finds: 0-dim; all ranks call."""
     with engine.eval():
         loss: Tensor = engine(tokens=batch(0))
@@ -168,7 +168,7 @@ def digest(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
-def state_digests(engine: VotingEngine) -> dict[str, str]:
+def state_digests(engine: StepEngine) -> dict[str, str]:
     """Masters and moments in full and buffers, by ``kind:name``; all ranks call."""
     full = {f"{kind}:{name}": digest(tensor) for kind in STATE for name, tensor in engine.full_state(kind)}
     return full | {f"buffer:{name}": digest(tensor) for name, tensor in engine.module.named_buffers()}

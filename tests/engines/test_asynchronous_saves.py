@@ -23,7 +23,7 @@ import torch.distributed as dist
 import dtrain
 from dtrain.checkpoint import Retention, list_checkpoints, open_newest, storage
 from dtrain.engine.native import NativeEngine
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, CommunicationError
 from tests.engines.helpers import digest, start, state_digests, train_step
 from tests.helpers.checkpoints import ALONE
@@ -109,7 +109,7 @@ def slow(seconds: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return replace
 
 
-def save_through_steps(engine: VotingEngine, directory: Path, **options: Any) -> tuple[dict[str, str], Path]:
+def save_through_steps(engine: StepEngine, directory: Path, **options: Any) -> tuple[dict[str, str], Path]:
     """Two steps between the start of a save and its first file; the state at the start, and the path."""
     before = state_digests(engine)
     with held_up():
@@ -293,7 +293,7 @@ def test_frozen_weights_are_those_of_the_save(tmp_path: Path) -> None:
     run_ranks(2, _frozen_and_counted, tmp_path)
 
 
-def train_steps(engine: VotingEngine, count: int) -> None:
+def train_steps(engine: StepEngine, count: int) -> None:
     for _ in range(count):
         train_step(engine, MICRO_BATCHES)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.communicator import Communicator
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.step import VotingEngine
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
 from tests.helpers.ranks import run_ranks
@@ -75,7 +75,7 @@ def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
     with pytest.raises(ContractError, match="bfloat16; the contract says float32"):
         engine.check_contract()
 
-    for part in ("mix", "frozen") if engine.policy.is_low else ():  # else PyTorch itself refuses it
+    for part in ("mix", "frozen") if engine.policy.is_reduced_precision else ():  # else PyTorch itself refuses it
         engine = start(name, stage, precision=precision)
         undisturbed = _after_two_steps(engine, folder)
         try:
@@ -88,13 +88,13 @@ def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
             assert disturbed == undisturbed, f"{part}.half() left a trace, though weights are gathered anew"
 
 
-def _computes_low(engine: VotingEngine) -> None:
+def _computes_low(engine: StepEngine) -> None:
     wrong = torch.float16 if engine.policy.name == "bf16" else torch.bfloat16
     with computing_low(engine.module.mix, wrong), pytest.raises(ContractError, match=f"'mix'.*{wrong}"):
         engine(tokens=batch(0))
 
 
-def _after_two_steps(engine: VotingEngine, folder: Path, halved: str | None = None) -> dict[str, str]:
+def _after_two_steps(engine: StepEngine, folder: Path, halved: str | None = None) -> dict[str, str]:
     """The state after two steps from the checkpoint; between them a part of the model may be cast to FP16."""
     engine.load(folder)
     train_step(engine, WORLD)

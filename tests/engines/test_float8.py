@@ -12,11 +12,11 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.cast import E4M3, quantise
 from dtrain.precision.float8.weights import KeptWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step
@@ -34,7 +34,7 @@ ROWWISE = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise"))
 WORLD = 2
 
 
-def float8_linears(engine: VotingEngine) -> dict[str, Float8Linear]:
+def float8_linears(engine: StepEngine) -> dict[str, Float8Linear]:
     return {name: module for name, module in engine.module.named_modules() if isinstance(module, Float8Linear)}
 
 
@@ -74,10 +74,10 @@ def test_the_recipes_differ() -> None:
 # -- when weights are cast ---------------------------------------------------------------------------------------------
 
 
-def cast_anew(engine: VotingEngine, name: str) -> Tensor:
+def cast_anew(engine: StepEngine, name: str) -> Tensor:
     """The weight of a Linear as its master gives it: FP8."""
     master = dict(engine.full_state("master"))[f"{name}.weight"]
-    return quantise(master, E4M3, rowwise=False).values
+    return quantize(master, E4M3, rowwise=False).values
 
 
 def watch_ddp(rank: int, world: int, folder: Path) -> None:
@@ -87,27 +87,27 @@ def watch_ddp(rank: int, world: int, folder: Path) -> None:
     source = cast(KeptWeights, linear.source)
     weight = linear.get_parameter("weight")
 
-    def planes() -> Tensor:
-        return source.planes(weight)[0].values
+    def copies() -> Tensor:
+        return source.copies(weight)[0].values
 
     def equal(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
-    at_first = planes().clone()
+    at_first = copies().clone()
     assert equal(at_first, cast_anew(engine, name))
     seen = []
     for index in engine.accumulate([rank, rank + world]):
         engine.backward(engine(tokens=batch(index)))
-        seen.append(planes())
+        seen.append(copies())
     assert seen[0] is seen[1], "cast once for both micro-batches"
     assert engine.step().applied
-    assert not equal(planes(), at_first)
-    assert equal(planes(), cast_anew(engine, name)), "of the masters after the step"
+    assert not equal(copies(), at_first)
+    assert equal(copies(), cast_anew(engine, name)), "of the masters after the step"
     with engine.eval():
         engine(tokens=batch(0))
     # a load brings other masters, and a forward right after it must not find the old weights
     engine.load(folder)
-    assert equal(planes(), at_first)
+    assert equal(copies(), at_first)
     fresh = start("ddp", 0)
     with engine.eval(), fresh.eval():
         assert torch.equal(engine(tokens=batch(9)), fresh(tokens=batch(9)))
@@ -140,7 +140,7 @@ def overflow(rank: int, world: int, cases: list[tuple[str, int]]) -> None:
         assert train_step(engine).applied, case
 
 
-def evaluate(engine: VotingEngine) -> Tensor:
+def evaluate(engine: StepEngine) -> Tensor:
     with engine.eval():
         loss: Tensor = engine(tokens=batch(0))
     return loss
@@ -219,9 +219,9 @@ def test_memory_counts_the_weights_that_ddp_keeps_within_a_step(precision: Any) 
     assert engine.memory()["compute"] == 0
     engine.backward(engine(tokens=batch(0)))
     numel = sum(engine.module.get_submodule(name).get_parameter("weight").numel() for name in FLOAT8)
-    planes = 1 if precision == "fp8" else 2
+    copies = 1 if precision == "fp8" else 2
     # each in FP8, and in FP32 for the emulation; 92 features are padded to 96
-    assert 5 * planes * numel <= engine.memory()["compute"] <= 1.1 * 5 * planes * numel
+    assert 5 * copies * numel <= engine.memory()["compute"] <= 1.1 * 5 * copies * numel
     engine.step()
     assert engine.memory()["compute"] == engine.memory_formula()["compute"] == 0
 

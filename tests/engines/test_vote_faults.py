@@ -10,7 +10,7 @@ import pytest
 
 import dtrain
 from dtrain.engine.interface import Culprit
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError
 from tests.engines.helpers import DIM, STAGES, VOCAB, batch, computed, held, same, start, train_step
 from tests.helpers.ranks import run_ranks
@@ -77,7 +77,7 @@ def faults(precision: str) -> list[Fault]:
     return found
 
 
-def attempt(engine: VotingEngine, step: int, fault: Fault) -> dtrain.StepOutcome:
+def attempt(engine: StepEngine, step: int, fault: Fault) -> dtrain.StepOutcome:
     """The micro-batches of ``step`` with a fault."""
     for number in engine.accumulate(range(ACCUMULATION)):
         hit = not fault.is_empty and fault.rank in (None, engine.rank) and fault.micro_batch == number
@@ -138,7 +138,7 @@ def _run(name: str, stage: int, precision: str, folder: Path) -> list[str]:
     return seen
 
 
-def _diverge(engine: VotingEngine, in_what: str) -> None:
+def _diverge(engine: StepEngine, in_what: str) -> None:
     """The last rank differs from the others: all stop, and nothing is updated."""
     before = held(engine)
     differs = engine.rank == WORLD - 1

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from dtrain.checkpoint import list_checkpoints, open_newest, verify
-from dtrain.tools.checkpoint.cli import main
-from dtrain.checkpoint.lease.lease import Pace, hold
 from dtrain.checkpoint.format.manifest import canonical_json
+from dtrain.checkpoint.lease.lease import Pace, hold
 from dtrain.errors import CheckpointError
+from dtrain.tools.checkpoint.cli import main
 from tests.helpers.audit import install, watched
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good
 from tests.helpers.damage import MANIFEST, R0, R1, Damage, header, put, sealed, tensor, vouched

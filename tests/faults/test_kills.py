@@ -189,7 +189,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "lease: its name": (f"{CHECKPOINT}.storage:link", 1, 0),
     "lease: leftovers": (f"{CHECKPOINT}.lease:_clear", 1, 0),
     "step: forward": ("dtrain.models.transformer:Attention.forward", 7, -1),
-    "step: reduction": ("dtrain.distributed.communicator:Communicator.exchange_slices", 20, -1),
+    "step: reduction": ("dtrain.distributed.communicator:Communicator.all_to_all_single", 20, -1),
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
     "step: vote": ("dtrain.engine.native:NativeEngine._vote", 4, -1),
     "step: update": ("dtrain.optim.adamw:FlatAdamW.update", 3, -1),

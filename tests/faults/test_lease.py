@@ -21,7 +21,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.checkpoint import Snapshot, lease, open_newest, save, storage, verify
+from dtrain.checkpoint import Snapshot, open_newest, save, storage, verify
+from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease import Pace, hold
 from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
 from dtrain.cli.resolve import compose
@@ -320,8 +321,8 @@ def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
         for (one, taken), (other, left) in zip(turns[::2], turns[1::2], strict=True):
             assert (taken, left) == ("has it", "leaves it")
             assert one == other
-        sight = look(folder / "checkpoints")
-        assert sight is None or (sight.holder is not None and sight.holder.has_ended())
+        state = look(folder / "checkpoints")
+        assert state is None or (state.holder is not None and state.holder.has_ended())
         num_turns += len(turns) // 2
     assert num_turns >= 15
     faults.passed("F13", num_turns, two_holders=0)

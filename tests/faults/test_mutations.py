@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from dtrain.checkpoint import integrity, manifest, storage
-from dtrain.checkpoint.format.container import read_header
+from dtrain.checkpoint import storage
 from dtrain.checkpoint.directory import step_name
+from dtrain.checkpoint.format import integrity, manifest
+from dtrain.checkpoint.format.container import read_header
 from tests.faults import test_checkpoint_damage as damage
 from tests.faults import test_lease as leases
 from tests.faults import test_power_cut as power_cut
 from tests.helpers.checkpoints import save_good
 from tests.helpers.fault_counts import FaultCounts
-from tests.unit import test_checkpoint_roundtrip as roundtrip
+from tests.unit.checkpoint import test_roundtrip as roundtrip
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 Test = Callable[[Path], None]
@@ -95,7 +96,9 @@ def unchecked_manifest(patch: pytest.MonkeyPatch) -> None:
 
 def unchecked_headers(patch: pytest.MonkeyPatch) -> None:
     """A file's header may differ from the manifest."""
-    patch.setattr(integrity, "read_spans", lambda descriptor, _, file: read_header(descriptor, file.name, file.bytes))
+    patch.setattr(
+        integrity, "read_stored_tensors", lambda descriptor, _, file: read_header(descriptor, file.name, file.bytes)
+    )
 
 
 def no_sweep(patch: pytest.MonkeyPatch) -> None:

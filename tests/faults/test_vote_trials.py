@@ -21,17 +21,18 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Culprit, StepOutcome
-from dtrain.engine.vote.culprit import Finding, search
 from dtrain.engine.native import NativeEngine
-from dtrain.engine.vote.finalize import Settlement, Suspects
+from dtrain.engine.vote.culprit import Finding, search
+from dtrain.engine.vote.decide import REASONS, decide
+from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
+from dtrain.engine.vote.losses import FaultTally
+from dtrain.engine.vote.record import MUST_AGREE, VoteRecord, fill
 from dtrain.engine.vote.skips import SkipCounter
-from dtrain.engine.vote.losses import Tally
-from dtrain.engine.vote.record import MUST_AGREE, REASONS, VoteRecord, decide, fill
 from dtrain.errors import DivergenceError, UsageError
+from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.precision.loss_scale import LossScale
-from dtrain.sharding.replicas import slot_views
-from dtrain.parameters.gradient_monitor import GradientWatch
 from dtrain.sharding.layout import ArenaLayout, FlatLayout, ParamSpec, flat_layouts
+from dtrain.sharding.replicas import slot_views
 from dtrain.sharding.state import ShardedState
 
 TRIALS = 10_000
@@ -364,21 +365,21 @@ class Rank:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts = trial.model.layouts
         self.link = self._comm = Link(rank, trial.world)
-        self._tally, self.watch, self.state = Tally(), GradientWatch(len(trial.model.places)), self
+        self._losses, self.monitor, self.state = FaultTally(), GradientMonitor(len(trial.model.places)), self
         arena = ArenaLayout.of(self.layouts, rank, sharded=trial.sharded)
         self.main_grads = [
             full[segment.flat_start : segment.flat_start + segment.numel]
-            for segment, full in zip(arena.segments, main_grads, strict=True)
+            for segment, full in zip(arena.partial_reads, main_grads, strict=True)
         ]
-        self.segments = arena.segments
+        self.partial_reads = arena.partial_reads
         self.known = known_record(trial, rank)
-        self.settlement = Settlement(
+        self.finalizer = StepFinalizer(
             self.link,
             LossScale("calibrated", init=SCALE, calibration_steps=2).start(),
             SkipCounter(limit=2),
-            Suspects(self.search, self.watch.clear, trial.model.backward_names),
+            CulpritSearch(self.search, self.monitor.clear, trial.model.backward_names),
             CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
-            at_once=False,
+            is_synchronous=False,
         )
 
     def backward(self, leaves: dict[str, Tensor]) -> None:
@@ -386,19 +387,19 @@ class Rank:
         trial = self.trial
         for micro_batch in range(trial.num_micro_batches):
             loss, weight = (table[self.rank][micro_batch] for table in (trial.losses, trial.weights))
-            self._tally.add(micro_batch, torch.tensor(loss), torch.tensor(weight))
-            self.watch.is_on = trial.world > 1 or trial.num_micro_batches > 1
-            self.watch.measures = trial.measures
+            self._losses.add(micro_batch, torch.tensor(loss), torch.tensor(weight))
+            self.monitor.is_enabled = trial.world > 1 or trial.num_micro_batches > 1
+            self.monitor.records_magnitude = trial.measures
             first = 0
             for layout in trial.model.backward_order:
                 grads = slot_views(leaves[layout.name][micro_batch, self.rank], layout)[::-1]
                 for grad in grads:
-                    self.watch.measure(grad)
-                self.watch.look(micro_batch, first, grads)
+                    self.monitor.record_magnitude(grad)
+                self.monitor.record_finiteness(micro_batch, first, grads)
                 first += len(grads)
 
     def own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
-        for segment, main_grad in zip(self.segments, self.main_grads, strict=True):
+        for segment, main_grad in zip(self.partial_reads, self.main_grads, strict=True):
             start, stop = segment.layout.shard(self.rank)
             yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
 
@@ -421,17 +422,17 @@ class Rank:
             sums = {"sum_squares": self.canonical_sum(squares[self.rank]), "sum_weights": weights}
         self.decision = decide(rows, max_grad_norm=MAX_GRAD_NORM, **sums)
         odd = "schedule_hash" in self.trial.differs and self.rank == self.trial.odd_rank
-        self.settlement.post(self.decision, rows, self.known, ("reduce a", "b2" if odd else "reduce b"))
+        self.finalizer.post(self.decision, rows, self.known, ("reduce a", "b2" if odd else "reduce b"))
 
-    def settle(self) -> StepOutcome | tuple[type, str] | str:
+    def finalize_step(self) -> StepOutcome | tuple[type, str] | str:
         """The outcome, the error that ends the run, or what this rank has to tell first."""
         try:
-            self.settlement.settle()
+            self.finalizer.finalize_step()
         except Said as said:
             return str(said)
         except (DivergenceError, UsageError) as error:
             return type(error), str(error)
-        return self.settlement.outcome()
+        return self.finalizer.outcome()
 
 
 @contextmanager
@@ -473,11 +474,11 @@ def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradients,
         rows[:, column] = rows[0, column]
     for rank in ranks:
         rank.decide(rows.clone(), squares.clone())
-    results = [rank.settle() for rank in ranks]
+    results = [rank.finalize_step() for rank in ranks]
     if isinstance(results[0], str):
         for rank in ranks:
             rank.link.texts = results
-        results = [rank.settle() for rank in ranks]
+        results = [rank.finalize_step() for rank in ranks]
     norm = math.sqrt(sum(grad.double().square().sum().item() for grad in main_grads))
     return expect(trial), Gradients(norm, largest), ranks, results
 
@@ -486,26 +487,26 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     """Asserts that one step ends as it must; returns the reason."""
     expected, gradients, ranks, results = take(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
-    assert len({repr((rank.settlement.scale, rank.settlement.applied_steps)) for rank in ranks}) == 1
-    assert [rank.settlement.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
-    first, settlement, result = ranks[0], ranks[0].settlement, results[0]
+    assert len({repr((rank.finalizer.scale, rank.finalizer.applied_steps)) for rank in ranks}) == 1
+    assert [rank.finalizer.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
+    first, finalizer, result = ranks[0], ranks[0].finalizer, results[0]
     code = 0 if expected.reason is None else 1 + REASONS.index(expected.reason)
     assert [rank.decision.code.item() for rank in ranks] == [code] * trial.world
     if expected.message:
         assert result[0] is (UsageError if expected.reason == "bad_weight" else DivergenceError)
         assert expected.message in result[1]
-        assert settlement.applied_steps == 0
+        assert finalizer.applied_steps == 0
         return expected.reason
     assert isinstance(result, StepOutcome), result
     assert (result.reason, result.applied) == (expected.reason, expected.reason is None)
     assert result.culprit == expected.culprit
     assert (result.loss_scale, result.lr) == (SCALE, first.known.lr)
     assert result.stop_requested == (trial.stop is not None)
-    assert settlement.applied_steps == int(result.applied)
-    assert settlement.scale.scale == (SCALE / 2 if expected.reason == "overflow" else SCALE)
-    assert settlement.scale.clean_steps == settlement.scale.num_measured == int(result.applied)
+    assert finalizer.applied_steps == int(result.applied)
+    assert finalizer.scale.scale == (SCALE / 2 if expected.reason == "overflow" else SCALE)
+    assert finalizer.scale.clean_steps == finalizer.scale.num_measured == int(result.applied)
     if result.applied:
-        assert settlement.scale.max_abs_grad == gradients.largest / SCALE
+        assert finalizer.scale.max_abs_grad == gradients.largest / SCALE
         pairs = [
             (w, x) for ws, xs in zip(trial.weights, trial.losses, strict=True) for w, x in zip(ws, xs, strict=True)
         ]

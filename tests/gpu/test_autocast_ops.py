@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrain
 from dtrain.precision import autocast_ops
-from tests.unit.test_autocast_ops import CUDA_DIFFERS, FP32_FUNCTIONS
+from tests.unit.precision.test_autocast_ops import CUDA_DIFFERS, FP32_FUNCTIONS
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

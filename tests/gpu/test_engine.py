@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import dtrain
-from dtrain.checkpoint import Piece, Saver, Snapshot, open_newest, save, storage
-from dtrain.checkpoint.snapshot import HostCopy
+from dtrain.checkpoint import Saver, Snapshot, open_newest, save, storage
+from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.schema import ModelConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import LazyOutcome
@@ -240,7 +240,7 @@ def test_a_save_that_fails_is_raised_by_a_step_that_can_be_called_again(tmp_path
 def test_the_host_does_not_wait_for_the_copy() -> None:
     """It is queued behind work that takes long; what changes the tensor after it is queued behind it."""
     data = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
-    snapshot = Snapshot(1, (Piece("weight", "master", (1 << 20,), torch.float32, 0, 1 << 20, data),), {})
+    snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 20,), torch.float32, 0, 1 << 20, data),), {})
     copy = HostCopy(data.device)
     copy.reserve(snapshot)
     torch.cuda._sleep(1_000_000_000)  # about half a second
@@ -259,7 +259,7 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
     """What is written, hashed and fingerprinted is the same: what was queued on the current stream before."""
     alone = Communicator(None, torch.device("cuda", 0))
     data = torch.zeros(1 << 22, dtype=torch.float32, device="cuda")
-    snapshot = Snapshot(1, (Piece("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})
+    snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(1_000_000_000)
@@ -271,7 +271,7 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
     reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))  # proves the hash
     assert torch.equal(reader.read("master", "weight"), torch.full((1 << 22,), 3.0))
     reader.check_fingerprints(
-        [Piece("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data.cpu())],
+        [TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data.cpu())],
         Communicator(None, torch.device("cpu")),
     )
 
@@ -313,7 +313,7 @@ def test_a_calibrated_loss_scale_is_chosen_from_gradients_on_the_device() -> Non
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_convolutions_and_rnns_of_fp32_are_not_tf32(precision: str) -> None:
-    """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are islands of FP32."""
+    """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are fp32_modules of FP32."""
     policy = dtrain.PrecisionPolicy.named(precision, rules={"0": "fp32", "1": "fp32"})
     for module, x in (
         (torch.nn.Conv1d(64, 64, 3), torch.randn(4, 64, 32)),

@@ -19,8 +19,8 @@ ENGINES = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), *(("deepspeed", stage) for st
 
 
 def make_engine(engine: str, stage: int, precision: str, **options: object) -> Any:
-    if shortcoming := CAPABILITIES[engine].shortcoming:
-        pytest.skip(f"engine={engine} {shortcoming}")
+    if missing_requirement := CAPABILITIES[engine].missing_requirement:
+        pytest.skip(f"engine={engine} {missing_requirement}")
     model = build_model(CONFIG, VOCAB, seed=0).cuda()
     made = dtrain.initialize(
         model,
@@ -78,4 +78,4 @@ def test_goes_on_from_the_native_engine(engine: str, stage: int, tmp_path: Path)
 def test_offloaded_states_lie_in_host_memory() -> None:
     made = make_engine("deepspeed", 2, "bf16", offload="cpu")
     assert all(outcome.applied for outcome in train(made, 2))
-    assert {piece.data.device.type for piece in made.own_pieces("master")} == {"cpu"}
+    assert {piece.data.device.type for piece in made.owned_shards("master")} == {"cpu"}

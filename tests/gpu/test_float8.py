@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.interface import LazyOutcome
 from dtrain.models import build_model
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.choice import Product, decide
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.cast import E4M3, quantise
 from dtrain.precision.float8.weights import KeptWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.test_engine import (  # noqa: F401 - fixtures
@@ -74,8 +74,8 @@ def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str,
     m = -(-m // 16) * 16
     x, w = torch.randn(m, k, device=DEVICE) * 3, torch.randn(n, k, device=DEVICE) * 0.02
     # strided: what is cast may be a transpose
-    a = quantise(x.t().contiguous().t(), chosen.grad_dtype, rowwise=chosen.rowwise)
-    b = quantise(w, E4M3, rowwise=chosen.rowwise)
+    a = quantize(x.t().contiguous().t(), chosen.grad_dtype, rowwise=chosen.rowwise)
+    b = quantize(w, E4M3, rowwise=chosen.rowwise)
     exact_a, exact_b = (
         (operand.values.double() * (operand.scale.double()[:, None] if chosen.rowwise else operand.scale.double()))
         for operand in (a, b)

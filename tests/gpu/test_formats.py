@@ -8,8 +8,8 @@ from torch import nn
 
 import dtrain
 from dtrain.precision.formats import BF16, FP16, TF32, FloatFormat, product_bound
-from tests.unit.test_formats import DTYPES, LOW
-from tests.unit.test_rounding_bound import NUM_OUT, numbers, share_of_bound
+from tests.unit.precision.test_formats import DTYPES, LOW
+from tests.unit.precision.test_rounding_bound import NUM_OUT, numbers, share_of_bound
 
 
 @pytest.mark.parametrize("floats", LOW, ids=lambda floats: floats.name)

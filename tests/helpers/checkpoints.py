@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import Piece, Snapshot, save
+from dtrain.checkpoint import Snapshot, save
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 
 Tensors = Mapping[tuple[str, str], Tensor]
@@ -69,12 +70,12 @@ def even_cuts(numel: int, world: int) -> list[int]:
     return [round(numel * rank / world) for rank in range(world + 1)]
 
 
-def piece(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> Piece:
+def piece(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> TensorShard:
     data = tensor.reshape(-1)[start:stop].clone()
-    return Piece(key[1], key[0], tuple(tensor.shape), tensor.dtype, start, stop, data)
+    return TensorShard(key[1], key[0], tuple(tensor.shape), tensor.dtype, start, stop, data)
 
 
-def pieces_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[Piece, ...]:
+def pieces_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[TensorShard, ...]:
     """This rank's pieces: sharded kinds cut evenly (or at ``cuts``, as far as the tensor goes), the rest on rank 0."""
     pieces = []
     for key, tensor in tensors.items():

@@ -13,7 +13,7 @@ from dtrain.tools.host import describe_host
 
 
 @dataclass
-class Tally:
+class FaultTally:
     """What the cases of one test function have found together."""
 
     count: int = 0
@@ -32,7 +32,7 @@ class FaultCounts:
         tallies: of the functions of this session, by name.
     """
 
-    def __init__(self, test: str, *, full: bool, folder: Path | None, tallies: dict[str, Tally]) -> None:
+    def __init__(self, test: str, *, full: bool, folder: Path | None, tallies: dict[str, FaultTally]) -> None:
         self.full = full
         self._test = test
         self._folder = folder
@@ -54,7 +54,7 @@ class FaultCounts:
         """
         if self._folder is None:
             return
-        tally = self._tallies.setdefault(self._test, Tally())
+        tally = self._tallies.setdefault(self._test, FaultTally())
         tally.count += count
         tally.found.update(figures)
         tally.seeds += [] if seed is None else [seed]

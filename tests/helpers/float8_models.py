@@ -86,7 +86,7 @@ def train(engine: NativeEngine, steps: Sequence[int], leaves: int = 4) -> list[f
     return losses
 
 
-def planes(engine: NativeEngine) -> dict[str, Tensor]:
+def copies(engine: NativeEngine) -> dict[str, Tensor]:
     """Bits of this rank's FP8 replicas and of the scales in force."""
     table = engine.state.scales._table
     found = {"scales": table.scale.clone()}

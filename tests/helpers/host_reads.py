@@ -26,7 +26,7 @@ _FUNCTIONS = {getattr(torch.Tensor, name) for name in (*_METHODS, "__format__", 
 
 
 # functions that ask first whether the tensor lies on the host, and leave it alone where it does not
-_OF_THE_HOST = {("collectives.py", "read"), ("accumulate.py", "of_ranks")}
+_OF_THE_HOST = {("communicator.py", "read"), ("micro_batch_weight.py", "of_ranks")}
 
 
 class HostRead(AssertionError):
@@ -73,10 +73,10 @@ def forbidden() -> Iterator[None]:
 
 
 def like_a_gpu(engine: NativeEngine) -> list[int]:
-    """Lets the host learn a verdict only when someone looks; returns the list that grows by the step of each look."""
+    """Lets the host learn a decision only when someone looks; returns the list that grows by the step of each look."""
     looks: list[int] = []
-    settlement = engine._settlement
-    settlement.at_once = False
+    finalizer = engine._finalizer
+    finalizer.is_synchronous = False
 
     def post(values: Tensor) -> Callable[[], list[int]]:
         kept, step = values.clone(), engine.attempted_steps
@@ -88,5 +88,5 @@ def like_a_gpu(engine: NativeEngine) -> list[int]:
 
         return read
 
-    settlement._readback.post = post  # type: ignore[method-assign]
+    finalizer._readback.post = post  # type: ignore[method-assign]
     return looks

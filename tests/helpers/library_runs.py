@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.step import MAIN_GRAD, VotingEngine
+from dtrain.engine.step import MAIN_GRAD, StepEngine
 from tests.helpers.oracle import Oracle, OracleStep, assert_close_to_largest, normwise_error
 from tests.helpers.runs import Result, Run, forward_backward, oracle_run
 from tests.helpers.zoo import make
@@ -19,7 +19,7 @@ from tests.helpers.zoo import make
 TOLERANCES = {"fp32": (1e-6, 5e-5), "bf16": (4e-2, 1.5e-2), "fp16": (5e-3, 5e-3)}
 
 
-def start(run: Run, **options: Any) -> VotingEngine:
+def start(run: Run, **options: Any) -> StepEngine:
     """The engine of a run, before its first step."""
     torch.set_num_threads(1)
     engine = dtrain.initialize(
@@ -30,11 +30,11 @@ def start(run: Run, **options: Any) -> VotingEngine:
         seed=run.seed,
         **{**run.options, **options},
     )
-    assert isinstance(engine, VotingEngine)
+    assert isinstance(engine, StepEngine)
     return engine
 
 
-def main_grads(engine: VotingEngine, run: Run, step: int) -> dict[str, Tensor]:
+def main_grads(engine: StepEngine, run: Run, step: int) -> dict[str, Tensor]:
     """The reduced gradient in full, unscaled and divided by the sum of weights; before ``engine.step``."""
     engine.finish_gradients()
     total = run.accumulation * engine.world_size

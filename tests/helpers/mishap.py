@@ -31,7 +31,7 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 PLACES = {
     "forward": "dtrain.models.transformer:Attention.forward",
     "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
-    "reduction": "dtrain.distributed.communicator:Communicator.exchange_slices",
+    "reduction": "dtrain.distributed.communicator:Communicator.all_to_all_single",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.adamw:FlatAdamW.update",
     "gather": "dtrain.distributed.communicator:Communicator.all_gather",

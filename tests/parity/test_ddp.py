@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, UsageError
 from tests.helpers.library_runs import assert_follows_the_oracle, assert_odd_models_follow, start, train_all
 from tests.helpers.oracle import normwise_error
@@ -53,8 +53,8 @@ def overflow_then_recover(rank: int, world: int, run: Run) -> list[tuple[dtrain.
     return seen
 
 
-def state(engine: VotingEngine) -> list[Tensor]:
-    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.held_pieces(kind)]
+def state(engine: StepEngine) -> list[Tensor]:
+    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.local_shards(kind)]
 
 
 def test_fp16_backs_off_until_steps_apply() -> None:
@@ -98,10 +98,10 @@ class CountingBuckets:
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
 
-    def look(self, label: str, tensor: Tensor) -> None:
+    def record(self, label: str, tensor: Tensor) -> None:
         self.dtypes.append(tensor.dtype)
 
-    def require_seen(self) -> None:
+    def require_complete(self) -> None:
         assert self.dtypes
 
 
@@ -109,7 +109,7 @@ def buckets_of_two_steps(rank: int, world: int, run: Run) -> list[list[torch.dty
     engine: Any = start(run)
     counts = []
     for step in range(2):
-        wire = engine._gradients.wire = CountingBuckets()
+        wire = engine._gradients.reduce_dtype_check = CountingBuckets()
         forward_backward(engine, run, step)
         engine.step()
         counts.append(wire.dtypes)
@@ -212,7 +212,7 @@ def masters_of_both(rank: int, world: int, name: str) -> list[tuple[dict[str, Te
             for index in engine.accumulate(range(1 + step % 2)):
                 engine.backward(loss(engine, batch(rank, step, index)), weight=1.0 + index)
             assert engine.step().applied
-        both.append((engine.master_state(), [piece.data.clone() for piece in engine.held_pieces("master")]))
+        both.append((engine.master_state(), [piece.data.clone() for piece in engine.local_shards("master")]))
     return both
 
 
@@ -240,7 +240,7 @@ def loops_left_early(rank: int, world: int, stops: list[int]) -> list[tuple[dict
                     break
             with torch.no_grad():
                 assert engine.step().applied
-        both.append((engine.master_state(), [piece.data.clone() for piece in engine.held_pieces("master")]))
+        both.append((engine.master_state(), [piece.data.clone() for piece in engine.local_shards("master")]))
     return both
 
 

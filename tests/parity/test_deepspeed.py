@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine import deepspeed_config
+from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed.engine import DeepSpeedEngine
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from tests.helpers.oracle import assert_close_to_largest, normwise_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, oracle_run
@@ -27,7 +27,7 @@ TOLERANCES = {"fp32": (1e-6, 5e-5), "bf16": (4e-2, 1.5e-2)}
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
-def begin(run: Run, engine: str = "deepspeed", weights: int = 0) -> VotingEngine:
+def begin(run: Run, engine: str = "deepspeed", weights: int = 0) -> StepEngine:
     torch.set_num_threads(1)
     # as for any model that is large enough: at stage 3 nothing stays gathered
     deepspeed_config.PERSISTENT = 0
@@ -40,11 +40,11 @@ def begin(run: Run, engine: str = "deepspeed", weights: int = 0) -> VotingEngine
         seed=run.seed,
         **run.options,
     )
-    assert isinstance(built, VotingEngine)
+    assert isinstance(built, StepEngine)
     return built
 
 
-def forward_backward(engine: VotingEngine, run: Run, step: int) -> None:
+def forward_backward(engine: StepEngine, run: Run, step: int) -> None:
     entry = make(run.model)
     total = run.accumulation * engine.world_size
     for index in engine.accumulate([i * engine.world_size + engine.rank for i in range(run.accumulation)]):
@@ -52,13 +52,13 @@ def forward_backward(engine: VotingEngine, run: Run, step: int) -> None:
         engine.backward(loss, weight=run.weight(step, index))
 
 
-def state(engine: VotingEngine, *kinds: str) -> dict[str, Tensor]:
+def state(engine: StepEngine, *kinds: str) -> dict[str, Tensor]:
     return {f"{kind} {name}": tensor.clone() for kind in kinds for name, tensor in engine.full_state(kind)}
 
 
-def own_state(engine: VotingEngine) -> dict[str, Tensor]:
+def own_state(engine: StepEngine) -> dict[str, Tensor]:
     """This rank's part of it, which two engines of one kind cut alike."""
-    return {f"{kind} {piece.name}": piece.data.clone() for kind in STATES for piece in engine.own_pieces(kind)}
+    return {f"{kind} {piece.name}": piece.data.clone() for kind in STATES for piece in engine.owned_shards(kind)}
 
 
 def train(rank: int, world: int, run: Run) -> Result:
@@ -168,7 +168,7 @@ def test_odd_models_train_like_the_oracle() -> None:
 VETOES = {"loss": "nonfinite_loss", "gradient": "overflow", "huge": "overflow", "empty": "empty"}
 
 
-def bad_step(engine: VotingEngine, run: Run, kind: str) -> dtrain.StepOutcome:
+def bad_step(engine: StepEngine, run: Run, kind: str) -> dtrain.StepOutcome:
     """A step of two micro-batches, the last of which has something wrong on the last rank."""
     entry = make(run.model)
     for number in engine.accumulate(range(2)):
@@ -272,13 +272,13 @@ def travel(rank: int, world: int, folder: str) -> list[str]:
     return found
 
 
-def evaluate(engine: VotingEngine, run: Run) -> Tensor:
+def evaluate(engine: StepEngine, run: Run) -> Tensor:
     entry = make(run.model)
     with engine.eval():
         return entry.loss(engine, entry.batch(7))
 
 
-def computes_with_other_weights(engine: VotingEngine, run: Run, where: str) -> list[str]:
+def computes_with_other_weights(engine: StepEngine, run: Run, where: str) -> list[str]:
     """What it should compute with are the cast masters, and the frozen weights that it was given."""
     loss, entry = evaluate(engine, run), make(run.model)
     twin = make(run.model).build(0)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine import fsdp2_units
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.fsdp2 import units as fsdp2_units
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError, UsageError
 from tests.helpers.library_runs import (
     assert_follows_the_oracle,
@@ -90,7 +90,7 @@ def collectives_of_a_step(rank: int, world: int, run: Run) -> Counter[str]:
         forward_backward(engine, run, step)  # type: ignore[arg-type]
         log = list(engine.comm.schedule_log)
         engine.step()
-    assert engine.memory()["gathered"] == 0, "no gathered weight outlives the step"
+    assert engine.memory()["unsharded"] == 0, "no gathered weight outlives the step"
     return Counter(entry.split(",")[0] for entry in log)
 
 
@@ -100,7 +100,7 @@ def test_stage_2_gathers_once_a_step(stage: int, gathers: int) -> None:
     log = run_ranks(2, collectives_of_a_step, fsdp2(stage=stage))[0]
     assert log["all_gather(weights of blocks.0"] == gathers
     assert log["all_gather(weights of root"] == (1 if stage == 2 else 2)
-    assert log["exchange_slices(gradients of blocks.0"] == 2
+    assert log["all_to_all_single(gradients of blocks.0"] == 2
 
 
 def overflow_then_recover(rank: int, world: int, run: Run) -> list[tuple[dtrain.StepOutcome, bool]]:
@@ -115,8 +115,8 @@ def overflow_then_recover(rank: int, world: int, run: Run) -> list[tuple[dtrain.
     return seen
 
 
-def state(engine: VotingEngine) -> list[Tensor]:
-    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.held_pieces(kind)]
+def state(engine: StepEngine) -> list[Tensor]:
+    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.local_shards(kind)]
 
 
 def test_fp16_backs_off_until_steps_apply() -> None:
@@ -152,7 +152,7 @@ def nan_on_rank_1(rank: int, world: int, run: Run) -> list[dtrain.Culprit | None
     return found
 
 
-def poisoned(output: Tensor, engine: VotingEngine) -> Tensor:
+def poisoned(output: Tensor, engine: StepEngine) -> Tensor:
     """Its gradient is NaN in the second micro-batch."""
     output = output.clone()
     if engine._micro_batch == 1:

@@ -64,7 +64,7 @@ def _shown(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Span:
+class StoredTensor:
     """One tensor of a file: its dtype, its shape there, and its bytes [begin, end) counted from the file's start."""
 
     dtype: torch.dtype
@@ -110,7 +110,7 @@ def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(descriptor: int, file: str, size: int) -> dict[str, Span]:
+def read_header(descriptor: int, file: str, size: int) -> dict[str, StoredTensor]:
     """Reads and checks the header of an open file of ``size`` bytes; the spans tile its data section exactly.
 
     Raises:
@@ -136,7 +136,7 @@ def read_header(descriptor: int, file: str, size: int) -> dict[str, Span]:
     return spans
 
 
-def _span(file: str, key: str, value: Any, base: int) -> Span:
+def _span(file: str, key: str, value: Any, base: int) -> StoredTensor:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise DamageError(file, f"the header's entry of {key} is not dtype, shape, data_offsets", "header")
     dtype = DTYPES.get(str(value["dtype"]))
@@ -148,7 +148,7 @@ def _span(file: str, key: str, value: Any, base: int) -> Span:
     begin, end = offsets
     if end - begin != math.prod(shape) * dtype.itemsize:
         raise DamageError(file, f"{key}: {value['dtype']} {shape} does not fill bytes {begin} to {end}", "header")
-    return Span(dtype, tuple(shape), base + begin, base + end)
+    return StoredTensor(dtype, tuple(shape), base + begin, base + end)
 
 
 def is_naturals(value: Any) -> bool:

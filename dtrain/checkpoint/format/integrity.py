@@ -13,9 +13,16 @@ import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from dtrain.checkpoint import manifest as manifests
-from dtrain.checkpoint.format.container import DamageError, Span, open_regular, read_bytes, read_header, read_into
 from dtrain.checkpoint.directory import STEP_NAME
+from dtrain.checkpoint.format import manifest as manifests
+from dtrain.checkpoint.format.container import (
+    DamageError,
+    StoredTensor,
+    open_regular,
+    read_bytes,
+    read_header,
+    read_into,
+)
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest
 
@@ -77,7 +84,7 @@ def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
     return descriptor, size
 
 
-def read_spans(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, Span]:
+def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, StoredTensor]:
     """The header of an open data file, checked against the manifest.
 
     Raises:
@@ -112,13 +119,13 @@ def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = F
     """
     descriptor, _ = open_file(path, file)
     try:
-        spans = read_spans(descriptor, manifest, file)
+        spans = read_stored_tensors(descriptor, manifest, file)
         return {} if fast else _scan_data(descriptor, manifest, file, spans)
     finally:
         os.close(descriptor)
 
 
-def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, Span]) -> Sums:
+def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, StoredTensor]) -> Sums:
     ordered = sorted(spans.items(), key=lambda item: item[1].begin)
     header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
     position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}

@@ -41,7 +41,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class FileInterval:
     """Where the row-major elements [start, stop) of a tensor lie: under ``key`` in ``file``."""
 
     file: str
@@ -59,7 +59,7 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     fingerprint: int
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[FileInterval, ...]
 
     @property
     def numel(self) -> int:
@@ -88,9 +88,9 @@ class Manifest:
         return {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
 
     @cached_property
-    def by_file(self) -> dict[str, dict[str, tuple[TensorEntry, Chunk]]]:
+    def by_file(self) -> dict[str, dict[str, tuple[TensorEntry, FileInterval]]]:
         """For each file what it holds, by key."""
-        table: dict[str, dict[str, tuple[TensorEntry, Chunk]]] = {file.name: {} for file in self.files}
+        table: dict[str, dict[str, tuple[TensorEntry, FileInterval]]] = {file.name: {} for file in self.files}
         for tensor in self.tensors:
             for chunk in tensor.chunks:
                 table[chunk.file][chunk.key] = (tensor, chunk)
@@ -230,7 +230,7 @@ def _tensor(raw: Any, files: set[str]) -> TensorEntry:
     chunks = []
     for item in raw["chunks"]:
         _check_fields(item, {"file": str, "key": str, "start": int, "stop": int}, f"a chunk of {label}")
-        chunk = Chunk(**item)
+        chunk = FileInterval(**item)
         if chunk.file not in files or chunk.stop <= chunk.start:
             raise _bad(f"{label} has a chunk [{chunk.start}, {chunk.stop}) in {chunk.file!r:.80}, which cannot be")
         # the files' hashes vouch for their keys, and so for the name under which a value is loaded

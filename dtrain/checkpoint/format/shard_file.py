@@ -16,7 +16,7 @@ from dtrain.checkpoint import storage
 from dtrain.checkpoint.format.container import dtype_name, encode_header
 from dtrain.checkpoint.format.fingerprint import fingerprints, host_blocks
 from dtrain.checkpoint.format.manifest import stored_shape
-from dtrain.checkpoint.snapshot import Piece
+from dtrain.checkpoint.snapshot import TensorShard
 
 _SMALL_BYTES = 4 << 20  # hashed and fingerprinted in a few ms, which threads do not make faster
 
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank reports of a piece: as in :class:`Piece`, with the key in its file ("" where it has no elements)."""
+    """Report of a written shard: as :class:`TensorShard`, with its key in the file ("" if it has no elements)."""
 
     kind: str
     name: str
@@ -48,9 +48,9 @@ def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
         storage.close(descriptor)
 
 
-def _keyed(pieces: Iterable[Piece]) -> dict[str, Piece]:
+def _keyed(pieces: Iterable[TensorShard]) -> dict[str, TensorShard]:
     """The pieces that have elements by their key in the file, wide dtypes first so that all lie aligned."""
-    keyed: dict[str, Piece] = {}
+    keyed: dict[str, TensorShard] = {}
     for piece in sorted(pieces, key=lambda piece: -piece.dtype.itemsize):
         if piece.start < piece.stop:
             key = f"{piece.kind}:{piece.name}"
@@ -60,7 +60,9 @@ def _keyed(pieces: Iterable[Piece]) -> dict[str, Piece]:
     return keyed
 
 
-def write_shard(path: Path, pieces: Iterable[Piece], proceed: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def write_shard(
+    path: Path, pieces: Iterable[TensorShard], proceed: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Writes a new file of ``pieces``, durable on return; what it reports is plain JSON: file, bytes, sha256, pieces.
 
     The caller's thread writes; two others hash and fingerprint the same memory meanwhile, and have ended on return.
@@ -140,13 +142,13 @@ class _Thread(threading.Thread, Generic[Result]):
         return self._results
 
 
-def _hash(digest: hashlib._Hash, pieces: Iterable[Piece]) -> Iterator[None]:
+def _hash(digest: hashlib._Hash, pieces: Iterable[TensorShard]) -> Iterator[None]:
     for piece in pieces:
         for block in host_blocks(piece.data):
             digest.update(block)
             yield
 
 
-def _report(key: str, piece: Piece, fingerprint: int) -> dict[str, Any]:
+def _report(key: str, piece: TensorShard, fingerprint: int) -> dict[str, Any]:
     dtype = dtype_name(piece.dtype)
     return vars(Written(piece.kind, piece.name, dtype, list(piece.shape), piece.start, piece.stop, key, fingerprint))

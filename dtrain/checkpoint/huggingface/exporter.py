@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import storage
-from dtrain.checkpoint.format.container import encode_header
 from dtrain.checkpoint.directory import make_directories, remove_tree
+from dtrain.checkpoint.format.container import encode_header
 from dtrain.checkpoint.format.fingerprint import byte_view
+from dtrain.checkpoint.format.integrity import examine
+from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
+from dtrain.checkpoint.format.shard_file import new_file
 from dtrain.checkpoint.huggingface.config import model_of_state, to_hf
 from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from dtrain.checkpoint.huggingface.shapes import HFShape, Part, hf_shape
-from dtrain.checkpoint.format.integrity import examine
-from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.report import find_one, naming
-from dtrain.checkpoint.format.shard_file import new_file
 from dtrain.config.schema import ModelConfig
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, ConfigError, nearest

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.format.container import DamageError, Span, open_regular, parse_json, read_bytes, read_header, read_into
+from dtrain.checkpoint.format.container import (
+    DamageError,
+    StoredTensor,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_header,
+    read_into,
+)
 from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
@@ -45,7 +53,7 @@ class HFFolder:
             raise CheckpointError(f"{path} is not a directory; give the folder that holds a model's {CONFIG}")
         self.config = self._json(CONFIG)
         self._files: dict[str, str] = {}
-        self._spans: dict[str, Span] = {}
+        self._spans: dict[str, StoredTensor] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index else [WEIGHTS]:
             with self._open(file) as (descriptor, size):

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.commit import save
 from dtrain.checkpoint.huggingface.config import from_hf
 from dtrain.checkpoint.huggingface.folder import HFFolder
 from dtrain.checkpoint.huggingface.shapes import HFShape, Part, hf_shape
-from dtrain.checkpoint.snapshot import Piece, Snapshot
-from dtrain.checkpoint.commit import save
+from dtrain.checkpoint.snapshot import Snapshot, TensorShard
 from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
@@ -132,22 +132,22 @@ def _match(folder: Path, source: HFFolder, model: ModelConfig, shape: HFShape) -
     return names
 
 
-def _pieces(source: HFFolder, shape: HFShape, names: dict[str, str]) -> Iterator[Piece]:
+def _pieces(source: HFFolder, shape: HFShape, names: dict[str, str]) -> Iterator[TensorShard]:
     zeros = torch.zeros(max(_numel(size) for size in shape.tensors.values()))
     covered = dict.fromkeys(shape.tensors, 0)
     for part in shape.parts:
         size = shape.tensors[part.source]
         stop = part.start + part.numel
         data = _read(source, part, names[part.name])
-        yield Piece(part.source, "master", size, torch.float32, part.start, stop, data)
+        yield TensorShard(part.source, "master", size, torch.float32, part.start, stop, data)
         covered[part.source] = stop  # the parts of a tensor come in its order
     for name, size in shape.tensors.items():
         numel = _numel(size)
         if covered[name] < numel:  # padding of the vocabulary
             rest = zeros[: numel - covered[name]]
-            yield Piece(name, "master", size, torch.float32, covered[name], numel, rest)
+            yield TensorShard(name, "master", size, torch.float32, covered[name], numel, rest)
         for moment in ("exp_avg", "exp_avg_sq"):
-            yield Piece(name, moment, size, torch.float32, 0, numel, zeros[:numel])
+            yield TensorShard(name, moment, size, torch.float32, 0, numel, zeros[:numel])
 
 
 def _numel(shape: tuple[int, ...]) -> int:

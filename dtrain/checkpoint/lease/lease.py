@@ -1,7 +1,7 @@
 """One writer per directory of checkpoints: who writes there holds its lease, and shows it before every commit.
 
-The lease is a file (:mod:`dtrain.checkpoint.lease.lease_file`). Whoever wants it while it is held watches it: a holder that
-shows a sign of life keeps it; one whose process has ended, or that shows none for a long time by the watcher's own
+The lease is a file (:mod:`dtrain.checkpoint.lease.lease_file`). Whoever wants it while it is held watches it: a holder
+that shows a sign of life keeps it; one whose process has ended, or that shows none for a long time by the watcher's own
 monotonic clock, loses it to a lease with a higher number. Wall time decides nothing.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dtrain.checkpoint import storage
 from dtrain.checkpoint.directory import make_directories, sweep
-from dtrain.checkpoint.lease.lease_file import LAST_TOKEN, NAME, TEMPORARY, Holder, Sight, look, look_at, path_of
+from dtrain.checkpoint.lease.lease_file import LAST_TOKEN, NAME, TEMPORARY, Holder, LeaseState, look, look_at, path_of
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
@@ -79,15 +79,15 @@ class Lease:
         if os.getpid() != self._process:
             raise CheckpointError(f"{self._directory} is held by process {self._process}; this one is a fork of it")
         with self._lock:
-            sight = look(self._directory)
-        if sight is None:
+            state = look(self._directory)
+        if state is None:
             raise CheckpointError(
                 f"the lease of {self._directory} is gone: another job took it over and has ended, or somebody removed "
                 f"{self._path.name}; nothing more is written there, start this job again"
             )
-        if not _is(sight, self._holder):
+        if not _is(state, self._holder):
             raise CheckpointError(
-                f"{self._directory} was taken over from this process, {self._holder}, by {sight}; nothing more is "
+                f"{self._directory} was taken over from this process, {self._holder}, by {state}; nothing more is "
                 "written there: one job writes in a directory of checkpoints, stop the other or use another run_dir"
             )
 
@@ -132,7 +132,7 @@ class Lease:
             storage.close(self._descriptor)
 
 
-class Contender:
+class LeaseRequest:
     """One who wants the lease of a directory.
 
     Args:
@@ -143,7 +143,7 @@ class Contender:
     def __init__(self, directory: Path, pace: Pace) -> None:
         self._directory = directory
         self._pace = pace
-        self._seen: Sight | None = None
+        self._seen: LeaseState | None = None
         self._since = 0.0
 
     def attempt(self) -> Lease | None:
@@ -153,26 +153,26 @@ class Contender:
             CheckpointError: its holder is alive; names it.
             OSError: what the file system says.
         """
-        sight = look(self._directory)
-        if sight is None:
+        state = look(self._directory)
+        if state is None:
             return _take(self._directory, 1)
-        if sight.holder and (sight.holder.id in _given_up or sight.holder.has_ended()):
-            logger.info("checkpoint: %s was held by %s, which has ended", self._directory, sight)
-            return _take(self._directory, sight.token + 1)
+        if state.holder and (state.holder.id in _given_up or state.holder.has_ended()):
+            logger.info("checkpoint: %s was held by %s, which has ended", self._directory, state)
+            return _take(self._directory, state.token + 1)
         now = self._pace.clock()
         if self._seen is None:
-            self._seen, self._since = sight, now
+            self._seen, self._since = state, now
             limit = self._pace.limit_s
-            logger.info("checkpoint: %s is held by %s; waiting %g s for a sign", self._directory, sight, limit)
-        if (sight.token, sight.data) != (self._seen.token, self._seen.data):
+            logger.info("checkpoint: %s is held by %s; waiting %g s for a sign", self._directory, state, limit)
+        if (state.token, state.data) != (self._seen.token, self._seen.data):
             raise CheckpointError(
-                f"{self._directory} is in use by {sight}; one job writes in a directory of checkpoints: stop that one, "
+                f"{self._directory} is in use by {state}; one job writes in a directory of checkpoints: stop that one, "
                 "or use another run_dir"
             )
         if now - self._since < self._pace.limit_s:
             return None
-        logger.warning("checkpoint: taking over %s: no sign of life from %s", self._directory, sight)
-        return _take(self._directory, sight.token + 1)
+        logger.warning("checkpoint: taking over %s: no sign of life from %s", self._directory, state)
+        return _take(self._directory, state.token + 1)
 
 
 def take(directory: Path, pace: Pace, meanwhile: Callable[[], None] = lambda: None) -> Lease:
@@ -188,15 +188,15 @@ def take(directory: Path, pace: Pace, meanwhile: Callable[[], None] = lambda: No
         OSError: what the file system says.
     """
     make_directories(directory)
-    contender = Contender(directory, pace)
+    contender = LeaseRequest(directory, pace)
     while (lease := contender.attempt()) is None:
         pace.sleep(pace.poll_s)
         meanwhile()
     return lease
 
 
-def _is(sight: Sight, holder: Holder) -> bool:
-    return sight.holder is not None and sight.holder.id == holder.id
+def _is(state: LeaseState, holder: Holder) -> bool:
+    return state.holder is not None and state.holder.id == holder.id
 
 
 def _take(directory: Path, token: int) -> Lease | None:
@@ -222,9 +222,9 @@ def _take(directory: Path, token: int) -> Lease | None:
             raise
         finally:
             _remove(temporary)
-        sight = look(directory)
+        state = look(directory)
         # what was seen before may be old: others may have come and gone, and one be there with a higher number
-        if sight is None or not _is(sight, holder):
+        if state is None or not _is(state, holder):
             return None
         _clear(directory, path)
         undo.pop_all()
@@ -234,8 +234,8 @@ def _take(directory: Path, token: int) -> Lease | None:
 def _give_up(path: Path, holder: Holder) -> None:
     """Removes a lease file, but not one that has become another's; what cannot be removed means nothing from now on."""
     try:
-        sight = look_at(path)
-        if sight is not None and _is(sight, holder):
+        state = look_at(path)
+        if state is not None and _is(state, holder):
             _remove(path)
     except OSError as error:
         _given_up.add(holder.id)
@@ -256,7 +256,7 @@ def _remove(path: Path) -> None:
 
 
 @dataclass
-class _Place:
+class _LeaseDirectory:
     """A directory, as this process sees it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while the lease is taken: that may take long
@@ -264,7 +264,7 @@ class _Place:
     count: int = 0
 
 
-_places: dict[str, _Place] = {}  # by real path
+_places: dict[str, _LeaseDirectory] = {}  # by real path
 
 
 def _forget() -> None:
@@ -288,7 +288,7 @@ def hold(directory: Path, pace: Pace | None = None, meanwhile: Callable[[], None
     """
     pace = pace or PACE
     key = os.path.realpath(directory)
-    place = _places.setdefault(key, _Place())
+    place = _places.setdefault(key, _LeaseDirectory())
     with place.lock:
         if place.lease is None:
             place.lease = take(Path(key), pace, meanwhile)

@@ -118,7 +118,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Sight:
+class LeaseState:
     """Who held a directory at one instant.
 
     Attributes:
@@ -139,7 +139,7 @@ class Sight:
         return str(self.holder) if self.holder else f"nobody knows whom: {self.path.name} is damaged ({self.problem})"
 
 
-def look(directory: Path) -> Sight | None:
+def look(directory: Path) -> LeaseState | None:
     """Reads the lease that counts; None where nobody holds the directory.
 
     Raises:
@@ -147,10 +147,10 @@ def look(directory: Path) -> Sight | None:
     """
     names = sorted(filter(NAME.fullmatch, os.listdir(directory)), reverse=True)
     sights = (look_at(directory / name) for name in names)
-    return next((sight for sight in sights if sight is not None), None)
+    return next((state for state in sights if state is not None), None)
 
 
-def look_at(path: Path) -> Sight | None:
+def look_at(path: Path) -> LeaseState | None:
     """Reads one lease file; None where there is none.
 
     Raises:
@@ -165,9 +165,9 @@ def look_at(path: Path) -> Sight | None:
             os.close(descriptor)
         if size > _SIZE_LIMIT:
             raise DamageError(path.name, f"{size} bytes are too many for a lease", "lease")
-        return Sight(path, _token(path.name), data, Holder.decode(data, path.name))
+        return LeaseState(path, _token(path.name), data, Holder.decode(data, path.name))
     except DamageError as damage:
-        return None if damage.why == "missing" else Sight(path, _token(path.name), data, None, damage.reason)
+        return None if damage.why == "missing" else LeaseState(path, _token(path.name), data, None, damage.reason)
 
 
 def path_of(directory: Path, token: int) -> Path:

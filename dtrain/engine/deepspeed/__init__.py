@@ -1,0 +1,3 @@
+from dtrain.engine.deepspeed.engine import build
+
+__all__ = ["build"]

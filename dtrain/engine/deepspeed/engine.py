@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import Piece
-from dtrain.engine import deepspeed_config, deepspeed_library
-from dtrain.engine.interface import Engine
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.engine.deepspeed import config as deepspeed_config
+from dtrain.engine.deepspeed import library as deepspeed_library
 from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
-from dtrain.parameters.local_shards import check_in_place
-from dtrain.engine.observation import WireWatch
+from dtrain.engine.interface import Engine
+from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import MAIN_GRAD, MASTER, VotingEngine
+from dtrain.engine.step import MAIN_GRAD, MASTER, StepEngine
 from dtrain.errors import ContractError, ModelError
 from dtrain.optim.adamw import UpdateScalars
-from dtrain.sharding.accumulate import Weight
+from dtrain.parameters.local_shards import check_in_place
+from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.weight_decay import decayed_names
 from dtrain.sharding.placement import STAGES, memory_formula
 
@@ -45,8 +46,8 @@ def build(request: EngineRequest) -> Engine:
     return DeepSpeedEngine(replace(request, contract=replace(request.contract, replica_dtypes=dtypes)))
 
 
-class DeepSpeedEngine(VotingEngine):
-    """See :class:`dtrain.engine.step.VotingEngine`.
+class DeepSpeedEngine(StepEngine):
+    """See :class:`dtrain.engine.step.StepEngine`.
 
     A micro-batch's weight multiplies its loss, in FP32: DeepSpeed has no place between backward and reduction where it
     could multiply the gradient. So weights of thousands take range from FP16.
@@ -71,36 +72,36 @@ class DeepSpeedEngine(VotingEngine):
         self._order: list[int] = []  # the numbers of this micro-batch's gradients as they were made
         self._watch_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
-        self._wire: WireWatch | None = None  # until the first step is done
+        self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
         self._optimizer = ScaledAdamW(self.options.optimizer, *_decay_classes(model, trained))
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
         self._zero = zero_state(self._deepspeed, {id(p): name for name, p in trained.items()})
         if not self._zero.reduces_each:
             self._deepspeed.enable_backward_allreduce = False  # once, when the step ends
         self._optimizer.add_moments(self._zero.partitions)
-        for piece in self.held_pieces(MASTER) if originals else ():
+        for piece in self.local_shards(MASTER) if originals else ():
             piece.data.copy_(originals[piece.name][piece.start : piece.stop])
         self._trained = {name: (p, self._lies_in(p)) for name, p in trained.items()}  # with where its values lie
         self.check_contract()
 
     def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """The weights before DeepSpeed rounds them: from those it would make its masters."""
-        if self.options.zero_stage == 0 or not self.policy.is_low:
+        if self.options.zero_stage == 0 or not self.policy.is_reduced_precision:
             return {}
         return {name: p.detach().to("cpu", torch.float32, copy=True).flatten() for name, p in trained.items()}
 
     def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         def look(number: int, grad: Tensor) -> None:
             self._order.append(number)
-            self.watch.measure(grad)
-            self.watch.look(self._micro_batch, number, [grad])
+            self.monitor.record_magnitude(grad)
+            self.monitor.record_finiteness(self._micro_batch, number, [grad])
 
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(look, number))
 
     @property
     def dummies_need_graph(self) -> bool:
-        """See :class:`dtrain.engine.step.VotingEngine`."""
+        """See :class:`dtrain.engine.step.StepEngine`."""
         return self._zero.reduces_each
 
     # -- the step ----------------------------------------------------------------------------------------------------
@@ -123,10 +124,10 @@ class DeepSpeedEngine(VotingEngine):
             self.comm.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
 
     def _observed(self) -> Any:
-        wire = self._wire
+        wire = self._reduce_dtype_check
         if wire is None:
             return nullcontext()
-        return deepspeed_library.observed_reductions(lambda tensor: wire.look("all", tensor))
+        return deepspeed_library.observed_reductions(lambda tensor: wire.record("all", tensor))
 
     def finish_gradients(self) -> None:
         """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
@@ -134,9 +135,9 @@ class DeepSpeedEngine(VotingEngine):
             return
         with self._observed():
             self._zero.reduce()
-        if self._wire is not None:
-            self._wire.require_seen()
-            self._wire = None
+        if self._reduce_dtype_check is not None:
+            self._reduce_dtype_check.require_complete()
+            self._reduce_dtype_check = None
         self._is_finished = True
 
     def _squares(self) -> Tensor:
@@ -174,7 +175,7 @@ class DeepSpeedEngine(VotingEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def _check_live(self) -> None:
-        self._wire = WireWatch(self.policy)  # a new one after each load
+        self._reduce_dtype_check = ReduceDtypeCheck(self.policy)  # a new one after each load
 
     def _check_step(self) -> None:
         super()._check_step()
@@ -187,23 +188,23 @@ class DeepSpeedEngine(VotingEngine):
         values: Any = parameter
         return (values.ds_tensor if self.options.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
 
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """This rank's partition of ``kind``; at stage 0, where all hold all, an equal share of each parameter."""
-        for piece in self.held_pieces(kind):
+        for piece in self.local_shards(kind):
             if self.options.zero_stage:
                 yield piece
                 continue
             start, stop = (piece.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
             yield replace(piece, start=start, stop=stop, data=piece.data[start:stop])
 
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies on this rank."""
         partitions = self._zero.partitions
         for partition, values in zip(partitions, self._values(kind, partitions), strict=True):
             flat = values.detach().view(-1)
             for part in partition.parts:
                 data = flat[part.place : part.place + part.stop - part.start]
-                yield Piece(part.name, kind, self.shapes[part.name], torch.float32, part.start, part.stop, data)
+                yield TensorShard(part.name, kind, self.shapes[part.name], torch.float32, part.start, part.stop, data)
 
     def _values(self, kind: str, partitions: tuple[Partition, ...]) -> list[Tensor]:
         if kind == MASTER:
@@ -243,8 +244,8 @@ class DeepSpeedEngine(VotingEngine):
             "moments": [m for kind in ("exp_avg", "exp_avg_sq") for m in self._values(kind, zero.partitions)],
             "compute": [*zero.weights(), *(p.ds_tensor for p in frozen)],
             "main_grad": zero.gradients(),
-            "gathered": [],
-            "leaf_buffers": [],
+            "unsharded": [],
+            "unreduced_grad": [],
         }
 
     def memory_formula(self) -> dict[str, int]:
@@ -274,7 +275,11 @@ def _check_model(request: EngineRequest) -> None:
                 f"the module '{name}' is a torch.compile wrapper, which hides its parameters' gathering from "
                 f"DeepSpeed's stage 3; use zero_stage=2 or engine=native, or do not compile it"
             )
-        if not (is_wrapped or module._compiled_call_impl) or not request.contract.policy.is_low or not stage:
+        if (
+            not (is_wrapped or module._compiled_call_impl)
+            or not request.contract.policy.is_reduced_precision
+            or not stage
+        ):
             continue
         full = next((other for other in request.contract.fp32_modules if _overlap(name, other)), None)
         if full is not None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.optim.adamw import AdamW, ListedAdamW, UpdateList, UpdateScalars
+from dtrain.optim.adamw import AdamW, UpdateList, UpdateScalars
+from dtrain.optim.fused import ListedAdamW
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dtrain.distributed.communicator import Communicator, Pending
-from dtrain.parameters.local_shards import require_trained
-from dtrain.engine.observation import WireWatch
+from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.errors import ContractError, UsageError
-from dtrain.sharding.accumulate import Weight
-from dtrain.parameters.gradient_monitor import GradientWatch
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.local_shards import require_trained
+from dtrain.parameters.micro_batch_weight import Weight
 
 
 class MicroBatch:
@@ -33,8 +33,8 @@ class MicroBatch:
     Args:
         comm: who takes part.
         largest: elements of the largest gradient that is sent.
-        numbers: of the parameters, by name, as ``watch`` counts them.
-        watch: sees every gradient.
+        numbers: of the parameters, by name, as ``monitor`` counts them.
+        monitor: sees every gradient.
 
     Attributes:
         wire: sees what is sent, in the first step after set-up and after a load.
@@ -42,11 +42,11 @@ class MicroBatch:
         buffers: that are sent from, and what arrives.
     """
 
-    def __init__(self, comm: Communicator, largest: int, numbers: Mapping[str, int], watch: GradientWatch) -> None:
+    def __init__(self, comm: Communicator, largest: int, numbers: Mapping[str, int], monitor: GradientMonitor) -> None:
         self.comm = comm
-        self.wire: WireWatch | None = None
+        self.reduce_dtype_check: ReduceDtypeCheck | None = None
         self.num_reduced = 0
-        self._watch = watch
+        self._monitor = monitor
         self._numbers = numbers
         self._weight: Weight | None = None
         self._number = 0
@@ -73,8 +73,8 @@ class MicroBatch:
         """
         if self._weight is None:
             raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-        self._watch.measure(grad)
-        self._watch.look(self._number, self._numbers[name], [grad])
+        self._monitor.record_magnitude(grad)
+        self._monitor.record_finiteness(self._number, self._numbers[name], [grad])
         return self._weight
 
     def sent(self, numel: int) -> Tensor:
@@ -93,7 +93,7 @@ class MicroBatch:
         """Takes note of a reduction; on a GPU the stream waits for it, on CPU the next reduction."""
         self._pending = pending
         if self.buffers:
-            self.comm.announce()
+            self.comm.send_ready_message()
         else:
             pending.wait()
 
@@ -157,8 +157,8 @@ class UnitGradient:
     ) -> None:
         """Sums over the ranks, each rank's gradient times its weight."""
         weight = self._look(input_tensor)
-        if self._micro_batch.wire is not None:
-            self._micro_batch.wire.look(self._label, input_tensor)
+        if self._micro_batch.reduce_dtype_check is not None:
+            self._micro_batch.reduce_dtype_check.record(self._label, input_tensor)
         if not weight.is_one:
             input_tensor.mul_(weight.value)
         pending = self._micro_batch.comm.reduce_scatter_sum(output_tensor, input_tensor, label=self._label)

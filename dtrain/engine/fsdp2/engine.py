@@ -17,22 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint import Piece
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.one_rank import ensure_group
-from dtrain.engine.interface import Engine
 from dtrain.engine.fsdp2.communication import MicroBatch, UnitGradient, UnitWeights, shard_widths
-from dtrain.engine.fsdp2.units import Unit, plan_units
-from dtrain.parameters.local_shards import Holding, Holdings, check_in_place
-from dtrain.engine.observation import WireWatch
 from dtrain.engine.fsdp2.replicated import ReplicatedParameters
+from dtrain.engine.fsdp2.units import Unit, plan_units
+from dtrain.engine.interface import Engine
+from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import VotingEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ModelError
 from dtrain.optim.adamw import UpdateScalars
-from dtrain.sharding.accumulate import Weight
-from dtrain.parameters.weight_decay import decayed_names
 from dtrain.parameters.groups import find_groups
+from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.weight_decay import decayed_names
 
 
 def build(request: EngineRequest) -> Engine:
@@ -49,8 +49,8 @@ def build(request: EngineRequest) -> Engine:
     return Fsdp2Engine(request)
 
 
-class Fsdp2Engine(VotingEngine):
-    """See :class:`dtrain.engine.step.VotingEngine`.
+class Fsdp2Engine(StepEngine):
+    """See :class:`dtrain.engine.step.StepEngine`.
 
     Args:
         request: what ``initialize`` has decided. Stage 2 keeps gathered weights until the step, stage 3 frees them
@@ -69,7 +69,7 @@ class Fsdp2Engine(VotingEngine):
         plan = plan_units(model, groups, contract)
         largest = comm.world_size * max(sum(shard_widths(unit.shapes, comm.world_size)) for unit in plan.units)
         numbers = {name: number for number, name in enumerate(names)}
-        self._micro = MicroBatch(comm, largest, numbers, self.watch)
+        self._micro = MicroBatch(comm, largest, numbers, self.monitor)
         decayed = decayed_names(model)
         self._replicated = ReplicatedParameters(
             plan.replicated, contract.replica_dtypes, decayed, comm, self._micro.look
@@ -79,7 +79,7 @@ class Fsdp2Engine(VotingEngine):
         self._units = [_ShardedUnit(model, unit, mesh, self._micro, reshards=self._reshards) for unit in plan.units]
         parts = [holding for unit in self._units for holding in unit.holdings(comm.rank, decayed, self.shapes)]
         share = (comm.rank, comm.world_size)
-        self._holdings = Holdings([*parts, *self._replicated.holdings], request.step.optimizer, share)
+        self._holdings = LocalShards([*parts, *self._replicated.holdings], request.step.optimizer, share)
         self._is_finished = True
         self.check_contract()
 
@@ -109,7 +109,7 @@ class Fsdp2Engine(VotingEngine):
         (loss * self.loss_scale.scale).backward()
         self._micro.end()
         for unit in self._units:
-            if self._micro.wire is not None:
+            if self._micro.reduce_dtype_check is not None:
                 unit.gradient.check_places()
             unit.gradient.forget()
         if not self._micro.num_reduced and any(unit.num_parameters for unit in self._units):
@@ -127,9 +127,13 @@ class Fsdp2Engine(VotingEngine):
         for unit in self._units:
             unit.gradient.finish()
         self._replicated.finish()
-        if self._micro.wire is not None and self.world_size > 1 and any(unit.num_parameters for unit in self._units):
-            self._micro.wire.require_seen()
-        self._micro.wire = None
+        if (
+            self._micro.reduce_dtype_check is not None
+            and self.world_size > 1
+            and any(unit.num_parameters for unit in self._units)
+        ):
+            self._micro.reduce_dtype_check.require_complete()
+        self._micro.reduce_dtype_check = None
 
     def _update(self, scalars: UpdateScalars) -> None:
         self._holdings.update(scalars)
@@ -147,16 +151,16 @@ class Fsdp2Engine(VotingEngine):
 
     # -- state -------------------------------------------------------------------------------------------------------
 
-    def own_pieces(self, kind: str) -> Iterator[Piece]:
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """This rank's shard of ``kind``, and its share of what all ranks hold."""
-        return self._holdings.own_pieces(kind)
+        return self._holdings.owned_shards(kind)
 
-    def held_pieces(self, kind: str) -> Iterator[Piece]:
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies on this rank."""
-        return self._holdings.held_pieces(kind)
+        return self._holdings.local_shards(kind)
 
     def _check_live(self) -> None:
-        self._micro.wire = WireWatch(self.policy)
+        self._micro.reduce_dtype_check = ReduceDtypeCheck(self.policy)
 
     def _check_step(self) -> None:
         super()._check_step()
@@ -169,9 +173,9 @@ class Fsdp2Engine(VotingEngine):
             "master": self._holdings.masters,
             "moments": self._holdings.moments,
             "compute": [*chain.from_iterable(unit.shards for unit in self._units), *self._replicated.replicas],
-            "gathered": list(chain.from_iterable(unit.gathered() for unit in self._units)),
+            "unsharded": list(chain.from_iterable(unit.gathered() for unit in self._units)),
             "main_grad": [*(unit.gradient.main_grad for unit in self._units), *self._replicated.main_grads],
-            "leaf_buffers": self._micro.buffers,
+            "unreduced_grad": self._micro.buffers,
         }
 
     def memory_formula(self) -> dict[str, int]:
@@ -235,13 +239,15 @@ class _ShardedUnit:
             self.module.set_gradient_divide_factor(1.0)
             self.module.set_custom_all_gather(cast(Any, self._weights))
 
-    def holdings(self, rank: int, decayed: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Holding]:
+    def holdings(
+        self, rank: int, decayed: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[LocalShard]:
         """This rank's shard of every parameter."""
         places = zip(self._parameters, self._locals, self.gradient.places(), strict=True)
         for name, master, (offset, width) in places:
             start = min(rank * width, math.prod(shapes[name]))
             main_grad = self.gradient.main_grad[offset : offset + master.numel()]
-            yield Holding(name, shapes[name], start, master, main_grad, name in decayed, replicated=False)
+            yield LocalShard(name, shapes[name], start, master, main_grad, name in decayed, replicated=False)
 
     def check(self) -> None:
         """Asserts that the parameters are still the shards that the engine updates.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.parameters.local_shards import Holding, check_in_place
-from dtrain.sharding.accumulate import Weight
-from dtrain.sharding.replicas import slot_views
+from dtrain.parameters.local_shards import LocalShard, check_in_place
+from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.reduce import UnshardedGradient
+from dtrain.sharding.replicas import slot_views
 
 OnGradient = Callable[[str, Tensor], Weight]
 """Sees the gradient of the parameter of that name as it leaves backward, and says how it weighs."""
@@ -45,7 +45,7 @@ class ReplicatedParameters:
         self._places: list[tuple[str, nn.Parameter, Tensor]] = []  # with its values
         self._gradients: list[UnshardedGradient] = []
         self.main_grads: list[Tensor] = []
-        self.holdings: list[Holding] = []
+        self.holdings: list[LocalShard] = []
         for layout in flat_layouts("replicated", specs, comm.world_size):
             master = torch.zeros(layout.real_numel, device=comm.device)
             main_grad = comm.allocate(layout.numel, torch.float32)
@@ -59,7 +59,7 @@ class ReplicatedParameters:
                 self._places.append((spec.name, parameter, parameter.detach()))
                 own = slice(place.start, place.stop)
                 self.holdings.append(
-                    Holding(spec.name, spec.shape, 0, master[own], main_grad[own], spec.decayed, replicated=True)
+                    LocalShard(spec.name, spec.shape, 0, master[own], main_grad[own], spec.decayed, replicated=True)
                 )
                 self._install_hook(parameter, spec.name, gradient, slot)
             self._gradients.append(gradient)

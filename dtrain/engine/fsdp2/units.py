@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from dtrain.parameters.groups import ParamGroup
 from dtrain.precision.contract import Contract
 from dtrain.sharding.hooks import callable_parts
-from dtrain.parameters.groups import ParamGroup
 
 LARGE_NUMEL = 1 << 20
 """Elements from which FP32 modules beside low weights are sharded, at the price of collectives of their own: whole they
@@ -84,14 +84,14 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
                 replicated[name] = p
             else:
                 unit.parameters[name] = p
-    is_low, dtypes = contract.policy.is_low, contract.replica_dtypes
+    is_reduced_precision, dtypes = contract.policy.is_reduced_precision, contract.replica_dtypes
     for unit in units:
-        islands = [name for name in unit.parameters if dtypes[name] == torch.float32]
-        if len(islands) < len(unit.parameters):
+        fp32_modules = [name for name in unit.parameters if dtypes[name] == torch.float32]
+        if len(fp32_modules) < len(unit.parameters):
             unit.dtype = contract.policy.compute_dtype
-        elif not is_low or sum(p.numel() for p in unit.parameters.values()) >= LARGE_NUMEL:
+        elif not is_reduced_precision or sum(p.numel() for p in unit.parameters.values()) >= LARGE_NUMEL:
             continue
-        for name in islands:
+        for name in fp32_modules:
             replicated[name] = unit.parameters.pop(name)
     kept = (name for name in trainable.values() if name in replicated)
     return UnitPlan(
@@ -101,10 +101,10 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
 
 def _large_islands(model: nn.Module, units: Sequence[nn.Module], contract: Contract) -> list[nn.Module]:
     """The outermost FP32 modules in units that have low weights too, where they are large; inner ones first."""
-    if not contract.policy.is_low:
+    if not contract.policy.is_reduced_precision:
         return []
     whole = {id(module) for module in (*units, model)}
-    islands: list[nn.Module] = []
+    fp32_modules: list[nn.Module] = []
     outermost: list[str] = []
     for name in contract.fp32_modules:
         if any(name.startswith(f"{outer}." if outer else "") for outer in outermost):
@@ -113,8 +113,8 @@ def _large_islands(model: nn.Module, units: Sequence[nn.Module], contract: Contr
         for part in callable_parts(model.get_submodule(name)):
             numel = sum(p.numel() for p in part.parameters() if p.requires_grad)
             if numel >= LARGE_NUMEL and not any(id(module) in whole for module in part.modules()):
-                islands.append(part)
-    return islands
+                fp32_modules.append(part)
+    return fp32_modules
 
 
 def _visible(module: nn.Module, units: dict[int, nn.Module]) -> Iterator[nn.Parameter]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Culprit
-from dtrain.engine.vote.record import Verdict
+from dtrain.engine.vote.decide import DecodedDecision
 
 
 @dataclass(frozen=True)
@@ -54,37 +54,37 @@ def exchange(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:
     return [Finding(**values) for text in texts for values in json.loads(text)]
 
 
-def blame_loss(verdict: Verdict) -> Culprit:
+def locate_bad_loss(decision: DecodedDecision) -> Culprit:
     """The first micro-batch, in the order of the global index, whose loss was not finite."""
-    bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(verdict.records) if r.num_bad_losses]
+    bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(decision.records) if r.num_bad_losses]
     micro_batch, rank = min(bad)
-    is_nan = math.isnan(verdict.records[rank].bad_loss)
+    is_nan = math.isnan(decision.records[rank].bad_loss)
     return Culprit(
         rank=rank,
-        step=verdict.records[0].step,
+        step=decision.records[0].step,
         phase="forward loss",
         micro_batch=micro_batch,
         num_inf=int(not is_nan),
         num_nan=int(is_nan),
-        num_bad_losses=sum(r.num_bad_losses for r in verdict.records),
+        num_bad_losses=sum(r.num_bad_losses for r in decision.records),
     )
 
 
-def blame_gradient(
-    verdict: Verdict, findings: Sequence[Finding], backward_order: Sequence[str], *, alone: bool
+def locate_bad_gradient(
+    decision: DecodedDecision, findings: Sequence[Finding], backward_order: Sequence[str], *, alone: bool
 ) -> Culprit:
     """The first gradient that was not finite: by micro-batch, then in the order of backward, then by rank.
 
     What comes first in backward is nearest to the cause: all that comes after may have been infected by it.
 
     Args:
-        verdict: of the step.
+        decision: of the step.
         findings: of all ranks.
         backward_order: the names of all parameters in that order, which numbers the gradients.
         alone: there was one micro-batch on one rank, so no gradient was watched.
     """
     name = rank = micro_batch = None
-    bad = [(record.bad_gradient, rank) for rank, record in enumerate(verdict.records) if record.bad_gradient >= 0]
+    bad = [(record.bad_gradient, rank) for rank, record in enumerate(decision.records) if record.bad_gradient >= 0]
     if bad:
         number, rank = min(bad)
         micro_batch, index = divmod(number, len(backward_order))
@@ -97,7 +97,7 @@ def blame_gradient(
     parts = [finding for finding in findings if finding.name == name]
     return Culprit(
         rank=rank if rank is not None else parts[0].rank if parts else -1,
-        step=verdict.records[0].step,
+        step=decision.records[0].step,
         phase="reduced gradient" if micro_batch is None else "local gradient",
         micro_batch=micro_batch,
         tensor=name,

@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.vote.record import Disagreement
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, VoteRecord
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The first field on which a rank differs from rank 0."""
+
+    field: str
+    rank: int
+    expected: int | float  # rank 0's
+    got: int | float
+
+
+def find_disagreement(records: Sequence[VoteRecord]) -> Disagreement | None:
+    """The first field of :data:`MUST_AGREE` on which some rank differs from rank 0, or None."""
+    rows = [record.to_row() for record in records]  # bits, as the device compares them
+    for name in MUST_AGREE:
+        column = COLUMNS[name]
+        for rank, row in enumerate(rows):
+            if row[column] != rows[0][column]:
+                return Disagreement(name, rank, getattr(records[0], name), getattr(records[rank], name))
+    return None
 
 
 def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]) -> str:

@@ -11,11 +11,12 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
-from dtrain.engine.vote.culprit import Finding, blame_gradient, blame_loss, exchange
-from dtrain.engine.vote.divergence import explain
+from dtrain.engine.vote.culprit import Finding, exchange, locate_bad_gradient, locate_bad_loss
+from dtrain.engine.vote.decide import Decision, DecodedDecision
+from dtrain.engine.vote.divergence import explain, find_disagreement
 from dtrain.engine.vote.readback import Readback
+from dtrain.engine.vote.record import VoteRecord
 from dtrain.engine.vote.skips import Skip, SkipCounter
-from dtrain.engine.vote.record import Decision, Verdict, VoteRecord, find_disagreement
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScaleState
 
@@ -30,12 +31,12 @@ class _Step:
     outcome: StepOutcome | None = None
     divergence: DivergenceError | None = None
 
-    def peek(self) -> Verdict:
-        return Verdict.unpack(self.read())
+    def peek(self) -> DecodedDecision:
+        return DecodedDecision.unpack(self.read())
 
 
 @dataclass(frozen=True)
-class Suspects:
+class CulpritSearch:
     """Where a gradient that is not finite is searched for.
 
     Attributes:
@@ -50,7 +51,7 @@ class Suspects:
 
 
 @dataclass
-class Settlement:
+class StepFinalizer:
     """Takes note of one step after the other, in their order and the same on every rank.
 
     On a GPU the host takes note of a step before the next one issues its first collective: the update of the one and
@@ -61,9 +62,9 @@ class Settlement:
         comm: the ranks.
         scale: the loss-scale machine.
         skips: counts and diagnoses.
-        suspects: where to look for the culprit.
+        culprit_search: where to look for the culprit.
         config_text: what all ranks must agree on, as text that can be shown.
-        at_once: whether a step is settled when it is posted.
+        is_synchronous: whether a step is settled when it is posted.
         applied_steps: updates of the masters.
         save_failed: whether a rank has said that the save under way has failed; whoever collects the failure clears it.
     """
@@ -71,9 +72,9 @@ class Settlement:
     comm: Communicator
     scale: LossScaleState
     skips: SkipCounter
-    suspects: Suspects
+    culprit_search: CulpritSearch
     config_text: str
-    at_once: bool
+    is_synchronous: bool
     applied_steps: int = 0
     save_failed: bool = False
     _last: _Step | None = field(default=None, init=False)
@@ -83,9 +84,9 @@ class Settlement:
         self._readback = Readback(self.comm.device)
 
     def post(self, decision: Decision, rows: Tensor, known: VoteRecord, collectives: tuple[str, ...]) -> None:
-        """Sends a step's verdict to the host; the one before it is settled."""
+        """Sends a step's decision to the host; the one before it is settled."""
         assert self._last is None or self._last.outcome is not None
-        self._last = _Step(self._readback.post(Verdict.pack(decision, rows)), known, collectives)
+        self._last = _Step(self._readback.post(DecodedDecision.pack(decision, rows)), known, collectives)
 
     def outcome(self) -> StepOutcome:
         """Of the step posted last; read when it is looked at, unless it is settled now.
@@ -96,17 +97,19 @@ class Settlement:
         """
         step = self._last
         assert step is not None
-        if self.at_once:
-            return self._settled(step)
-        return LazyOutcome(lambda: step.outcome or _outcome(step.peek(), step.known, None), lambda: self._settled(step))
+        if self.is_synchronous:
+            return self._finalized_outcome(step)
+        return LazyOutcome(
+            lambda: step.outcome or _outcome(step.peek(), step.known, None), lambda: self._finalized_outcome(step)
+        )
 
-    def _settled(self, step: _Step) -> StepOutcome:
+    def _finalized_outcome(self, step: _Step) -> StepOutcome:
         if step.outcome is None:
-            self.settle()
+            self.finalize_step()
         assert step.outcome is not None
         return step.outcome
 
-    def settle(self) -> None:
+    def finalize_step(self) -> None:
         """Draws the consequences of the last step; ranks that skipped it search for the culprit together.
 
         Raises:
@@ -119,65 +122,65 @@ class Settlement:
             return
         if step.divergence is not None:
             raise step.divergence  # for ever: nothing durable comes of an engine whose ranks have parted
-        verdict = step.peek()
-        self.save_failed = self.save_failed or verdict.save_failed
-        if verdict.reason == "bad_weight":
-            step.outcome = _outcome(verdict, step.known, None)
-            self.suspects.clear()
-            _raise_bad_weight(verdict)
-        if verdict.reason == "diverged":
-            step.divergence = DivergenceError(self._explain(verdict, step))
+        decision = step.peek()
+        self.save_failed = self.save_failed or decision.save_failed
+        if decision.reason == "bad_weight":
+            step.outcome = _outcome(decision, step.known, None)
+            self.culprit_search.clear()
+            _raise_bad_weight(decision)
+        if decision.reason == "diverged":
+            step.divergence = DivergenceError(self._explain(decision, step))
             raise step.divergence
-        outcome = step.outcome = _outcome(verdict, step.known, self._blame(verdict))
-        self.suspects.clear()
+        outcome = step.outcome = _outcome(decision, step.known, self._locate_culprit(decision))
+        self.culprit_search.clear()
         # a non-finite forward loss is no fault of the scale: no scale cures it
         if outcome.reason in (None, "overflow"):
-            self._update_scale(found_inf=not outcome.applied, max_abs_grad=verdict.max_abs_grad)
+            self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
         if outcome.applied:
             self.applied_steps += 1
             self.skips.applied(outcome)
         else:
-            self.skips.skipped(Skip.of(outcome, verdict), self.scale)
+            self.skips.skipped(Skip.of(outcome, decision), self.scale)
 
     def _update_scale(self, *, found_inf: bool, max_abs_grad: float) -> None:
         before, self.scale = self.scale, self.scale.update(found_inf, max_abs_grad)
-        news = self.scale.news_since(before)
+        news = self.scale.describe_change_since(before)
         if news:
             logger.info(news)
 
-    def _blame(self, verdict: Verdict) -> Culprit | None:
-        if verdict.reason == "nonfinite_loss":
-            return blame_loss(verdict)
-        if verdict.reason != "overflow":
+    def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
+        if decision.reason == "nonfinite_loss":
+            return locate_bad_loss(decision)
+        if decision.reason != "overflow":
             return None
-        alone = self.comm.world_size == 1 and verdict.records[0].num_micro_batches == 1
-        findings = exchange(self.comm, self.suspects.search())
-        return blame_gradient(verdict, findings, self.suspects.backward_order, alone=alone)
+        alone = self.comm.world_size == 1 and decision.records[0].num_micro_batches == 1
+        findings = exchange(self.comm, self.culprit_search.search())
+        return locate_bad_gradient(decision, findings, self.culprit_search.backward_order, alone=alone)
 
-    def _explain(self, verdict: Verdict, step: _Step) -> str:
-        found = find_disagreement(verdict.records)
+    def _explain(self, decision: DecodedDecision, step: _Step) -> str:
+        found = find_disagreement(decision.records)
         assert found is not None
         return explain(
-            self.comm, found, step=verdict.records[0].step, config_text=self.config_text, collectives=step.collectives
+            self.comm, found, step=decision.records[0].step, config_text=self.config_text, collectives=step.collectives
         )
 
 
-def _outcome(verdict: Verdict, known: VoteRecord, culprit: Culprit | None) -> StepOutcome:
+def _outcome(decision: DecodedDecision, known: VoteRecord, culprit: Culprit | None) -> StepOutcome:
     return StepOutcome(
-        applied=verdict.reason is None,
-        reason=verdict.reason,
-        loss=verdict.loss,
-        grad_norm=verdict.grad_norm,
+        applied=decision.reason is None,
+        reason=decision.reason,
+        loss=decision.loss,
+        grad_norm=decision.grad_norm,
         loss_scale=known.loss_scale,
         lr=known.lr,
         culprit=culprit,
-        stop_requested=verdict.stop_requested,
+        stop_requested=decision.stop_requested,
     )
 
 
-def _raise_bad_weight(verdict: Verdict) -> NoReturn:
-    micro_batch, rank = min((r.bad_weight, rank) for rank, r in enumerate(verdict.records) if r.bad_weight >= 0)
+def _raise_bad_weight(decision: DecodedDecision) -> NoReturn:
+    micro_batch, rank = min((r.bad_weight, rank) for rank, r in enumerate(decision.records) if r.bad_weight >= 0)
     raise UsageError(
-        f"the weight of micro-batch {micro_batch} of step {verdict.records[0].step} on rank {rank} is negative or "
+        f"the weight of micro-batch {micro_batch} of step {decision.records[0].step} on rank {rank} is negative or "
         f"not finite; expected a finite number >= 0, such as its token count"
     )

@@ -23,7 +23,7 @@ class LossSummary:
     bad_weight: Tensor
 
 
-class Tally:
+class LossAccumulator:
     """The losses and weights of this rank's micro-batches."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from dtrain.engine.interface import StepOutcome
-from dtrain.engine.vote.record import Verdict
+from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.errors import NonFiniteError
 from dtrain.precision.loss_scale import LossScaleState
 
@@ -32,9 +32,9 @@ class Skip:
     num_micro_batches: int
 
     @staticmethod
-    def of(outcome: StepOutcome, verdict: Verdict) -> Skip:
-        """From the verdict on the step."""
-        records = verdict.records
+    def of(outcome: StepOutcome, decision: DecodedDecision) -> Skip:
+        """From the decision on the step."""
+        records = decision.records
         return Skip(
             outcome,
             tuple(rank for rank, record in enumerate(records) if record.num_bad_losses),

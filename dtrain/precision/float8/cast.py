@@ -20,7 +20,7 @@ _EXPONENT_OF_MAX = {E4M3: 8, E5M2: 15}  # both largest numbers are 1.75 times a 
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """``values`` times ``scale`` stands for a matrix.
 
     Attributes:
@@ -54,7 +54,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * (1.0 / scale)).clamp(-limit, limit).to(dtype)
 
 
-def quantise(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False) -> Quantised:
+def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False) -> Quantized:
     """``x`` [rows, columns] in ``dtype`` with scales of its own: one, or one a row.
 
     Args:
@@ -63,16 +63,16 @@ def quantise(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = F
         rowwise: each row has its own scale.
         compiled: run it through ``torch.compile``, which gives the same bits.
     """
-    return Quantised(*(_compiled(_quantised, dtype, rowwise) if compiled else _quantised)(x, dtype, rowwise))
+    return Quantized(*(_compiled(_quantized, dtype, rowwise) if compiled else _quantized)(x, dtype, rowwise))
 
 
-def quantise_both(
+def quantize_both(
     x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False
-) -> tuple[Quantised, Quantised]:
-    """:func:`quantise` of ``x`` and of its transpose, in one: read once where it is compiled."""
-    function = _compiled(_quantised_both, dtype, rowwise) if compiled else _quantised_both
+) -> tuple[Quantized, Quantized]:
+    """:func:`quantize` of ``x`` and of its transpose, in one: read once where it is compiled."""
+    function = _compiled(_quantized_both, dtype, rowwise) if compiled else _quantized_both
     values, scale, transposed, its_scale = function(x, dtype, rowwise)
-    return Quantised(values, scale), Quantised(transposed, its_scale)
+    return Quantized(values, scale), Quantized(transposed, its_scale)
 
 
 def decode(values: Tensor) -> Tensor:
@@ -84,20 +84,20 @@ def decode(values: Tensor) -> Tensor:
     return torch.index_select(_table(values.dtype), 0, indices).view(values.shape)
 
 
-def dequantise(matrix: Quantised) -> Tensor:
+def dequantize(matrix: Quantized) -> Tensor:
     """What ``matrix`` stands for, in FP32."""
     return decode(matrix.values) * (matrix.scale.unsqueeze(-1) if matrix.scale.dim() else matrix.scale)
 
 
-def _quantised(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+def _quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
     scale = scale_of(_amax(x, rowwise=rowwise), dtype)
     return cast(x, scale.unsqueeze(-1) if rowwise else scale, dtype).contiguous(), scale
 
 
-def _quantised_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = _quantised(x, dtype, rowwise)
+def _quantized_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values, scale = _quantized(x, dtype, rowwise)
     if rowwise:
-        return values, scale, *_quantised(x.t(), dtype, rowwise)
+        return values, scale, *_quantized(x.t(), dtype, rowwise)
     return values, scale, values.t().contiguous(), scale
 
 

@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
+from dtrain.precision.float8.cast import E4M3, Quantized, quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.cast import E4M3, Quantised, quantise, quantise_both
 from dtrain.precision.float8.weights import LocalWeights, WeightSource
 from dtrain.precision.regions import is_exempt
 
@@ -36,10 +36,10 @@ class Float8Linear(nn.Linear):
     def weight(self) -> Tensor:  # type: ignore[override]
         """[N, K] in the dtype of the parameter; gradients flow through it.
 
-        Where the parameter holds no numbers it is dequantised, for reading alone: writes to it are lost, hooks and
+        Where the parameter holds no numbers it is dequantized, for reading alone: writes to it are lost, hooks and
         ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
         """
-        return self.source.dequantised(self._parameter)
+        return self.source.dequantized(self._parameter)
 
     @property
     def _parameter(self) -> Tensor:
@@ -87,7 +87,7 @@ class Float8Linear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         weight = self._parameters.get("weight")  # where weights are sharded, an index would ask for them
-        if weight is not None and f"{prefix}weight" in state_dict and self.source.dequantised(weight) is not weight:
+        if weight is not None and f"{prefix}weight" in state_dict and self.source.dequantized(weight) is not weight:
             raise UsageError(
                 f"'{prefix}weight' is an FP8 replica, which follows its FP32 master, so load_state_dict cannot write "
                 f"it; load weights before dtrain.initialize, or a checkpoint with engine.load"
@@ -100,7 +100,7 @@ class Float8Linear(nn.Linear):
         assert weight is not None
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        values = self.source.dequantised(weight).detach().clone()
+        values = self.source.dequantized(weight).detach().clone()
         memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"source": LocalWeights(self.recipe)}, memo))
         return copied
@@ -150,10 +150,10 @@ class _Product(torch.autograd.Function):
         right, of_weight = source.forward(weight)
         of_input: tuple[Tensor, ...] = ()
         if records and ctx.needs_input_grad[1]:
-            left, columns = quantise_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
+            left, columns = quantize_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
             of_input = (columns.values, columns.scale)
         else:
-            left = quantise(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
+            left = quantize(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
         ctx.save_for_backward(*of_input, *(of_weight if ctx.needs_input_grad[0] else ()))
         ctx.recipe, ctx.source, ctx.x_shape, ctx.weight_shape = recipe, source, x.shape, weight.shape
         y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
@@ -171,14 +171,14 @@ class _Product(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         how = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
         if needs_dx and needs_dw:
-            left, columns = quantise_both(rows, recipe.grad_dtype, **how)
+            left, columns = quantize_both(rows, recipe.grad_dtype, **how)
         elif needs_dx:
-            left = quantise(rows, recipe.grad_dtype, **how)
+            left = quantize(rows, recipe.grad_dtype, **how)
         else:
-            columns = quantise(rows.t(), recipe.grad_dtype, **how)
+            columns = quantize(rows.t(), recipe.grad_dtype, **how)
         dx = dw = None
         if needs_dw:
-            right = Quantised(saved[0], saved[1])
+            right = Quantized(saved[0], saved[1])
             dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
         if needs_dx:
             right = ctx.source.backward(*(saved[2:] if needs_dw else saved))

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.precision.float8.cast import Quantised, decode
+from dtrain.precision.float8.cast import Quantized, decode
 
 ALIGNMENT = 16
 """What the dimensions of a product must be multiples of on Tensor Cores."""
 
 
 def multiply(
-    left: Quantised, right: Quantised, out_dtype: torch.dtype, *, emulate: bool, fast_accumulation: bool = False
+    left: Quantized, right: Quantized, out_dtype: torch.dtype, *, emulate: bool, fast_accumulation: bool = False
 ) -> Tensor:
     """``left`` [M, K] times the transpose of ``right`` [N, K]: [M, N] in ``out_dtype``; both row-major.
 

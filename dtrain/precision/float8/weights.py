@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import UsageError
+from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize
 from dtrain.precision.float8.matmul import operand
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.cast import E4M3, Quantised, dequantise, quantise
 
 
 class WeightSource(Protocol):
     """Gives a Float8Linear its weight [N, K] as the right operand of both products that need it."""
 
-    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
         """For the output: [N, K] as :func:`dtrain.precision.float8.matmul.operand` makes it, and its scale.
 
         Also the tensors that autograd saves and gives to :meth:`backward`.
         """
 
-    def backward(self, *saved: Tensor) -> Quantised:
+    def backward(self, *saved: Tensor) -> Quantized:
         """For the gradient of the input: [K, N]; rowwise with a scale for each of its K rows."""
 
-    def dequantised(self, weight: Tensor) -> Tensor:
+    def dequantized(self, weight: Tensor) -> Tensor:
         """The weight in the dtype of ``weight``, for whoever reads it as a tensor; gradients flow to ``weight``."""
 
 
@@ -41,23 +41,23 @@ class LocalWeights:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
-    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
         """See :class:`WeightSource`."""
-        own = quantise(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantised(operand(own.values, emulate=self._recipe.emulate), own.scale), (weight,)
+        own = quantize(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantized(operand(own.values, emulate=self._recipe.emulate), own.scale), (weight,)
 
-    def backward(self, *saved: Tensor) -> Quantised:
+    def backward(self, *saved: Tensor) -> Quantized:
         """See :class:`WeightSource`."""
         (weight,) = saved
-        own = quantise(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantised(operand(own.values, emulate=self._recipe.emulate), own.scale)
+        own = quantize(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantized(operand(own.values, emulate=self._recipe.emulate), own.scale)
 
-    def dequantised(self, weight: Tensor) -> Tensor:
+    def dequantized(self, weight: Tensor) -> Tensor:
         """The parameter itself."""
         return weight
 
 
-class QuantisedWeights(ABC):
+class QuantizedWeights(ABC):
     """A weight that is held in FP8. What products need of it beside is made once, and kept until :meth:`refresh`.
 
     A forward may bring another weight than the one that is held (``torch.func.functional_call``), and a backward may
@@ -72,7 +72,7 @@ class QuantisedWeights(ABC):
         self._operands: dict[tuple[int, bool], Tensor] = {}
 
     @abstractmethod
-    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """The weight for the output, and for the gradient of the input; both [N, K], row-major.
 
         Tensorwise both are one. Rowwise the first has a scale for each of its N rows; the second one for each of its K
@@ -81,29 +81,29 @@ class QuantisedWeights(ABC):
 
     @abstractmethod
     def held(self) -> Sequence[Tensor]:
-        """The values of the planes that last until :meth:`refresh`."""
+        """The values of the copies that last until :meth:`refresh`."""
 
     @abstractmethod
-    def dequantised(self, weight: Tensor) -> Tensor:
+    def dequantized(self, weight: Tensor) -> Tensor:
         """See :class:`WeightSource`."""
 
     def refresh(self) -> None:
-        """The planes have other values now, or other memory, or none."""
+        """The copies have other values now, or other memory, or none."""
         self._operands.clear()
 
-    def forward(self, weight: Tensor) -> tuple[Quantised, tuple[Tensor, ...]]:
+    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
         """See :class:`WeightSource`."""
-        rows, columns = self.planes(weight)
-        return Quantised(self._operand(rows.values, transposed=False), rows.scale), (columns.values, columns.scale)
+        rows, columns = self.copies(weight)
+        return Quantized(self._operand(rows.values, transposed=False), rows.scale), (columns.values, columns.scale)
 
-    def backward(self, *saved: Tensor) -> Quantised:
+    def backward(self, *saved: Tensor) -> Quantized:
         """See :class:`WeightSource`."""
         values, scale = saved
-        return Quantised(self._operand(values, transposed=True), scale)
+        return Quantized(self._operand(values, transposed=True), scale)
 
     def tensors(self) -> list[Tensor]:
         """What is kept now, each with memory of its own."""
-        return [kept for (plane, _), kept in self._operands.items() if kept.data_ptr() != plane]
+        return [kept for (copy, _), kept in self._operands.items() if kept.data_ptr() != copy]
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
@@ -111,20 +111,20 @@ class QuantisedWeights(ABC):
         made = self._operands.get(key)
         if made is None:
             made = operand(values, emulate=emulate, transposed=key[1])
-            if any(plane.data_ptr() == key[0] for plane in self.held()):  # the memory of others may be used again
+            if any(copy.data_ptr() == key[0] for copy in self.held()):  # the memory of others may be used again
                 self._operands[key] = made
         return made.t() if transposed and emulate else made
 
-    def _cast(self, weight: Tensor) -> tuple[Quantised, Quantised]:
+    def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         weight = weight.detach()
-        rows = quantise(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        rows = quantize(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
         if not self._recipe.rowwise:
             return rows, rows
-        columns = quantise(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
-        return rows, Quantised(columns.values.t().contiguous(), columns.scale)
+        columns = quantize(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
+        return rows, Quantized(columns.values.t().contiguous(), columns.scale)
 
 
-class KeptWeights(QuantisedWeights):
+class KeptWeights(QuantizedWeights):
     """Casts the weight when it is first needed, and keeps that until the weight is another or has been written to.
 
     :meth:`refresh` is for writes that PyTorch does not count, through ``.data``, and to free what is kept.
@@ -132,52 +132,52 @@ class KeptWeights(QuantisedWeights):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self._planes: tuple[Quantised, Quantised] | None = None
+        self._copies: tuple[Quantized, Quantized] | None = None
         self._weight: weakref.ref[Tensor] | None = None  # that was cast
         self._state = (0, 0)  # that it was in: where it lay, and how often it had been written to
 
-    def planes(self, weight: Tensor) -> tuple[Quantised, Quantised]:
-        """See :class:`QuantisedWeights`."""
+    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        """See :class:`QuantizedWeights`."""
         if weight.is_inference():  # its writes are not counted
             return self._cast(weight)
         state = (weight.data_ptr(), weight._version)
-        if self._planes is None or self._weight is None or self._weight() is not weight or self._state != state:
+        if self._copies is None or self._weight is None or self._weight() is not weight or self._state != state:
             self.refresh()
             with torch.inference_mode(False):  # training will need what an evaluation has cast
-                self._planes = self._cast(weight)
+                self._copies = self._cast(weight)
             self._weight, self._state = weakref.ref(weight), state
-        return self._planes
+        return self._copies
 
     def held(self) -> list[Tensor]:
-        """See :class:`QuantisedWeights`."""
-        return [plane.values for plane in self._planes or ()]
+        """See :class:`QuantizedWeights`."""
+        return [copy.values for copy in self._copies or ()]
 
-    def dequantised(self, weight: Tensor) -> Tensor:
+    def dequantized(self, weight: Tensor) -> Tensor:
         """The parameter itself."""
         return weight
 
     def tensors(self) -> list[Tensor]:
-        """The planes as well."""
-        planes = {values.data_ptr(): values for values in self.held()}
-        return [*planes.values(), *super().tensors()]
+        """The copies as well."""
+        copies = {values.data_ptr(): values for values in self.held()}
+        return [*copies.values(), *super().tensors()]
 
     def refresh(self) -> None:
         """The weight has changed."""
         super().refresh()
-        self._planes = None
+        self._copies = None
 
 
 class _Dequantised(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-        return dequantise(Quantised(values, scale)).to(weight.dtype)
+        return dequantize(Quantized(values, scale)).to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad, None, None
 
 
-def dequantised(name: str, weight: Tensor, rows: Quantised) -> Tensor:
+def dequantized(name: str, weight: Tensor, rows: Quantized) -> Tensor:
     """What ``rows`` [N, K] stand for, in the dtype of ``weight``; gradients flow through it to ``weight``.
 
     For reading alone: it is made anew each time, so writes to it are lost, and its methods that set hooks or freeze

@@ -22,18 +22,19 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from dtrain.tools.bench.records import Timing, Timings
-from dtrain.tools.bench.timing import make_timings
-from dtrain.checkpoint import Piece, Saver, Snapshot, storage
+from dtrain.checkpoint import Saver, Snapshot, storage
 from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.checkpoint.lease.lease import hold
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.dump import from_plain
 from dtrain.config.schema import CheckpointBenchConfig, CheckpointSuiteConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.file_store import join_ranks
-from dtrain.tools.ranks import open_answer, read_order, run_ranks
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError
+from dtrain.tools.bench.records import Timing, Timings
+from dtrain.tools.bench.timing import make_timings
+from dtrain.tools.ranks import open_answer, read_order, run_ranks
 
 _ABOUT = (
     "{ranks} rank{many} on {device}, {threads} thread{plural} each; so many MB of FP32 masters and moments a rank. "
@@ -157,9 +158,11 @@ class State:
         self.nbytes = sum(piece.data.nbytes for piece in self.pieces)
         self.snapshot = Snapshot(1, self.pieces, {})
 
-    def _piece(self, name: str, kind: str, numel: int) -> Piece:
+    def _piece(self, name: str, kind: str, numel: int) -> TensorShard:
         start, shape = self.comm.rank * numel, (self.comm.world_size * numel,)
-        return Piece(name, kind, shape, torch.float32, start, start + numel, torch.rand(numel, device=self.comm.device))
+        return TensorShard(
+            name, kind, shape, torch.float32, start, start + numel, torch.rand(numel, device=self.comm.device)
+        )
 
     def named(self) -> dict[str, Tensor]:
         """The same tensors as a state dict whose keys no other rank has."""

@@ -8,10 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dtrain.tools.bench.engines import check_engines
-from dtrain.tools.bench.peers import check_peers
-from dtrain.tools.bench.records import AnyResults, Timings, read_results, write_results
-from dtrain.tools.bench.report import describe, update_document
 from dtrain.cli.resolve import read_suite
 from dtrain.config.schema import (
     BENCH_CHECKPOINT,
@@ -24,6 +20,10 @@ from dtrain.config.schema import (
 )
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError, nearest
+from dtrain.tools.bench.engines import check_engines
+from dtrain.tools.bench.peers import check_peers
+from dtrain.tools.bench.records import AnyResults, Timings, read_results, write_results
+from dtrain.tools.bench.report import describe, update_document
 
 _USAGE = """usage: dtrain bench SUITE [key=value ...]
        dtrain bench report FILE.json ... [bench.docs=docs/benchmarks.md]

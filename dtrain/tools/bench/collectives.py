@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.tools.bench.records import Timing, Timings
-from dtrain.tools.bench.timing import Operation, make_timings
 from dtrain.config.dump import from_plain
 from dtrain.config.schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.file_store import join_ranks
-from dtrain.tools.ranks import open_answer, read_order, run_ranks
 from dtrain.distributed.setup import choose_device
 from dtrain.sharding.layout import CHUNK
+from dtrain.tools.bench.records import Timing, Timings
+from dtrain.tools.bench.timing import Operation, make_timings
+from dtrain.tools.ranks import open_answer, read_order, run_ranks
 
 _ABOUT = (
     "{ranks} ranks on {device}, {threads} thread{plural} each. A flat buffer of so many elements, each rank owning one "
@@ -133,7 +133,7 @@ def operations(comm: Communicator, numel: int) -> dict[str, Operation]:
     return {
         "all_gather BF16": Operation(lambda: comm.all_gather(low, own_low, label="bench").wait(), 2 * received),
         "exchange BF16, sum FP32": Operation(
-            lambda: comm.exchange_slices(low, add_up, label="bench").wait(), 2 * received
+            lambda: comm.all_to_all_single(low, add_up, label="bench").wait(), 2 * received
         ),
         "reduce_scatter FP32": Operation(
             lambda: comm.reduce_scatter_sum(own, full, label="bench").wait(), 4 * received

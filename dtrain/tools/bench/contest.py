@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from dtrain.tools.host import memory_left
-from dtrain.tools.bench.records import Absence, Assignment, Contender, Entry, Footprint, Turn
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.config.schema import SuiteConfig
 from dtrain.distributed.logging import logger
-from dtrain.tools.ranks import environment, kill_group
 from dtrain.errors import BenchError
+from dtrain.tools.bench.records import Absence, Assignment, Contender, Entry, Footprint, Turn
+from dtrain.tools.host import memory_left
+from dtrain.tools.ranks import environment, kill_group
 
 Answer = TypeVar("Answer")
 

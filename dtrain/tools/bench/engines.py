@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from dtrain.config.capabilities import CAPABILITIES, check
+from dtrain.config.schema import GROUP_OPTIONS, EngineBenchConfig
+from dtrain.errors import ConfigError, nearest
 from dtrain.tools.bench.peers import RIVALS
 from dtrain.tools.bench.records import Contender
-from dtrain.config.schema import GROUP_OPTIONS, EngineBenchConfig
-from dtrain.config.capabilities import CAPABILITIES, check
-from dtrain.errors import ConfigError, nearest
 
 StagedEngine: TypeAlias = tuple[str, int]
 """An engine's name and its ZeRO stage."""

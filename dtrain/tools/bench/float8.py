@@ -9,10 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dtrain.tools.bench.contest import compete
-from dtrain.tools.host import describe_host
-from dtrain.tools.bench.records import Contender, Float8Results, LinearFormat, ProductTimes, Width
-from dtrain.tools.bench.timing import Operation, take_turns
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import (
     Float8BenchConfig,
@@ -24,11 +20,15 @@ from dtrain.config.schema import (
 )
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.cast import E4M3, Quantized, quantize
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT, multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.cast import E4M3, Quantised, quantise
 from dtrain.precision.float8.weights import KeptWeights
+from dtrain.tools.bench.contest import compete
+from dtrain.tools.bench.records import Contender, Float8Results, LinearFormat, ProductTimes, Width
+from dtrain.tools.bench.timing import Operation, take_turns
+from dtrain.tools.host import describe_host
 from dtrain.train.setup import make_policy
 
 ALL_THREE = "all three, with casts"
@@ -151,8 +151,8 @@ def time_products(
 def _product(left: Tensor, right: Tensor, product: str, recipe: Recipe) -> Callable[[], object]:
     """``left`` [M, K] times the transpose of ``right`` [N, K], both cast here and not in what is timed."""
     kind = E4M3 if product == "output" else recipe.grad_dtype
-    a, b = quantise(left, kind, rowwise=recipe.rowwise), quantise(right, E4M3, rowwise=recipe.rowwise)
-    a, b = (Quantised(operand.values.contiguous(), operand.scale) for operand in (a, b))
+    a, b = quantize(left, kind, rowwise=recipe.rowwise), quantize(right, E4M3, rowwise=recipe.rowwise)
+    a, b = (Quantized(operand.values.contiguous(), operand.scale) for operand in (a, b))
     return lambda: multiply(a, b, recipe.out_dtype, emulate=recipe.emulate)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from statistics import median
 
-from dtrain.tools.bench.records import Entry, Float8Results, LinearFormat, ProductTimes, Width
-from dtrain.tools.bench.tables import Column, describe_machine, final_loss, peak, ratios, spread, state, step_ms, table
 from dtrain.telemetry.console import compact
+from dtrain.tools.bench.records import Entry, Float8Results, LinearFormat, ProductTimes, Width
+from dtrain.tools.bench.tables import describe_machine, final_loss, peak, ratios, spread, state, step_ms
+from dtrain.tools.tables import Column, markdown_table
 
 _PRODUCTS_IN = {"output": 1, "input gradient": 1, "weight gradient": 1}  # else all three
 
@@ -47,7 +48,7 @@ def _describe_width(width: Width, results: Float8Results) -> list[str]:
     parts = [
         f"**Width {width.hidden_dim}**: {compact(footprint.num_parameters)} parameters "
         f"({footprint.num_parameters:,}), on {footprint.device}.",
-        table(_columns(width, results), width.entries),
+        markdown_table(_columns(width, results), width.entries),
         *(f"Did not run: {absence.reason}." for absence in width.absences),
     ]
     alike: dict[str, list[str]] = {}  # by table, the contenders that it is true of
@@ -98,7 +99,7 @@ def _formats(linears: list[LinearFormat]) -> str:
         ("format", lambda row: row[2]),
         ("because", lambda row: row[3]),
     ]
-    return table(columns, list(counts))
+    return markdown_table(columns, list(counts))
 
 
 def _products(products: list[ProductTimes]) -> str:
@@ -120,7 +121,7 @@ def _products(products: list[ProductTimes]) -> str:
             ("TFLOP/s", lambda product, name=name: f"{_tflops(product, name):.3g}"),  # type: ignore[misc]
             (f"{name} speed-up", lambda product, name=name: speed_up(product, name)),  # type: ignore[misc]
         ]
-    return table(columns, products)
+    return markdown_table(columns, products)
 
 
 def _sizes(product: ProductTimes) -> str:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dtrain.tools.bench.records import Timings
-from dtrain.tools.bench.timing import Operation, make_timings, take_turns
 from dtrain.config.schema import OptimizerSuiteConfig
 from dtrain.distributed.setup import choose_device
-from dtrain.optim.adamw import AdamW, FlatAdamW, UpdateScalars
-from dtrain.sharding.replicas import UpdateSlice
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+from dtrain.optim.flat import FlatAdamW
 from dtrain.sharding.layout import CHUNK
+from dtrain.tools.bench.records import Timings
+from dtrain.tools.bench.timing import Operation, make_timings, take_turns
 
 _PIECE = 1024 * CHUNK
 """Elements of one parameter, as torch's sequence sees them: a matrix of 1024 x 1024."""

@@ -7,7 +7,8 @@ from math import comb
 from statistics import median
 
 from dtrain.tools.bench.records import Entry
-from dtrain.tools.bench.tables import Column, ratios, spread, table
+from dtrain.tools.bench.tables import ratios, spread
+from dtrain.tools.tables import Column, markdown_table
 
 TARGET = 0.02
 """What an engine over a library may cost beyond noise, as a share of the library's step."""
@@ -52,7 +53,7 @@ def describe_overheads(entries: Sequence[Entry]) -> list[str]:
     raced = {entry.contender.engine for entry, _ in pairs if entry.contender.is_dtrain}
     differences = [_ON_TOP, *(text for engine, text in _DIFFERENCES.items() if engine in raced)]
     listed = "\n".join(f"- {text}." for text in differences)
-    return [_COMMON, table(columns, pairs), f"Where the work of a pair differs:\n\n{listed}"]
+    return [_COMMON, markdown_table(columns, pairs), f"Where the work of a pair differs:\n\n{listed}"]
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:

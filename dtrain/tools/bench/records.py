@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from dtrain.config.dump import from_plain
 from dtrain.errors import BenchError
 from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.tools.host import Host
 
 
 @dataclass(frozen=True)
@@ -147,25 +148,6 @@ class Absence:
 
     contender: Contender
     reason: str
-
-
-@dataclass(frozen=True)
-class Host:
-    """The machine and the software, without its name.
-
-    Attributes:
-        peers: versions of the installed packages that dtrain is measured against.
-    """
-
-    cpu: str
-    cores: int
-    memory_gib: float
-    gpus: list[str]
-    system: str
-    python: str
-    torch: str
-    dtrain: str
-    peers: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

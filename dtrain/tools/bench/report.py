@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from dtrain.tools.bench.float8_report import describe_float8
-from dtrain.tools.bench.overhead import describe_overheads
-from dtrain.tools.bench.records import AnyResults, Entry, Float8Results, Results, Timings
-from dtrain.tools.bench.tables import Column, describe_machine, final_loss, peak, ratios, spread, state, step_ms, table
-from dtrain.tools.bench.timing import describe_timings
-from dtrain.tools.bench.vote import describe_votes
 from dtrain.errors import BenchError
 from dtrain.telemetry.console import compact
 from dtrain.telemetry.metrics import write_atomically
+from dtrain.tools.bench.float8_report import describe_float8
+from dtrain.tools.bench.overhead import describe_overheads
+from dtrain.tools.bench.records import AnyResults, Entry, Float8Results, Results, Timings
+from dtrain.tools.bench.tables import describe_machine, final_loss, peak, ratios, spread, state, step_ms
+from dtrain.tools.bench.timing import describe_timings
+from dtrain.tools.bench.vote import describe_votes
+from dtrain.tools.tables import Column, markdown_table
 
 LOSS_TOLERANCE = 0.02
 """How far the final losses of contenders with equal data may be apart, relative; beyond it a row is WRONG.
@@ -74,7 +75,7 @@ def describe(results: AnyResults) -> str:
     absences = [f"Did not run: {absence.reason}." for absence in results.absences]
     votes = describe_votes(entries) if results.suite == "vote" else []
     comparisons = [*_speed_ups(entries), *describe_overheads(entries), *votes]
-    return "\n\n".join([*facts, table(columns, entries), *absences, *comparisons, *_notes(results)])
+    return "\n\n".join([*facts, markdown_table(columns, entries), *absences, *comparisons, *_notes(results)])
 
 
 def _engine_columns(results: Results) -> list[Column[Entry]]:
@@ -140,7 +141,7 @@ def _speed_ups(entries: Sequence[Entry]) -> list[str]:
         f"Best peer by median step time: {overall.contender.name}, {step_ms(overall):.1f} ms. The native "
         "engine's speed-up by round, also over the fastest variant of FSDP2 and of DeepSpeed:"
     )
-    return [said, table(columns, own)] if own else [said.partition(". The native")[0] + "."]
+    return [said, markdown_table(columns, own)] if own else [said.partition(". The native")[0] + "."]
 
 
 def _common(results: Results) -> list[Column[Entry]]:

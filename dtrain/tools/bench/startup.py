@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from dtrain.distributed.logging import logger
-from dtrain.tools.ranks import environment
 from dtrain.errors import BenchError
+from dtrain.tools.ranks import environment
 
 _FIRST_STEP = "step 1/"  # how the console begins the line of the first logged step
 

@@ -8,12 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from dtrain.tools.bench.contest import compete
-from dtrain.tools.bench.engines import peer_contenders
-from dtrain.tools.host import describe_host
-from dtrain.tools.bench.peers import PEERS
-from dtrain.tools.bench.records import Absence, Contender, Entry, Results
-from dtrain.tools.bench.startup import time_first_steps
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import (
     EngineBenchConfig,
@@ -30,6 +24,12 @@ from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.placement import STAGES
+from dtrain.tools.bench.contest import compete
+from dtrain.tools.bench.engines import peer_contenders
+from dtrain.tools.bench.peers import PEERS
+from dtrain.tools.bench.records import Absence, Contender, Entry, Results
+from dtrain.tools.bench.startup import time_first_steps
+from dtrain.tools.host import describe_host
 
 
 def run_engine_suite(config: EngineSuiteConfig, command: str) -> Results:

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import TypeAlias, TypeVar
 
-from dtrain.tools.bench.records import Entry, Host
-
-Row = TypeVar("Row")
-Column: TypeAlias = tuple[str, Callable[[Row], str]]
-"""A title, and a row's text under it."""
-
-
-def table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """A Markdown table, its columns aligned."""
-    lines = [[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
-    texts = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    rule = "| " + " | ".join("-" * width for width in widths) + " |"
-    return "\n".join([texts[0], rule, *texts[1:]])
+from dtrain.tools.bench.records import Entry
+from dtrain.tools.host import Host
 
 
 def spread(values: Sequence[float], digits: int) -> str:

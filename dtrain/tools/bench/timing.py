@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from dtrain.tools.host import describe_host
-from dtrain.tools.bench.records import Timing, Timings
-from dtrain.tools.bench.tables import Column, describe_machine, spread, table
 from dtrain.config.dump import config_to_dict
+from dtrain.tools.bench.records import Timing, Timings
+from dtrain.tools.bench.tables import describe_machine, spread
+from dtrain.tools.host import describe_host
+from dtrain.tools.tables import Column, markdown_table
 
 
 @dataclass(frozen=True)
@@ -90,4 +91,4 @@ def describe_timings(results: Timings) -> str:
         f"{results.about} {rounds} rounds, contenders in turn; median (least to most); load before them "
         f"{results.load:.1f}.",
     ]
-    return "\n\n".join([*facts, table(columns, results.timings)])
+    return "\n\n".join([*facts, markdown_table(columns, results.timings)])

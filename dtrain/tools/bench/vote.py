@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtrain.tools.bench.records import Entry
-from dtrain.tools.bench.tables import Column, spread, table
+from dtrain.tools.bench.tables import spread
+from dtrain.tools.tables import Column, markdown_table
 
 if TYPE_CHECKING:
     from dtrain.engine.interface import Engine
@@ -110,7 +111,7 @@ def describe_votes(entries: Sequence[Entry]) -> list[str]:
         ("fastest ms", lambda part: spread([min(ranks) for ranks in part.ms], 3)),
         ("fastest / step", lambda part: share(part, [min(ranks) for ranks in part.ms])),
     ]
-    return [table(columns, [part for entry in entries for part in _parts(entry)]), _ABOUT]
+    return [markdown_table(columns, [part for entry in entries for part in _parts(entry)]), _ABOUT]
 
 
 def _parts(entry: Entry) -> list[_Part]:

@@ -23,10 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.tools.bench.peers import PEERS, PLAIN
-from dtrain.tools.bench.peers.plain import Settings
-from dtrain.tools.bench.records import Assignment, Contender, Footprint, LinearFormat
-from dtrain.tools.bench.vote import Stopwatch, time_vote
 from dtrain.config.dump import from_plain
 from dtrain.config.schema import (
     GROUP_OPTIONS,
@@ -42,11 +38,15 @@ from dtrain.config.schema import (
 )
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.file_store import join_ranks
-from dtrain.tools.ranks import open_answer
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import DtrainError
 from dtrain.models import build_model
 from dtrain.telemetry.throughput import device_name
+from dtrain.tools.bench.peers import PEERS, PLAIN
+from dtrain.tools.bench.peers.plain import Settings
+from dtrain.tools.bench.records import Assignment, Contender, Footprint, LinearFormat
+from dtrain.tools.bench.vote import Stopwatch, time_vote
+from dtrain.tools.ranks import open_answer
 from dtrain.train.trainer import to_device
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _prepare_engine(
             yield engine.step().loss
 
     def state() -> dict[str, int]:
-        return {kind: size for kind, size in engine.memory().items() if kind != "leaf_buffers"}
+        return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}
 
     parts = time_vote(engine) if contender.times_vote else {}
     linears = [] if contender.recipe is None else _linears(engine)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from dtrain.errors import DtrainError
 
 if TYPE_CHECKING:
-    from dtrain.tools.checkpoint.diff import Difference
     from dtrain.checkpoint.report import CheckpointReport
+    from dtrain.tools.checkpoint.diff import Difference
 
 _FOUND, _TROUBLE = 1, 2
 _PATH_HELP = "a run directory, its checkpoints/ directory, or one step-... directory"
@@ -176,8 +176,8 @@ def _short(value: object) -> str:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    from dtrain.tools.checkpoint.prune import prune
     from dtrain.checkpoint.retention import Retention
+    from dtrain.tools.checkpoint.prune import prune
 
     retention = Retention(arguments.keep_last, arguments.keep_every, arguments.keep_best)
     pruned = prune(arguments.path, retention, dry_run=arguments.dry_run)

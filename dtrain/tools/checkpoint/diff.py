@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from dtrain.checkpoint.format.integrity import examine, scan_file
 from dtrain.checkpoint.format.manifest import TensorEntry
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.report import find_one, naming
+from dtrain.checkpoint.state_diff import StateDifference, state_differences
 from dtrain.errors import CheckpointError, nearest
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -43,15 +43,6 @@ class ValueDifference:
     max_abs: float
     max_rel: float
     normwise: float
-
-
-@dataclass(frozen=True)
-class StateDifference:
-    """A value of the state that is not the same: its path in the manifest's JSON and both values, None where absent."""
-
-    path: str
-    a: Any
-    b: Any
 
 
 @dataclass(frozen=True)
@@ -209,12 +200,3 @@ def _ratio(squares_difference: float, squares_b: float) -> float:
 def _differs(x: Tensor, y: Tensor) -> Tensor:
     """Bool [n]: where the bits of two flat tensors of one dtype differ."""
     return (x.view(torch.uint8) != y.view(torch.uint8)).view(len(x), -1).any(dim=1)
-
-
-def state_differences(a: Any, b: Any, path: str = "") -> Iterator[StateDifference]:
-    """What differs between two plain JSON values; the paths begin with ``path``."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in [*a, *(key for key in b if key not in a)]:
-            yield from state_differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)
-    elif a != b or isinstance(a, bool) != isinstance(b, bool):
-        yield StateDifference(path, a, b)

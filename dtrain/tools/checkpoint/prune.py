@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint import lease
 from dtrain.checkpoint.directory import NoCheckpointError, is_single, of_run, retire
 from dtrain.checkpoint.format.integrity import examine
+from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.report import CheckpointReport, list_checkpoints
 from dtrain.checkpoint.retention import Retention, find_retired
 from dtrain.distributed.consensus import describe

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dtrain.tools.tables import show
 from dtrain.errors import ConfigError, nearest
+from dtrain.tools.tables import show
 
 _USAGE = """usage: dtrain doctor
        dtrain doctor engines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from dtrain.tools.tables import Table
 from dtrain.config.capabilities import CAPABILITIES, Capabilities, reasons, table
+from dtrain.tools.tables import Table
 
 
 def engine_table() -> Table:
@@ -28,6 +28,6 @@ def engine_tables() -> list[Table]:
 
 
 def _usable(engine: Capabilities) -> str:
-    if engine.shortcoming:
-        return f"no, it {engine.shortcoming}"
+    if engine.missing_requirement:
+        return f"no, it {engine.missing_requirement}"
     return f"yes, {engine.package} {version(engine.package)}" if engine.package else "yes"

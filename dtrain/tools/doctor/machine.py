@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dtrain.tools.host import describe_host, memory_left
-from dtrain.tools.doctor.speed import measure
-from dtrain.tools.tables import Table
 from dtrain.precision.compiler import has_compiler
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.trackers import wandb_mode
+from dtrain.tools.doctor.speed import measure
+from dtrain.tools.host import describe_host, memory_left
+from dtrain.tools.tables import Table
 from dtrain.version import version
 
 _PACKAGES = {

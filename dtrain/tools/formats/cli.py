@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtrain.tools.tables import show
 from dtrain.errors import ConfigError, nearest
 from dtrain.tools.formats.tables import NUMBER_NOTE, Number, format_tables, notes, number_table, parse_number
+from dtrain.tools.tables import show
 
 _USAGE = """usage: dtrain formats
        dtrain formats NUMBER ...

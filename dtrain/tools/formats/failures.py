@@ -14,8 +14,8 @@ from textwrap import fill
 import torch
 from torch import Tensor, nn
 
-from dtrain.engine.interface import Engine, StepOutcome
 from dtrain.engine.initialize import initialize, underflow_warning
+from dtrain.engine.interface import Engine, StepOutcome
 from dtrain.errors import DtrainError
 from dtrain.optim.adamw import AdamW
 from dtrain.precision.float8.options import Float8Options

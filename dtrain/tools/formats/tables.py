@@ -8,9 +8,9 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import TypeAlias
 
-from dtrain.tools.tables import Table
 from dtrain.precision.formats import FORMATS, LEAST_GRADIENT, FloatFormat
 from dtrain.precision.tensor_cores import GPU, GPUS, RATED
+from dtrain.tools.tables import Table
 
 _LARGEST_EXPONENT = 300  # of ten; the errors are shown as FP64
 

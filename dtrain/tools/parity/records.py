@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dtrain.telemetry.metrics import finite, write_atomically
 from dtrain.tools.parity.compare import Deviations, Limits, Parting, shares
 from dtrain.tools.parity.trajectory import Point
-from dtrain.telemetry.metrics import finite, write_atomically
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 
 from dtrain.cli.checks import check_parity_engine
+from dtrain.config.capabilities import CAPABILITIES, check
 from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.schema import ParitySuiteConfig, RunConfig
 from dtrain.distributed.logging import logger
-from dtrain.tools.ranks import run_ranks
 from dtrain.distributed.setup import choose_device
-from dtrain.config.capabilities import CAPABILITIES, check
 from dtrain.errors import ConfigError, ParityError, RankError
 from dtrain.tools.parity.compare import BOUNDS, SKIP, Deviations, Given, Parting, first_parting, limits, measure
 from dtrain.tools.parity.picture import draw
 from dtrain.tools.parity.records import EngineResult, Report, write_report
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.parity.worker import ORACLE, YARDSTICK, Order
+from dtrain.tools.ranks import run_ranks
 from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_precision, make_policy
 

@@ -20,15 +20,16 @@ from dtrain.data import BatchLoader, TextDataset, load_dataset
 from dtrain.distributed.file_store import join_ranks
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
-from dtrain.tools.ranks import open_answer, read_order
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.rng import rng_key
 from dtrain.errors import DtrainError
 from dtrain.models import build_model
-from dtrain.tools.parity.oracle import PlainTraining
-from dtrain.tools.parity.trajectory import Point, Trajectory
+from dtrain.precision.contract import resolve
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.tools.parity.oracle import PlainTraining
+from dtrain.tools.parity.trajectory import Point, Trajectory
+from dtrain.tools.ranks import open_answer, read_order
 from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, make_schedule, set_threads
 from dtrain.train.trainer import to_device
 
@@ -137,9 +138,9 @@ def _plain_training(
         model,
         config.optim,
         lambda step, index: torch.manual_seed(rng_key(config.seed, step, index)),
-        compute_dtype=policy.compute_dtype if policy.is_low else None,
+        compute_dtype=policy.compute_dtype if policy.is_reduced_precision else None,
         shake=shake,
-        float8_linears=policy.resolve(model).float8_modules,
+        float8_linears=resolve(policy, model).float8_modules,
     )
 
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from dtrain.config.capabilities import CAPABILITIES
 from dtrain.config.schema import RunConfig
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import choose_device
-from dtrain.tools.tables import Table, show
-from dtrain.config.capabilities import CAPABILITIES
 from dtrain.models import build_model
-from dtrain.precision.contract import Contract, float8_products
+from dtrain.precision.contract import Contract, float8_products, resolve
 from dtrain.precision.float8.choice import Decision, Product, decide
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import short
 from dtrain.telemetry.console import compact
+from dtrain.tools.tables import Table, show
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's name
@@ -45,7 +45,7 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     policy = make_policy(config).on(device)
     products = float8_products(policy, model)
     decisions = _foreseen(products, policy, device)
-    contract = policy.resolve(model, CAPABILITIES[config.engine.name].held, decisions)
+    contract = resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions)
     tables = [module_table(contract, model, folded=folded), operation_table(contract)]
     timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
     if timed:

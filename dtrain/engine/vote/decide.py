@@ -1,0 +1,121 @@
+"""The decision on a step: a pure function of the records of all ranks, so every rank derives the same outcome.
+
+Without it one rank would skip an overflowing step that the others apply, and the replicas would diverge silently. The
+decision is a set of tensors on the device: the update that follows reads its coefficient, and whether it may write at
+all, from there. The host decodes the decision later (:mod:`dtrain.engine.vote.readback`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, VoteRecord, float_of
+
+REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
+"""Why a step is not applied, by code from 1: what explains more overrules. The last two end the run."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision where it was taken: 0-dim FP64 tensors, the same on every rank.
+
+    Attributes:
+        code: 0 to apply, else 1 + the index of the reason in :data:`REASONS`.
+        loss: weighted mean over all micro-batches of all ranks.
+        grad_norm: global L2 norm of the unscaled gradient; not finite where the step is skipped for it.
+        grad_divisor: loss scale x sum of weights / clip coefficient: what turns main grads into the clipped gradient.
+    """
+
+    code: Tensor
+    loss: Tensor
+    grad_norm: Tensor
+    grad_divisor: Tensor
+
+    def to_row(self) -> Tensor:
+        """FP64 [4]."""
+        return torch.stack((self.code, self.loss, self.grad_norm, self.grad_divisor))
+
+
+def decide(
+    rows: Tensor,
+    *,
+    max_grad_norm: float | None = None,
+    sum_squares: Tensor | None = None,
+    sum_weights: Tensor | None = None,
+) -> Decision:
+    """The decision on a step.
+
+    Args:
+        rows: int64 [world_size, number of fields], the records of all ranks.
+        max_grad_norm: clipping threshold, or None.
+        sum_squares: the global sum of squares, where it was formed in canonical order outside the records.
+        sum_weights: the global sum of weights, likewise.
+    """
+    agreed = rows[:, : len(MUST_AGREE)]
+    diverged = (agreed != agreed[0]).any()
+    totals = rows[:, DEVICE_FLOATS].view(torch.float64).sum(dim=0)
+    weights = totals[0] if sum_weights is None else sum_weights
+    squares = totals[2] if sum_squares is None else sum_squares
+    column = COLUMNS["loss_scale"]
+    divisor = rows[0, column : column + 1].view(torch.float64)[0] * weights
+    norm = squares.sqrt() / divisor
+    clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    vetoes = (
+        ~(weights > 0),
+        ~squares.isfinite(),
+        (rows[:, COLUMNS["num_bad_losses"]] > 0).any(),
+        (rows[:, COLUMNS["bad_weight"]] >= 0).any(),
+        diverged,
+    )
+    codes = torch.arange(1.0, 1.0 + len(REASONS), dtype=torch.float64, device=rows.device)
+    code = (torch.stack(vetoes) * codes).amax()
+    return Decision(code, totals[1] / weights, norm, divisor / clip)
+
+
+@dataclass(frozen=True)
+class DecodedDecision:
+    """A decision that has reached the host, with the records it was derived from.
+
+    Attributes:
+        reason: None to apply, else one of :data:`REASONS`.
+        loss: as in :class:`Decision`.
+        grad_norm: as in :class:`Decision`.
+        records: of all ranks, in rank order.
+    """
+
+    reason: str | None
+    loss: float
+    grad_norm: float
+    records: tuple[VoteRecord, ...]
+
+    @staticmethod
+    def pack(decision: Decision, rows: Tensor) -> Tensor:
+        """int64 [4 + world_size x fields], on the device: one copy brings all of it to the host."""
+        return torch.cat((decision.to_row().view(torch.int64), rows.view(-1)))
+
+    @staticmethod
+    def unpack(values: Sequence[int]) -> DecodedDecision:
+        """The inverse of :meth:`pack`."""
+        code, loss, norm, _ = map(float_of, values[:4])
+        rows = [values[start : start + NUM_FIELDS] for start in range(4, len(values), NUM_FIELDS)]
+        reason = REASONS[int(code) - 1] if code else None
+        return DecodedDecision(reason, loss, norm, tuple(map(VoteRecord.from_row, rows)))
+
+    @property
+    def max_abs_grad(self) -> float:
+        """Of all ranks' gradients, without the loss scale; see :class:`VoteRecord`."""
+        return max(record.max_abs_grad for record in self.records) / self.records[0].loss_scale
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether any rank wants to stop after this step."""
+        return any(record.stop_requested for record in self.records)
+
+    @property
+    def save_failed(self) -> bool:
+        """Whether the save under way has failed on any rank."""
+        return any(record.save_failed for record in self.records)

@@ -1,0 +1,253 @@
+"""A checkpoint as a Hugging Face folder: `transformers` computes the same, and what cannot be exported is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from dtrain.checkpoint import NoCheckpointError, export, storage
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.huggingface import shapes as hf_shapes
+from dtrain.cli.resolve import compose
+from dtrain.errors import CheckpointError, ConfigError
+from dtrain.tools.checkpoint.cli import main
+from dtrain.train.run import run_training
+from tests.helpers.language_models import GPT2, LLAMA, MODELS, TOKENS, build, save_model
+
+TOLERANCE = 1e-5  # of the largest logit, FP32
+
+
+def load(folder: Path, dtype: str | torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+
+
+def relative_error(folder: Path, name: str) -> float:
+    with torch.no_grad():
+        expected = build(MODELS[name])(TOKENS).logits
+        got = load(folder)(TOKENS).logits
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "checkpoints", MODELS[name])
+    folder = export(tmp_path, tmp_path / "hf")
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert relative_error(folder, name) < TOLERANCE
+    assert ("lm_head.weight" in load_file(folder / "model.safetensors")) is not MODELS[name].tie_embeddings
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
+
+
+def test_the_order_of_rotary_pairs_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path, LLAMA)
+    monkeypatch.setattr(
+        hf_shapes, "_rotary", lambda name, shape, source, start, head: hf_shapes._plain(name, shape, source, start)
+    )
+    assert relative_error(export(path, tmp_path / "hf"), "llama") > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-grouped-untied", "gpt2"])
+def test_small_blocks_and_several_files_hold_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_model(tmp_path, MODELS[name])
+    whole = load_file(export(path, tmp_path / "whole") / "model.safetensors")
+    monkeypatch.setattr(hf_shapes, "_BLOCK_ELEMENTS", 37)
+    folder = export(path, tmp_path / "parts", max_shard_size=30_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    found: dict[str, Tensor] = {}
+    for file in files:
+        held = load_file(file)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 30_000
+        assert all(index["weight_map"][key] == file.name for key in held)
+        found |= held
+    assert found.keys() == whole.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    assert relative_error(folder, name) < TOLERANCE
+
+
+@pytest.mark.parametrize(("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("name", ["llama-grouped-untied", "gpt2"])
+def test_a_low_export_is_the_cast_bit_for_bit(name: str, short: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    path = save_model(tmp_path, MODELS[name])
+    exact = load_file(export(path, tmp_path / "exact") / "model.safetensors")
+    folder = export(path, tmp_path / "low", dtype=short)
+    low = load_file(folder / "model.safetensors")
+    assert low.keys() == exact.keys()
+    assert all(torch.equal(low[key].view(torch.int16), exact[key].to(dtype).view(torch.int16)) for key in exact)
+    assert {parameter.dtype for parameter in load(folder, "auto").parameters()} == {dtype}
+
+
+def test_a_run_names_its_vocabulary_so_that_it_can_be_exported(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("import this\n" * 200)
+    sizes = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=16"]
+    short = ["train.steps=1", "schedule.warmup_steps=0", "train.sample_tokens=0", "train.micro_batch_size=16"]
+    data = ["data=text", f"data.files='{tmp_path}/text.txt'", "launch.threads_per_rank=1"]
+    assert run_training(compose([f"run_dir={tmp_path}/run", *sizes, *short, *data])) == 0
+    model = load(export(tmp_path / "run", tmp_path / "hf"))
+    assert model.config.vocab_size == 257
+    assert model(TOKENS).logits.shape[-1] == 257
+
+
+def test_frozen_weights_are_exported_too(tmp_path: Path) -> None:
+    def freeze(tensors: dict[tuple[str, str], Tensor]) -> None:
+        tensors["frozen", "norm.weight"] = tensors.pop(("master", "norm.weight")).bfloat16()
+
+    path = save_model(tmp_path, LLAMA, change=freeze)
+    exported = load_file(export(path, tmp_path / "hf") / "model.safetensors")
+    assert torch.equal(exported["model.norm.weight"], build(LLAMA).norm.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "cure"), [(7e4, "fp16", "fp32 or bf16"), (3.4e38, "fp16", "fp32"), (3.4e38, "bf16", "fp32")]
+)
+def test_the_cure_of_a_weight_too_large_holds_it(value: float, dtype: str, cure: str, tmp_path: Path) -> None:
+    def enlarge(tensors: dict[tuple[str, str], Tensor]) -> None:
+        tensors["master", "norm.weight"][3] = value
+
+    path = save_model(tmp_path / "run", LLAMA, change=enlarge)
+    with pytest.raises(CheckpointError, match=f"export as {cure}$"):
+        export(path, tmp_path / "hf", dtype=dtype)
+
+
+def test_a_weight_beyond_fp16_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    def enlarge(tensors: dict[tuple[str, str], Tensor]) -> None:
+        tensors["master", "blocks.1.ffn.down.weight"][3, 5] = -70000
+
+    path = save_model(tmp_path / "run", LLAMA, change=enlarge)
+    with pytest.raises(CheckpointError, match=r"'blocks\.1\.ffn\.down\.weight' holds 70000, .* float16 is 65504"):
+        export(path, tmp_path / "hf", dtype="fp16")
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+    export(path, tmp_path / "hf", dtype="bf16")
+
+
+@pytest.mark.parametrize("operation", ["make_directory", "create", "write", "sync", "rename", "sync_directory"])
+def test_a_disk_that_refuses_leaves_nothing(operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path / "run", LLAMA)
+    real = getattr(storage, operation)
+    calls = []
+
+    def refuse(*arguments: Any) -> Any:
+        if arguments != (tmp_path.parent,):  # that sync may fail: the directory was there before
+            calls.append(arguments)
+        if len(calls) == 1 or operation == "write":
+            raise OSError(errno.EROFS, "Read-only file system", "x")
+        return real(*arguments)
+
+    monkeypatch.setattr(storage, operation, refuse)
+    with pytest.raises(CheckpointError, match=r"hf cannot be written: Read-only file system \(errno 30\)"):
+        export(path, tmp_path / "hf")
+    assert calls
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_failure_after_the_rename_takes_the_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_model(tmp_path / "run", LLAMA)
+    real = storage.sync_directory
+
+    def refuse(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, "Input/output error")
+        real(folder)
+
+    monkeypatch.setattr(storage, "sync_directory", refuse)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        export(path, tmp_path / "hf")
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_model(tmp_path / "run", LLAMA)
+    file = path / "r0001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DamageError):
+        export(path, tmp_path / "hf")
+    assert main(["export", str(path), str(tmp_path / "hf")]) == 1
+    assert capsys.readouterr().err.startswith(f"dtrain: {file}: sha256 differs (expected ")
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+    assert path.exists()
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    return {"config": {"model": asdict(LLAMA) | changes}}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (told(factory="mine.net:build"), "model.factory=mine.net:build has no Hugging Face shape"),
+        ({"config": {}}, "does not say which model it holds"),
+        ({}, "does not say which model it holds"),
+        (told(vocab_size=None), r"does not say how many tokens its model knows \(model.vocab_size\)"),
+        (told(depth=3), "the model has the unknown key 'depth'"),
+        (told(num_layers="2"), "num_layers is '2', expected a whole number from 1 on"),
+        (told(num_layers=1 << 39), "its tensors are not those of the model that it states"),
+        (told(num_layers=3), r"'blocks\.2\.attn\.out\.weight' is missing there, and \[32, 32\] in the model"),
+        (told(num_layers=1), r"'blocks\.1\.attn\.out\.weight' is \[32, 32\] there, and missing in the model"),
+        (told(num_kv_heads=1), r"'blocks\.0\.attn\.qkv\.weight' is \[96, 32\] there, and \[48, 32\] in the model"),
+        (told(tie_embeddings=False), r"'head\.weight' is missing there"),
+        (told(rope_theta=1e308), "rope_theta is 1e\\+308, expected a number from 0 on"),
+    ],
+)
+def test_what_has_no_hugging_face_shape_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "run", LLAMA, state=state)
+    with pytest.raises(CheckpointError, match=message):
+        export(path, tmp_path / "hf")
+    assert [item.name for item in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_vocabulary_larger_than_its_embedding_is_refused(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "run", LLAMA, state=told(vocab_size=321))
+    with pytest.raises(CheckpointError, match=r"model.vocab_size=321, and 'embed.weight' has 320 rows"):
+        export(path, tmp_path / "hf")
+
+
+def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_model(tmp_path / "run", GPT2)
+    out = tmp_path / "hf"
+    with pytest.raises(ConfigError, match="unknown export format 'gguf'"):
+        export(path, out, format="gguf")
+    with pytest.raises(ConfigError, match="unknown dtype 'fp8'"):
+        export(path, out, dtype="fp8")
+    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+        export(path, path / "hf")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NoCheckpointError):
+        export(tmp_path / "empty", out)
+    out.mkdir()
+    assert main(["export", str(path), str(out)]) == 2
+    assert "exists; an export makes a new folder" in capsys.readouterr().err
+    assert list(out.iterdir()) == []
+    for arguments in (
+        ["/no/such", "x"],
+        [str(path)],
+        [str(path), "x", "--dtype", "fp8"],
+        [str(path), "x", "--max-shard-size", "5 elephants"],
+    ):
+        assert main(["export", *arguments]) == 2
+    assert "'5 elephants' is no size; write 500MB or 5GB" in capsys.readouterr().err
+
+
+def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(tmp_path / "run" / "checkpoints", replace(GPT2, num_layers=1))
+    out = tmp_path / "deep" / "hf"
+    assert main(["export", str(tmp_path / "run"), str(out), "--dtype", "fp16", "--max-shard-size", "30KB"]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {out}: config.json, model-00001-of-00002.safetensors, ")
+    with safe_open(out / "model-00001-of-00002.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}

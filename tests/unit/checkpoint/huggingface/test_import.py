@@ -1,0 +1,380 @@
+"""A Hugging Face folder as the first checkpoint of a run: the same loss, and nothing hostile gets in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shlex
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import dtrain
+from dtrain.checkpoint import export, import_hf, list_checkpoints, storage, verify
+from dtrain.checkpoint.huggingface import importer as hf_import
+from dtrain.checkpoint.huggingface.importer import Imported
+from dtrain.cli.resolve import compose
+from dtrain.config.schema import ModelConfig
+from dtrain.errors import CheckpointError
+from dtrain.models import build_model
+from dtrain.tools.checkpoint.cli import main
+from dtrain.train.run import run_training
+from tests.helpers.language_models import MODELS, TOKENS, save_model
+
+TOLERANCE = 1e-6  # of the loss, FP32
+Change = Callable[[Path], Any]
+
+
+def seeded(model_class: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def llama(**options: Any) -> Any:
+    sizes = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+    return seeded(LlamaForCausalLM, LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": False, **options}))
+
+
+def gpt2(**options: Any) -> Any:
+    sizes = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    return seeded(GPT2LMHeadModel, GPT2Config(**{**sizes, "bos_token_id": None, "eos_token_id": None, **options}))
+
+
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+SOURCES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama(**THETA),
+    "llama-tied": lambda: llama(tie_word_embeddings=True, num_key_value_heads=4, rms_norm_eps=1e-3, vocab_size=320),
+    "gpt2": gpt2,
+    "gpt2-untied": lambda: gpt2(tie_word_embeddings=False, n_inner=48, layer_norm_epsilon=1e-3),
+}
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`llama` and `gpt2` as transformers writes them."""
+    folder = tmp_path_factory.mktemp("originals")
+    for name in ("llama", "gpt2"):
+        SOURCES[name]().save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture
+def copy(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of one of them, to be changed."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / "hf"
+        folder.mkdir()
+        for file in (originals / name).iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        return folder
+
+    return make
+
+
+def engine_of(model: ModelConfig, run_dir: Path) -> Any:
+    engine = dtrain.initialize(build_model(model, 257, seed=1), precision="fp32", seed=0)
+    engine.load(run_dir)
+    return engine
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_imported_model_has_the_same_loss_and_trains(name: str, tmp_path: Path) -> None:
+    source = SOURCES[name]()
+    source.save_pretrained(tmp_path / "hf", max_shard_size="20KB" if name == "llama" else "1GB")
+    imported = import_hf(tmp_path / "hf", tmp_path / "run")
+    assert imported.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000000"
+    assert verify(tmp_path / "run").ok
+    with torch.no_grad():
+        expected = source(TOKENS, labels=TOKENS).loss.item()
+    engine = engine_of(imported.model, tmp_path / "run")
+    batch = {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:]}
+    with engine.eval():
+        assert engine(**batch).loss.item() == pytest.approx(expected, rel=TOLERANCE)
+    for _ in range(5):
+        engine.backward(engine(**batch).loss)
+        assert engine.step().applied
+    with engine.eval():
+        assert engine(**batch).loss.item() < expected - 0.01
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_after_import_is_bit_equal(name: str, tmp_path: Path) -> None:
+    save_model(tmp_path / "run" / "checkpoints", MODELS[name])
+    first = export(tmp_path / "run", tmp_path / "first")
+    imported = import_hf(first, tmp_path / "again")
+    second = export(tmp_path / "again", tmp_path / "second")
+    for file in ("config.json", "model.safetensors"):
+        assert (first / file).read_bytes() == (second / file).read_bytes()
+    given = replace(MODELS[name], name=imported.model.name, ffn_dim=imported.model.ffn_dim)
+    assert imported.model == given
+
+
+def test_the_printed_command_goes_on_from_it(
+    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "a run"
+    assert main(["import", str(originals / "llama"), str(run_dir)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"wrote {run_dir}/checkpoints/step-00000000; go on from it with"
+    command = shlex.split(printed[1])
+    assert command[:2] == ["dtrain", "train"]
+    (tmp_path / "text.txt").write_text("import this\n" * 200)
+    more = ["train.steps=2", "schedule.warmup_steps=0", "precision=fp32", "launch.threads_per_rank=1", "data=text"]
+    more += [f"data.files='{tmp_path}/text.txt'", "train.micro_batch_size=1", "train.global_batch_size=1"]
+    more += ["train.sample_tokens=8", "checkpoint.keep_last=3"]
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert run_training(compose([*command[2:], *more])) == 0
+    assert "loaded step 0" in (text := "".join(capsys.readouterr()))
+    assert "changed since the checkpoint" not in text
+    assert [item.step for item in list_checkpoints(run_dir)] == [0, 2]
+    assert (run_dir / "sample.txt").exists()
+
+
+def test_older_spellings_of_the_same_model_are_read(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """As on the hub: no prefix, buffers that follow from the configuration, a tied head written out."""
+    folder = copy("gpt2")
+    file = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
+    expected = dict(tensors)
+    for layer in range(2):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 16, 16).tril().bool()
+        tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"].clone()
+    save_file(tensors, file)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("tie_word_embeddings", "n_inner", "layer_norm_epsilon", "scale_attn_weights", "add_cross_attention"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    import_hf(folder, tmp_path / "run")
+    exported = load_file(export(tmp_path / "run", tmp_path / "out") / "model.safetensors")
+    assert all(torch.equal(exported[f"transformer.{name}"], value) for name, value in expected.items())
+
+    tensors["lm_head.weight"] += 1
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'wte.weight', and config.json ties"):
+        import_hf(folder, tmp_path / "other")
+
+
+def test_the_links_of_a_download_cache_are_followed(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy("llama")
+    blobs = tmp_path / "blobs"
+    blobs.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(number))
+        file.symlink_to(blobs / str(number))
+    import_hf(folder, tmp_path / "run")
+
+
+def test_low_weights_arrive_exactly(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = copy("llama")
+    low = {name: value.half() for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(low, folder / "model.safetensors")
+    import_hf(folder, tmp_path / "run")
+    exported = load_file(export(tmp_path / "run", tmp_path / "out") / "model.safetensors")
+    assert all(torch.equal(exported[name], value.float()) for name, value in low.items())
+
+
+def configure(**changes: Any) -> Change:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        kept = {key: value for key, value in (config | changes).items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def test_null_is_as_good_as_absent(tmp_path: Path) -> None:
+    llama(num_key_value_heads=4, **THETA).save_pretrained(tmp_path / "hf")
+    nulls = ("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "rope_scaling")
+    configure(**dict.fromkeys(nulls))(tmp_path / "hf")
+    model = import_hf(tmp_path / "hf", tmp_path / "run").model
+    assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (None, 500.0, 1e-6)
+
+
+def test_the_seed_of_the_run_stays(originals: Path, tmp_path: Path) -> None:
+    imported = import_hf(originals / "gpt2", tmp_path / "run")
+    engine = dtrain.initialize(build_model(imported.model, 257, seed=1), precision="fp32", seed=7)
+    engine.load(tmp_path / "run")
+    assert engine.seed == 7
+    engine.save(tmp_path / "saved")
+    assert engine_of(imported.model, tmp_path / "saved").seed == 7
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/x", "null", "my run, a=b", "it's", 'q"uo/te', "back\\slash\\", "${x}", "[a]/{b}", "a*?|b: c"]
+)
+def test_any_path_is_printed_so_that_it_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: Imported(run_dir, ModelConfig()))
+    assert main(["import", "hf", name]) == 0
+    _, command = capsys.readouterr().out.splitlines()
+    assert compose(shlex.split(command)[2:]).run_dir == name
+
+
+SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama", configure(model_type="mistral"), "model_type 'mistral' cannot be imported; imported are llama"),
+        ("llama", configure(model_type=...), "model_type None cannot be imported"),
+        ("llama", configure(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
+        ("llama", configure(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling .*linear.* cannot be"),
+        ("llama", configure(rope_scaling={"rope_type": None, "type": "linear"}), "rope_scaling .*linear.* cannot be"),
+        ("llama", configure(rope_scaling=3), "rope_scaling 3 cannot be imported"),
+        ("llama", configure(attention_bias=True), "attention_bias True cannot be imported; dtrain's model has False"),
+        ("llama", configure(mlp_bias=True), "mlp_bias True cannot be imported"),
+        ("llama", configure(sliding_window=4096), "sliding_window 4096 cannot be imported"),
+        ("llama", configure(hidden_act="gelu"), "hidden_act 'gelu' cannot be imported; dtrain's model has 'silu'"),
+        ("llama", configure(head_dim=16), "head_dim 16 cannot be imported; dtrain's model has 8 there"),
+        ("llama", configure(quantization_config={"bits": 4}), "quantization_config .* cannot be imported"),
+        ("llama", configure(num_attention_heads=5), "do not fit together"),
+        ("llama", configure(hidden_size=...), "hidden_size is None, expected a whole number from 1 on"),
+        ("llama", configure(hidden_size=32.0), "hidden_size is 32.0, expected a whole number"),
+        ("llama", configure(num_hidden_layers=0), "num_hidden_layers is 0, expected a whole number from 1 on"),
+        ("llama", configure(num_hidden_layers=10**9), "config.json says 1000000000 layers, 21 tensors exist"),
+        ("llama", configure(num_hidden_layers=3), "has no tensor 'model.layers.2.input_layernorm.weight'"),
+        (
+            "llama",
+            configure(num_hidden_layers=1),
+            r"'model.layers.1.input_layernorm.weight' is no tensor .* \(and 8 more",
+        ),
+        ("llama", configure(vocab_size=301), r"'model.embed_tokens.weight' has shape \[300, 32\], .* \[301, 32\]"),
+        ("llama", configure(num_key_value_heads=4), r"'model.layers.0.self_attn.k_proj.weight' has shape \[16, 32\]"),
+        ("llama", configure(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number from 0 on"),
+        ("llama", configure(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05, expected a number from 0 on"),
+        ("llama", configure(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes', expected true or false"),
+        ("llama", configure(tie_word_embeddings=True), "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+        ("gpt2", configure(activation_function="relu"), "activation_function 'relu' cannot be imported"),
+        ("gpt2", configure(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True cannot be"),
+        ("gpt2", configure(scale_attn_weights=False), "scale_attn_weights False cannot be imported"),
+        ("gpt2", configure(n_head=5), "n_embd 32 is not a multiple of n_head 5"),
+        ("gpt2", configure(n_positions=32), r"'transformer.wpe.weight' has shape \[16, 32\]"),
+        ("gpt2", configure(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
+    ],
+)
+def test_another_model_than_ours_is_refused(
+    name: str, change: Change, message: str, copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = copy(name)
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        import_hf(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def weights(folder: Path, **changes: Any) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | changes, file)
+
+
+def index(folder: Path, content: Any) -> None:
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def mapped(folder: Path, **changes: str) -> dict[str, Any]:
+    return {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "part.safetensors") | changes}
+
+
+def huge_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+
+
+def fifo(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def loop(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"config.json: missing"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json: expected a JSON object, got list"),
+        (lambda folder: (folder / "config.json").write_text('{"a": 1, "a": 2}'), "a key appears twice"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\x80\x04N."), "config.json: not readable as JSON"),
+        (loop, "config.json: not a regular file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor model.safe"),
+        (pickled, "pytorch_model.bin is not read, for such files can run code: load the model with transformers"),
+        (fifo, "model.safetensors: not a regular file"),
+        (huge_header, "model.safetensors: a header of 1152921504606846976 bytes does not fit"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 40_000), "its tensors end at byte|its tensors"),
+        (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' lies in '../../secret.safe"),
+        (lambda folder: index(folder, mapped(folder, x="/etc/passwd")), "'x' lies in '/etc/passwd', which is no safet"),
+        (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "which is no safetensors file of this"),
+        (lambda folder: index(folder, mapped(folder, x="gone.safetensors")), "gone.safetensors: missing"),
+        (lambda folder: index(folder, mapped(folder, x="part.safetensors")), "do not agree on where 'x' lies"),
+        (lambda folder: index(folder, {"weight_map": []}), r"weight_map is \[\], expected tensors and files"),
+        (lambda folder: index(folder, {}), "weight_map is None, expected"),
+        (lambda folder: weights(folder, **{"model.norm.weight": torch.full((32,), torch.nan)}), "holds Inf or NaN"),
+        (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32).int()}), "int32; imported are FP32"),
+        (lambda folder: weights(folder, evil=torch.ones(3)), "'evil' is no tensor of the model"),
+    ],
+)  # fmt: skip
+def test_a_hostile_folder_is_refused_in_one_line(
+    change: Change, message: str, copy: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy("llama")
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        import_hf(folder, tmp_path / "run")
+    assert main(["import", str(folder), str(tmp_path / "run")]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("dtrain: ")
+    assert output.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_is_used_is_refused(originals: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    import_hf(originals / "llama", run_dir)
+    with pytest.raises(
+        CheckpointError, match=r"run holds checkpoints/step-00000000/.* already; an import begins a run"
+    ):
+        import_hf(originals / "gpt2", run_dir)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file cannot be listed: Not a directory"):
+        import_hf(originals / "gpt2", tmp_path / "file")
+    with pytest.raises(CheckpointError, match="is not a directory; give the folder that holds"):
+        import_hf(tmp_path / "gone", tmp_path / "other")
+
+
+@pytest.mark.parametrize("operation", ["make_directory", "create", "write", "rename"])
+def test_a_disk_that_refuses_leaves_no_checkpoint(
+    operation: str, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(storage, operation, refuse)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        import_hf(originals / "llama", tmp_path / "run")
+    assert list_checkpoints(tmp_path / "run") == []
+    monkeypatch.undo()
+    assert import_hf(originals / "llama", tmp_path / "run").checkpoint.exists()

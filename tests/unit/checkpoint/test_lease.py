@@ -1,0 +1,426 @@
+"""The lease of a directory of checkpoints, in one process and with a clock of our own: never two holders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dtrain.checkpoint import Snapshot, save, storage
+from dtrain.checkpoint.lease.lease import Lease, LeaseRequest, Pace, hold, take
+from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
+from dtrain.errors import CheckpointError
+from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of, save_good
+
+
+class Clock:
+    """Seconds that pass when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def pace(self) -> Pace:
+        return Pace(clock=lambda: self.now, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def claim(directory: Path, token: int = 1, **values: Any) -> Path:
+    """A lease file of a holder on another host, or as ``values`` say."""
+    elsewhere = replace(Holder.this_process(token), host="elsewhere", boot_id="another")
+    path = path_of(directory, token)
+    path.write_bytes(replace(elsewhere, **values).encode())
+    return path
+
+
+def holds(lease: Lease) -> bool:
+    try:
+        lease.check()
+    except CheckpointError:
+        return False
+    return True
+
+
+def leases(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.name.startswith("lease-"))
+
+
+def test_the_file_says_who_holds_it_and_goes_with_the_last_block(tmp_path: Path) -> None:
+    with hold(tmp_path / "new" / "checkpoints") as lease:
+        (path,) = (tmp_path / "new" / "checkpoints").iterdir()
+        content = json.loads(path.read_text())
+        with hold(tmp_path / "new" / ".." / "new" / "checkpoints") as same:
+            assert same is lease
+        lease.check()
+    assert content == {**asdict(Holder.this_process(1)), "id": content["id"]}
+    assert (path.name, content["pid"], content["counter"]) == ("lease-00000001.json", os.getpid(), 0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"boot_id": None}, {"pid_namespace": "pid:[1]"}, {"boot_id": None, "pid_start": None, "pid_namespace": None}],
+    ids=["another boot", "unknown system", "another namespace", "no /proc"],
+)
+def test_who_cannot_be_looked_at_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
+    claim(tmp_path, 7, **values)
+    (tmp_path / "step-00000100.tmp-ab").mkdir()  # were it to go on, it could not commit that
+    lease = take(tmp_path, clock.pace())
+    assert 90 <= clock.now <= 91
+    lease.check()
+    assert [path.name for path in tmp_path.iterdir()] == ["lease-00000008.json"]
+    lease.release()
+    assert leases(tmp_path) == []
+
+
+def test_one_sign_of_life_is_enough(tmp_path: Path, clock: Clock) -> None:
+    claim(tmp_path, 7)
+
+    def live() -> None:
+        if clock.now > 89:
+            claim(tmp_path, 7, counter=1)
+
+    clock.meanwhile = live
+    with pytest.raises(CheckpointError, match=r"in use by process \d+ on elsewhere \(lease 7, 1 signs of life\); one"):
+        take(tmp_path, clock.pace())
+    assert clock.now < 90
+    assert leases(tmp_path) == ["lease-00000007.json"]
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["no such process", "another process has its number"])
+def test_who_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock, there: bool) -> None:
+    pid = os.getpid() if there else 2**22 + 1  # above the highest that Linux gives
+    claim(tmp_path, 7, boot_id=Holder.this_process(1).boot_id, pid=pid, pid_start="1")
+    take(tmp_path, clock.pace()).release()
+    assert clock.now == 0
+
+
+def test_another_users_process_that_cannot_be_seen_is_not_taken_for_gone(tmp_path: Path) -> None:
+    """Its start differs here, as where the system hides it; that it is there, no system hides."""
+    system = replace(Holder.this_process(1), pid=1, pid_start="of a process that is hidden")
+    read, write = os.pipe()
+    if os.fork() == 0:
+        with suppress(PermissionError):
+            os.setuid(65534)
+        os.write(write, b"gone" if system.has_ended() else b"there")
+        os._exit(0)
+    os.wait()
+    assert os.read(read, 10) == b"there"
+
+
+def test_wall_time_decides_nothing(tmp_path: Path, clock: Clock) -> None:
+    path = claim(tmp_path, 1)
+
+    def jump() -> None:
+        os.utime(path, (0, 0) if clock.now % 2 else (2**32, 2**32))
+
+    clock.meanwhile = jump
+    take(tmp_path, clock.pace()).release()
+    assert 90 <= clock.now <= 91
+
+
+def test_a_lease_that_was_removed_is_lost(tmp_path: Path, clock: Clock) -> None:
+    lease = take(tmp_path, clock.pace())
+    lease.beat()
+    path_of(tmp_path, 1).unlink()
+    lease.beat()  # into a file without a name
+    with pytest.raises(CheckpointError, match=r"the lease of .* is gone: .* removed lease-00000001.json; nothing"):
+        lease.check()
+    other = take(tmp_path, clock.pace())
+    lease.beat()
+    with pytest.raises(CheckpointError, match=r"was taken over from this process, .* by process \d+ on .*lease 1"):
+        lease.check()
+    lease.release()  # leaves the other's file alone, which has the same name
+    other.check()
+
+
+def test_damage_by_others_is_mended_by_the_next_sign_of_life(tmp_path: Path, clock: Clock) -> None:
+    lease = take(tmp_path, clock.pace())
+    path_of(tmp_path, 1).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"by nobody knows whom: lease-00000001.json is damaged \(its fields"):
+        lease.check()
+    lease.beat()
+    lease.check()
+    lease.release()
+
+
+def test_what_is_no_file_is_waited_for_and_named(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path_of(tmp_path, 3).symlink_to(tmp_path / "target")
+    (tmp_path / "target").write_text("mine")
+    lease = take(tmp_path, clock.pace())
+    assert clock.now >= 90
+    assert "lease-00000003.json is damaged (not a regular file (lrwxrwxrwx))" in caplog.text
+    assert leases(tmp_path) == ["lease-00000004.json"]
+    assert (tmp_path / "target").read_text() == "mine"
+    lease.release()
+
+
+def test_a_fork_holds_nothing(tmp_path: Path) -> None:
+    with hold(tmp_path) as lease:
+        read, write = os.pipe()
+        if os.fork() == 0:
+            found = [str(holds(lease))]
+            try:
+                with hold(tmp_path, Pace(heartbeat_s=0.01, poll_s=0.01)):
+                    found.append("held twice")
+            except CheckpointError as error:
+                found.append(str(error))
+            lease.release()
+            os.write(write, "\n".join(found).encode())
+            os._exit(0)
+        while look(tmp_path).holder.counter == 0:  # type: ignore[union-attr]
+            lease.beat()
+            if os.waitpid(-1, os.WNOHANG)[0]:
+                break
+        text = os.read(read, 10_000).decode().splitlines()
+        assert text[0] == "False"
+        assert f"{tmp_path} is in use by process {os.getpid()} on " in text[1]
+        lease.check()
+
+
+def test_a_save_by_a_fork_works_once_the_parent_has_let_go(tmp_path: Path) -> None:
+    save_good(tmp_path, 100, 1)
+    if (pid := os.fork()) == 0:
+        save_good(tmp_path, 200, 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    save_good(tmp_path, 300, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000200", "step-00000300"]
+
+
+def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines, say: the second would sweep what the first has under way."""
+    first_writes, never = threading.Event(), threading.Event()
+    real = storage.sync
+
+    def sync(descriptor: int) -> None:
+        if threading.current_thread().name == "first" and not first_writes.is_set():
+            first_writes.set()
+            never.wait(0.2)  # the second gets no further
+        real(descriptor)
+
+    def work(step: int) -> None:
+        save(tmp_path, Snapshot(step, pieces_of(make_tensors(step), 0, 1), {}), ALONE)
+
+    first, second = (threading.Thread(target=work, args=(step,), name=name) for step, name in ((1, "first"), (2, "2")))
+    with hold(tmp_path), monkeypatch.context() as patch:
+        patch.setattr(storage, "sync", sync)
+        first.start()
+        assert first_writes.wait(10)
+        second.start()
+        first.join()
+        second.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+# -- any order of events -----------------------------------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Three jobs that come, stop, go on, leave and die in any order, at any pace."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        self.directory = Path(self.folder.name)
+        self.clock = Clock()
+        self.contenders: dict[int, LeaseRequest] = {}
+        self.leases: dict[int, Lease] = {}
+        self.stopped: set[int] = set()
+        self.lost: list[Lease] = []
+        self.silent_since: dict[int, float] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            for lease in [*self.leases.values(), *self.lost]:
+                lease.release()
+            self.folder.cleanup()
+
+    @rule(job=st.integers(0, 2))
+    def look_or_take(self, job: int) -> None:
+        if job in self.leases:
+            return
+        contender = self.contenders.setdefault(job, LeaseRequest(self.directory, self.clock.pace()))
+        before = [other for other, lease in self.leases.items() if holds(lease)]
+        try:
+            lease = contender.attempt()
+        except CheckpointError:
+            assert before, "refused where nobody holds it"
+            del self.contenders[job]
+            return
+        if lease is not None:
+            for other in before:
+                assert other in self.stopped
+                assert self.clock.now - self.silent_since[other] >= 90, "taken from one that shows signs of life"
+            self.leases[job] = lease
+            del self.contenders[job]
+
+    @rule(job=st.integers(0, 2))
+    def stop(self, job: int) -> None:
+        if job in self.leases and job not in self.stopped:
+            self.stopped.add(job)
+            self.silent_since[job] = self.clock.now
+
+    @rule(job=st.integers(0, 2))
+    def go_on(self, job: int) -> None:
+        if job in self.stopped:
+            self.stopped.discard(job)
+            self.leases[job].beat()
+
+    @rule(job=st.integers(0, 2))
+    def leave(self, job: int) -> None:
+        if job in self.leases and job not in self.stopped:
+            self.leases.pop(job).release()
+
+    @rule(seconds=st.sampled_from([0.25, 5.0, 45.0, 90.0, 1000.0]))
+    def time_passes(self, seconds: float) -> None:
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now = min(until, self.clock.now + 5)
+            for job, lease in self.leases.items():
+                if job not in self.stopped:
+                    lease.beat()
+
+    @invariant()
+    def at_most_one_holds_it(self) -> None:
+        if not hasattr(self, "folder"):
+            return
+        holding = [job for job, lease in self.leases.items() if holds(lease)]
+        assert len(holding) <= 1
+        assert not any(holds(lease) for lease in self.lost), "what is lost is lost"
+        for job in list(self.leases):
+            if job not in holding:
+                self.lost.append(self.leases.pop(job))
+                self.stopped.discard(job)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:
+    """Runs ``work`` and calls ``act(i)`` before its i-th change of the file system; how many there were."""
+    count = 0
+    with pytest.MonkeyPatch.context() as patch:
+
+        def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                nonlocal count
+                count += 1
+                act(count - 1)
+                return real(*args)
+
+            return call
+
+        for name in ("create", "write", "sync", "link", "remove_file", "rename"):
+            patch.setattr(storage, name, wrap(getattr(storage, name)))
+        work()
+    return count
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+def test_another_comes_at_any_instant_of_a_taking(tmp_path: Path, stale: bool, leaves: bool) -> None:
+    """Whenever another takes it in between, and perhaps leaves again, one holds it in the end."""
+    instants: Iterator[int] = iter(range(100))
+    for instant in instants:
+        directory = tmp_path / str(instant)
+        (directory / "step-00000001.tmp-ab").mkdir(parents=True)
+        clock = Clock()
+        ours, theirs = (LeaseRequest(directory, clock.pace()) for _ in range(2))
+        if stale:
+            claim(directory, 4)
+            assert ours.attempt() is theirs.attempt() is None
+            clock.now = 90
+        got: list[Lease | None] = []
+
+        def come(index: int, instant: int = instant, other: LeaseRequest = theirs, got: Any = got) -> None:
+            if index == instant:
+                with suppress(CheckpointError):
+                    got.append(other.attempt())
+                if got and got[0] is not None and leaves:
+                    got[0].release()
+
+        mine: list[Lease | None] = []
+        total = calls_of(lambda ours=ours, mine=mine: mine.append(ours.attempt()), come)  # type: ignore[misc]
+        if total <= instant:
+            break
+        holding = [lease for lease in [*mine, *got] if lease is not None and holds(lease)]
+        assert len(holding) == 1 or (leaves and got[0] is not None and not holding), (instant, mine, got)
+        assert all(lease is None or lease in holding for lease in mine), "it believes that it holds it"
+        assert len(leases(directory)) == len(holding)
+    assert total >= 6
+
+
+def test_a_number_below_another_ones_is_given_back(tmp_path: Path, clock: Clock) -> None:
+    """It was free when it was looked at; since then one has come and ended, and another has taken over from that."""
+    mine: list[Lease | None] = []
+    contender = LeaseRequest(tmp_path, clock.pace())
+    calls_of(lambda: mine.append(contender.attempt()), lambda index: None if index else claim(tmp_path, 2) and None)
+    assert mine == [None]
+    assert leases(tmp_path) == ["lease-00000002.json"]
+
+
+def test_a_file_system_without_hard_links_is_refused(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+
+    monkeypatch.setattr(storage, "link", link)
+    with pytest.raises(CheckpointError, match="is on a file system without hard links; use another"):
+        take(tmp_path, clock.pace())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wait_for_one_directory_delays_no_other(tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    claim(tmp_path / "held")
+    waits, enough = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        if enough.wait(10):
+            path_of(tmp_path / "held", 1).unlink(missing_ok=True)
+
+    def wait() -> None:
+        with hold(tmp_path / "held", Pace(sleep=sleep)):
+            pass
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert waits.wait(10)
+
+    def other() -> None:
+        with hold(tmp_path / "free"):
+            enough.set()
+
+    free = threading.Thread(target=other)
+    free.start()
+    assert enough.wait(5)
+    free.join()
+    waiting.join()

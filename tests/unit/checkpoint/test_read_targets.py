@@ -1,0 +1,137 @@
+"""Intervals of saved tensors read into tensors of any kind."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.checkpoint import CheckpointReader, ReadTarget, Snapshot, open_newest, reader, save
+from dtrain.checkpoint import read_targets as places
+from dtrain.distributed.communicator import Communicator
+from dtrain.errors import CheckpointError
+from tests.helpers.checkpoints import ALONE, Tensors, make_tensors, on_threads, piece, pieces_of
+
+SHAPE = (6, 4, 5, 3)
+IMAGE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+TENSORS = {("master", "w"): IMAGE, ("master", "other"): torch.arange(50.0), ("buffer", "flag"): torch.tensor(True)}
+
+
+def saved(folder: Path, world: int, tensors: Tensors = TENSORS) -> CheckpointReader:
+    """``tensors``, the sharded ones cut evenly over ``world`` ranks."""
+    results = on_threads(world, lambda comm: save(folder, Snapshot(1, pieces_of(tensors, comm.rank, world), {}), comm))
+    assert all(isinstance(result, Path) for result in results), results
+    return open_newest(folder, ALONE)
+
+
+def targets() -> dict[str, Tensor]:
+    """Tensors of IMAGE's shape, with other strides and dtypes."""
+    strided = torch.zeros(6, 4, 5, 6)[..., ::2]
+    return {
+        "contiguous": torch.zeros(SHAPE),
+        "channels last": torch.zeros(SHAPE).to(memory_format=torch.channels_last),
+        "transposed": torch.zeros(SHAPE[::-1]).permute(3, 2, 1, 0),
+        "with gaps": strided,
+        "cast": torch.zeros(SHAPE, dtype=torch.bfloat16),
+        "cast and transposed": torch.zeros(SHAPE[::-1], dtype=torch.bfloat16).permute(3, 2, 1, 0),
+        "a parameter": torch.nn.Parameter(torch.zeros(SHAPE)),
+    }
+
+
+@pytest.mark.parametrize("staging_bytes", [8, 100, places.STAGING_BYTES])
+@pytest.mark.parametrize("world", [1, 3])
+def test_any_tensor_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, staging_bytes: int) -> None:
+    monkeypatch.setattr(places, "STAGING_BYTES", staging_bytes)
+    found = saved(tmp_path, world)
+    for name, target in targets().items():
+        other, flag = torch.zeros(20, dtype=torch.float64), torch.tensor(False)
+        wanted = [
+            ReadTarget("master", "w", 0, target),
+            ReadTarget("master", "other", 30, other),
+            ReadTarget("buffer", "flag", 0, flag),
+        ]
+        found.read_into(wanted)
+        assert torch.equal(target, IMAGE.to(target.dtype)), name
+        assert torch.equal(other, torch.arange(30.0, 50.0, dtype=torch.float64)), name
+        assert flag, name
+
+
+def test_nothing_else_is_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, bytes_read = saved(tmp_path, 2), []
+    found.read("master", "w")  # the headers
+    real = reader.read_into
+
+    def count(descriptor: int, file: str, offset: int, target: memoryview) -> None:
+        bytes_read.append(len(target))
+        real(descriptor, file, offset, target)
+
+    monkeypatch.setattr(reader, "read_into", count)
+    memory = torch.full((100,), 0.5)
+    found.read_into([ReadTarget("master", "w", 150, memory[10:80]), ReadTarget("master", "w", 0, memory[90:90])])
+    assert torch.equal(memory[10:80], IMAGE.view(-1)[150:220])
+    assert memory[:10].eq(0.5).all()
+    assert memory[80:].eq(0.5).all()
+    assert bytes_read == [30 * 4, 40 * 4]
+
+
+def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, opened = saved(tmp_path, 3), []
+    real = reader.open_file
+
+    def count(path: Path, file: Any) -> tuple[int, int]:
+        opened.append(file.name)
+        return real(path, file)
+
+    monkeypatch.setattr(reader, "open_file", count)
+    found.read_into(
+        ReadTarget("master", name, 0, torch.zeros(shape)) for name, shape in (("w", SHAPE), ("other", (50,)))
+    )
+    assert sorted(opened) == ["r0000.safetensors", "r0001.safetensors", "r0002.safetensors"]
+
+
+def test_places_outside_the_tensors_are_refused(tmp_path: Path) -> None:
+    found, target = saved(tmp_path, 1), torch.zeros(40)
+    for start, message in ((-1, r"\[-1, 39\) is no interval"), (20, r"\[20, 60\) is no interval of master:other")):
+        with pytest.raises(CheckpointError, match=message):
+            found.read_into(
+                [ReadTarget("master", "w", 0, torch.zeros(2)), ReadTarget("master", "other", start, target)]
+            )
+    with pytest.raises(CheckpointError, match="holds no master:othre; did you mean 'other'"):
+        found.read_into([ReadTarget("master", "othre", 0, target)])
+    assert not target.any()
+
+
+WORLDS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 40), max_size=3).map(sorted)), max_size=4)
+
+
+@settings(deadline=None, max_examples=20)
+@given(WORLDS)
+def test_fingerprints_stay_however_often_a_state_is_cut_anew(chain: list[tuple[int, list[int]]]) -> None:
+    """Saved by 1 rank, loaded and saved again by others, each in intervals of their own."""
+    tensors = make_tensors(3)
+    with tempfile.TemporaryDirectory() as folder:
+        before = saved(Path(folder, "0"), 1, tensors)
+        expected = {tensor.label: tensor.fingerprint for tensor in before.tensors}
+        for number, (world, cuts) in enumerate(chain):
+            bounds = ([0, *cuts] + [40] * world)[:world]
+
+            def pass_on(comm: Communicator, number: int = number, bounds: list[int] = bounds) -> Path:
+                found = open_newest(Path(folder, str(number)), comm)
+                held = [
+                    piece((want.kind, want.name), torch.zeros(want.shape, dtype=want.dtype), want.start, want.stop)
+                    for want in pieces_of(tensors, comm.rank, comm.world_size, bounds)
+                ]
+                found.read_into(ReadTarget(part.kind, part.name, part.start, part.data) for part in held)
+                found.check_fingerprints(held, comm)
+                return save(Path(folder, str(number + 1)), Snapshot(1, tuple(held), {}), comm)
+
+            results = on_threads(world, pass_on)
+            assert all(isinstance(result, Path) for result in results), results
+            found = open_newest(Path(folder, str(number + 1)), ALONE)
+            assert {tensor.label: tensor.fingerprint for tensor in found.tensors} == expected

@@ -1,0 +1,168 @@
+"""Pieces, state, manifest and container, without a directory around them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.checkpoint import Snapshot
+from dtrain.checkpoint.format.container import DamageError, StoredTensor, encode_header, read_header
+from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.snapshot import TensorShard, redact, stored_state
+from dtrain.errors import CheckpointError
+
+
+def make_piece(**changes: Any) -> TensorShard:
+    fields = {"name": "w", "kind": "master", "shape": (2, 3), "dtype": torch.float32, "start": 1, "stop": 4}
+    return TensorShard(**({**fields, "data": torch.zeros(3)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "Master:x"}, "a kind is a lower-case word"),
+        ({"stop": 7}, r"\[1, 7\) is no interval of its 6 elements"),
+        ({"start": -1}, r"\[-1, 4\)"),
+        ({"data": torch.zeros(2)}, r"expected data of shape \[3\]"),
+        ({"data": torch.zeros(3, 1)}, r"got \[3, 1\]"),
+        ({"data": torch.zeros(3).half()}, "got .3. and torch.float16"),
+        ({"data": torch.zeros(6)[::2]}, "not contiguous"),
+        ({"dtype": torch.complex128, "data": torch.zeros(3)}, "torch.complex128 cannot be saved; use one of .*float32"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"piece .*:w: .*{message}"):
+        make_piece(**changes)
+
+
+def test_negative_step_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="got -1"):
+        Snapshot(-1, (), {})
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (float("nan"), "state['a']['b'][1]"),
+        (float("inf"), "state['a']['b'][1]"),
+        (torch.zeros(1), "state['a']['b'][1]"),
+    ],
+)
+def test_state_that_json_cannot_keep_is_refused(value: Any, path: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        stored_state({"a": {"b": [1, value]}})
+    assert path in str(error.value)
+
+
+def test_keys_that_json_would_change_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"state\['a'\] has the key 3"):
+        stored_state({"a": {3: 1}})
+
+
+def test_secrets_of_the_config_are_blanked_and_nothing_else() -> None:
+    config = {
+        "tracker": {"wandb_api_key": "CANARY", "entity": "me", "apiKey": "CANARY", "hf_token": "CANARY"},
+        "password": 1234,
+        "db": {"db_password": "CANARY", "url": "postgres://me:CANARY@host/db"},
+        "aws_secret_access_key": ["CANARY"],
+        "credentials": {"a": "CANARY"},
+        "tokens": 4096,
+        "data": {"num_tokens": 7, "tokenizer": "bytes", "max_tokens": 2.5, "pass_through": True},
+        "seed": 3,
+        "token": None,
+    }
+    state = {"config": config, "extra": {"token": "mine"}, "aliases": {"secret.weight": "w"}}
+    stored = stored_state(state)
+    assert "CANARY" not in json.dumps(stored)
+    assert stored["config"]["password"] == "***"
+    kept = ("tokens", "data", "seed", "token")
+    assert {key: stored["config"][key] for key in kept} == {key: config[key] for key in kept}
+    assert stored["config"]["db"]["url"] == "postgres://***@host/db"
+    assert {key: stored[key] for key in ("extra", "aliases")} == {key: state[key] for key in ("extra", "aliases")}
+    assert config["password"] == 1234  # the caller's own is untouched
+    assert redact(stored["config"]) == stored["config"]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "message"),
+    [
+        ([(0, 4, "rank 0"), (6, 10, "rank 1")], "nobody holds elements 4 to 6 .between rank 0 and rank 1"),
+        ([(0, 6, "rank 0"), (4, 10, "rank 1")], "both rank 0 and rank 1 hold elements 4 to 6"),
+        ([(0, 10, "rank 0"), (0, 10, "rank 1")], "both rank 0 and rank 1 hold elements 0 to 10"),
+        ([(1, 10, "rank 0")], "nobody holds elements 0 to 1 .between the start and rank 0"),
+        ([(0, 9, "rank 0")], "nobody holds elements 9 to 10 .after rank 0"),
+        ([(0, 11, "rank 0")], "rank 0 holds elements up to 11 of 10"),
+        ([], "nobody holds elements 0 to 10"),
+    ],
+)
+def test_gaps_and_overlaps_name_who_is_next_to_them(intervals: list[tuple[int, int, str]], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"master:w: .*{message}"):
+        check_tiling("master:w", 10, intervals)
+
+
+def test_manifest_survives_its_own_encoding_and_has_one_spelling() -> None:
+    chunks = (FileInterval("r0000.safetensors", "master:ä", 0, 4), FileInterval("r0001.safetensors", "master:ä", 4, 6))
+    tensors = (
+        TensorEntry("ä", "master", torch.float32, (2, 3), 0xFFFF_FFFF_FFFF_FFFF, chunks),
+        TensorEntry("none", "buffer", torch.bool, (0, 3), 0, ()),
+    )
+    files = tuple(FileEntry(f"r000{i}.safetensors", 100 + i, "ab" * 32) for i in range(2))
+    state = {"b": [1, 0.1, None, True], "a": {"z": "é", "y": 10**30}}
+    manifest = Manifest(7, "2030-01-01T00:00:00+00:00", state, files, tensors)
+    data = manifest.encode()
+    assert Manifest.decode(data) == manifest
+    assert Manifest.decode(data).encode() == data
+    assert b" " not in data.replace(b"T00:00:00", b"")
+    assert data.isascii()
+
+
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]),
+        st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    ),
+    max_size=6,
+)
+
+
+def header_of(content: bytes) -> dict[str, StoredTensor]:
+    descriptor = os.memfd_create("file")
+    try:
+        os.write(descriptor, content)
+        return read_header(descriptor, "f", len(content))
+    finally:
+        os.close(descriptor)
+
+
+@settings(deadline=None, max_examples=60)
+@given(HEADERS)
+def test_header_comes_back_as_it_was_written(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    header = encode_header([(f"k{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)])
+    sizes = [torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors]
+    spans = header_of(header + bytes(sum(sizes)))
+    assert len(header) % 8 == 0
+    assert [(span.dtype, span.shape) for span in spans.values()] == tensors
+    assert [span.end - span.begin for span in spans.values()] == sizes
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.binary(max_size=64), st.integers(0, 2**64 - 1) | st.integers(0, 64))
+def test_any_bytes_as_a_header_are_refused_or_tile_the_file(data: bytes, length: int) -> None:
+    content = length.to_bytes(8, "little") + data
+    try:
+        spans = header_of(content)
+    except DamageError:
+        return
+    assert sum(span.end - span.begin for span in spans.values()) == len(content) - 8 - length
+
+
+def test_package_never_unpickles_nor_imports_upwards() -> None:
+    banned = ("pickle", "torch.load", "torch.save", "eval(", "exec(", "object_list", "dtrain.engine", "dtrain.sharding")
+    for path in (Path(__file__).parents[3] / "dtrain" / "checkpoint").rglob("*.py"):
+        text = path.read_text()
+        assert not [word for word in banned if word in text], path

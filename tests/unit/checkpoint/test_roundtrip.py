@@ -1,0 +1,368 @@
+"""Save on any number of ranks, read back on any other: the ranks are threads of this process."""
+
+import json
+import logging
+import pickle
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Retention, Snapshot, open_newest, save
+from dtrain.checkpoint.directory import remove_tree
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Communicator
+from dtrain.errors import CheckpointError
+from tests.helpers.checkpoints import (
+    ALONE,
+    assert_holds,
+    make_tensors,
+    on_threads,
+    piece,
+    pieces_of,
+    save_good,
+    save_threads,
+)
+
+
+@pytest.fixture(autouse=True)
+def _heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    logger = logging.getLogger("dtrain")
+    propagate, logger.propagate = logger.propagate, True
+    caplog.set_level(logging.INFO, "dtrain")
+    yield
+    logger.propagate = propagate
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3])
+@pytest.mark.parametrize("loaded", [1, 2, 4])
+def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int) -> None:
+    path = save_good(tmp_path / "run" / "checkpoints", 40, saved)
+    tensors = make_tensors(40)
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", *(f"r000{r}.safetensors" for r in range(saved))]
+
+    def load(comm: Communicator) -> CheckpointReader:
+        reader = open_newest(tmp_path / "run", comm)
+        placed = []
+        for held in pieces_of(tensors, comm.rank, loaded):
+            data = reader.read(held.kind, held.name, held.start, held.stop)
+            assert torch.equal(data, held.data)
+            placed.append(TensorShard(held.name, held.kind, held.shape, held.dtype, held.start, held.stop, data))
+        reader.check_fingerprints(placed, comm)
+        return reader
+
+    for reader in on_threads(loaded, load):
+        assert (reader.step, reader.path) == (40, path)
+        assert reader.state == {"world_size": saved, "extra": {"step": 40}}
+        assert_holds(reader, tensors)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(0, 35), min_size=0, max_size=4).map(sorted),
+    st.lists(st.tuples(st.integers(0, 35), st.integers(0, 35)).map(sorted), min_size=1, max_size=6),
+)
+def test_any_intervals_in_and_any_intervals_out(cuts: list[int], wanted: list[list[int]]) -> None:
+    tensors, world = make_tensors(3), len(cuts) + 1
+    with tempfile.TemporaryDirectory() as folder:
+        results = on_threads(
+            world,
+            lambda comm: save(Path(folder), Snapshot(1, pieces_of(tensors, comm.rank, world, [0, *cuts]), {}), comm),
+        )
+        assert results == [Path(folder) / "step-00000001"] * world
+        reader = open_newest(Path(folder), ALONE)
+        assert_holds(reader, tensors)
+        for start, stop in wanted:
+            got = reader.read("master", "weight", start, stop)
+            assert torch.equal(got, tensors["master", "weight"].reshape(-1)[start:stop])
+
+
+def test_several_pieces_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
+    tensor = torch.arange(10.0)
+    keys = [("master", "w"), ("master", "w@4")]  # a name that looks like the key of the other's second piece
+    pieces = tuple(piece(key, tensor, a, b) for key in keys for a, b in [(4, 10), (0, 4)])
+    path = save(tmp_path, Snapshot(1, pieces, {}), ALONE)
+    reader = open_newest(tmp_path, ALONE)
+    for _, name in keys:
+        assert torch.equal(reader.read("master", name), tensor)
+        assert torch.equal(reader.read("master", name, 3, 6), tensor[3:6])
+    assert len(load_file(path / "r0000.safetensors")) == 4
+
+
+def test_pieces_longer_than_a_block_and_every_dtype(tmp_path: Path) -> None:
+    names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint8 complex64"
+    tensors = {
+        ("buffer", n): torch.randint(0, 255, (8 * 99,), dtype=torch.uint8).view(getattr(torch, n))
+        for n in names.split()
+    }
+    tensors["master", "long"] = torch.randn(3_000_001)
+    pieces = tuple(piece(key, tensor, 0, tensor.numel()) for key, tensor in tensors.items())
+    save(tmp_path, Snapshot(1, pieces, {}), ALONE)
+    reader = open_newest(tmp_path, ALONE)
+    for (kind, name), tensor in tensors.items():
+        assert torch.equal(reader.read(kind, name).view(torch.uint8), tensor.view(torch.uint8))
+    assert torch.equal(reader.read("master", "long", 2_999_990), tensors["master", "long"][2_999_990:])
+
+
+def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
+    tensors = make_tensors(1)
+    whole = load_file(save_good(tmp_path / "whole", 1, 1) / "r0000.safetensors")
+    assert set(whole) == {f"{kind}:{name}" for (kind, name), tensor in tensors.items() if tensor.numel()}
+    for (kind, name), tensor in tensors.items():
+        if tensor.numel():
+            assert torch.equal(whole[f"{kind}:{name}"], tensor)  # with its own shape, as one rank holds all of it
+    path = save_good(tmp_path / "cut", 1, 3)
+    parts = [load_file(path / f"r000{rank}.safetensors")["master:weight"] for rank in range(3)]
+    assert torch.equal(torch.cat(parts), tensors["master", "weight"].reshape(-1))
+    for file in path.glob("*.safetensors"):
+        header = json.loads(file.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
+        header.pop("__metadata__")
+        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
+        sizes = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
+        assert all(entry["data_offsets"][0] % sizes[entry["dtype"]] == 0 for entry in header.values())
+
+
+def test_empty_ranks_and_a_checkpoint_without_tensors(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    on_threads(
+        4, lambda comm: save(tmp_path, Snapshot(1, pieces_of({("buffer", "b"): tensor}, comm.rank, 4), {}), comm)
+    )
+    assert torch.equal(open_newest(tmp_path, ALONE).read("buffer", "b"), tensor)
+    save(tmp_path, Snapshot(2, (), {"extra": "only state"}), ALONE)
+    assert open_newest(tmp_path, ALONE).state == {"extra": "only state"}
+
+
+def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
+    seen: list[str] = []
+    watching = True
+    sys.addaudithook(lambda event, args: seen.append(event) if watching and event.startswith("pickle.") else None)
+    save_good(tmp_path, 1)
+    on_threads(2, lambda comm: assert_holds(open_newest(tmp_path, comm), make_tensors(1)))
+    assert seen == []
+    pickle.loads(pickle.dumps(Path))
+    assert seen == ["pickle.find_class"]  # so the hook would have heard it
+    watching = False
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save_good(tmp_path, step, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+    save_good(tmp_path, 50, 1, retention=Retention(keep_last=1))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000050"]
+    save_good(tmp_path, 45, 1, retention=Retention(keep_last=1))  # what was just saved stays, whatever its number
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000045", "step-00000050"]
+
+
+def test_damaged_checkpoints_neither_count_nor_vanish(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20):
+        save_good(tmp_path, step, 1)
+    (tmp_path / "step-00000020" / "r0000.safetensors").unlink()
+    save_good(tmp_path, 30, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
+    assert "step-00000020 is damaged: r0000.safetensors: missing" in caplog.text
+
+
+def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
+    """Neither one in a directory nor one in its place, as of a leftover that somebody has put elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine").write_text("keep")
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "inner").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "top").symlink_to(tmp_path / "elsewhere")
+    remove_tree(tmp_path / "tree")
+    remove_tree(tmp_path / "top")
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+    assert (tmp_path / "elsewhere" / "mine").read_text() == "keep"
+
+
+def test_a_system_without_advice_to_its_cache_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.posix_fadvise")
+    save_good(tmp_path, 100)
+    assert open_newest(tmp_path, ALONE).step == 100
+
+
+def test_big_steps_sort_as_numbers(tmp_path: Path) -> None:
+    save_good(tmp_path, 99_999_999, 1)
+    assert save_good(tmp_path, 100_000_000, 1).name == "step-100000000"
+    assert open_newest(tmp_path, ALONE).step == 100_000_000
+
+
+def test_good_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    path = save_good(tmp_path, 10)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    for error in save_threads(tmp_path, 10, seed=77):
+        assert isinstance(error, CheckpointError)
+        assert "step-00000010 exists and verifies; a run that goes on from an older step needs a directory of" in str(
+            error
+        )
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def test_damaged_checkpoint_gives_way_to_a_new_one_of_its_step(tmp_path: Path) -> None:
+    path = save_good(tmp_path, 10)
+    (path / "r0001.safetensors").write_bytes(b"")
+    save_good(tmp_path, 10)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad-step-00000010-size", "step-00000010"]
+    assert_holds(open_newest(tmp_path, ALONE), make_tensors(10))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ([(0, 10), (20, 35)], "master:w: nobody holds elements 10 to 20 (between rank 0 and rank 1)"),
+        ([(0, 20), (10, 35)], "master:w: both rank 0 and rank 1 hold elements 10 to 20"),
+        ([(0, 35), (0, 35)], "master:w: both rank 0 and rank 1 hold elements 0 to 35"),
+        ([(0, 10), (10, 30)], "master:w: nobody holds elements 30 to 35 (after rank 1)"),
+    ],
+)
+def test_pieces_that_do_not_tile_are_refused(tmp_path: Path, bounds: list[tuple[int, int]], message: str) -> None:
+    save_good(tmp_path, 1)
+
+    def work(comm: Communicator) -> Path:
+        held = (piece(("master", "w"), torch.zeros(5, 7), *bounds[comm.rank]),)
+        return save(tmp_path, Snapshot(2, held, {}), comm)
+
+    for error in on_threads(2, work):
+        assert isinstance(error, CheckpointError)
+        assert str(error) == f"saving {tmp_path}/step-00000002 failed on rank 0: {message}"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> Path:
+        tensor = torch.zeros(8) if comm.rank == 0 else torch.zeros(2, 4)
+        return save(
+            tmp_path, Snapshot(2, (piece(("master", "w"), tensor, 4 * comm.rank, 4 * comm.rank + 4),), {}), comm
+        )
+
+    for error in on_threads(2, work):
+        assert "master:w is F32 [8] on rank 0 but F32 [2, 4] on rank 1; the ranks' models differ" in str(error)
+    for error in on_threads(3, lambda comm: save(tmp_path, Snapshot(5 + (comm.rank == 2), (), {}), comm)):
+        assert "failed on rank 2: it saves step 6, rank 0 saves step 5" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_state_and_bad_options_fail_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"rank 0: state\['loss'\] is nan"):
+        save(tmp_path / "a", Snapshot(1, (), {"loss": float("nan")}), ALONE)
+    with pytest.raises(CheckpointError, match="keep_last=0"):
+        save(tmp_path / "a", Snapshot(1, (), {}), ALONE, retention=Retention(keep_last=0))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_checkpoint_at_all_is_told_apart_from_none_that_verifies(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        for error in on_threads(2, lambda comm, path=path: open_newest(path, comm)):
+            assert isinstance(error, NoCheckpointError)
+    path = save_good(tmp_path, 1)
+    (path / "manifest.json").unlink()
+    for text in ("step-00000001: manifest.json: missing", "bad-step-00000001-missing"):  # then again, once set aside
+        with pytest.raises(CheckpointError, match=f"no checkpoint in .* verifies .{text}") as error:
+            open_newest(tmp_path, ALONE)
+        assert not isinstance(error.value, NoCheckpointError)
+
+
+def test_one_checkpoint_asked_for_is_used_or_refused_alone(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save_good(tmp_path, step)
+    assert open_newest(tmp_path / "step-00000010", ALONE).step == 10
+    (tmp_path / "step-00000010").rename(tmp_path / "best")  # a committed directory may be copied under any other name
+    assert open_newest(tmp_path / "best", ALONE).step == 10
+    (tmp_path / "best" / "r0001.safetensors").unlink()
+    (tmp_path / "best").rename(tmp_path / "step-00000010")
+    for error in on_threads(2, lambda comm: open_newest(tmp_path / "step-00000010", comm)):
+        assert "step-00000010 cannot be used: r0001.safetensors: missing; name another one" in str(error)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+    with pytest.raises(CheckpointError, match="No such file or directory"):
+        open_newest(tmp_path / "step-00000030", ALONE)
+    (tmp_path / "step-00000020").rename(tmp_path / "step-00000020.tmp-ab12cd34")
+    with pytest.raises(CheckpointError, match="a save that never finished"):
+        open_newest(tmp_path / "step-00000020.tmp-ab12cd34", ALONE)
+
+
+def test_reads_outside_the_tensors_are_refused(tmp_path: Path) -> None:
+    save_good(tmp_path, 1)
+    reader = open_newest(tmp_path, ALONE)
+    with pytest.raises(CheckpointError, match="holds no master:weigth; did you mean 'weight'"):
+        reader.read("master", "weigth")
+    for start, stop in ((-1, 3), (3, 2), (0, 36)):
+        with pytest.raises(CheckpointError, match=r"is no interval of master:weight \(35 elements\)"):
+            reader.read("master", "weight", start, stop)
+    reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer", "frozen"])
+    with pytest.raises(CheckpointError, match="holds frozen:none, of a kind that is not known here"):
+        reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer"])
+
+
+def test_file_that_changes_after_it_was_verified(tmp_path: Path) -> None:
+    path = save_good(tmp_path, 1)
+    reader = open_newest(tmp_path, ALONE)
+    (path / "r0001.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"r0001.safetensors changed while it was read: size differs"):
+        reader.read("master", "weight")
+
+
+def test_fingerprints_catch_what_was_placed_wrongly(tmp_path: Path) -> None:
+    save_good(tmp_path, 1)
+    tensors = make_tensors(1)
+
+    def check(world: int, change: object) -> list[object]:
+        def work(comm: Communicator) -> None:
+            held = list(pieces_of(tensors, comm.rank, world))
+            if comm.rank == world - 1:
+                change(held)  # type: ignore[operator]
+            open_newest(tmp_path, comm).check_fingerprints(held, comm)
+
+        return on_threads(world, work)
+
+    def flip(held: list[TensorShard]) -> None:
+        held[1].data.view(torch.int32)[0] ^= 1
+
+    def swap_moments(held: list[TensorShard]) -> None:
+        a, b = held[1], held[2]
+        held[1], held[2] = (
+            TensorShard(a.name, a.kind, a.shape, a.dtype, a.start, a.stop, b.data),
+            TensorShard(b.name, b.kind, b.shape, b.dtype, b.start, b.stop, a.data),
+        )
+
+    def narrow(held: list[TensorShard]) -> None:
+        a = held[0]
+        held[0] = TensorShard(a.name, a.kind, a.shape, torch.float16, a.start, a.stop, a.data.half())
+
+    def unknown(held: list[TensorShard]) -> None:
+        held.append(piece(("master", "new"), torch.zeros(2), 0, 2))
+
+    assert check(1, lambda held: None) == [None]
+    assert check(3, lambda held: None) == [None] * 3
+    # moments may be left out as a kind (an evaluation needs none), but not one of them
+    assert check(1, lambda held: held.__setitem__(slice(None), [p for p in held if p.kind == "master"])) == [None]
+    cases = [
+        (flip, "exp_avg:weight differs from what was saved"),
+        (swap_moments, "exp_avg:weight differs from what was saved"),
+        (narrow, "master:weight was saved as torch.float32 [5, 7], and is now torch.float16 [5, 7]"),
+        (lambda held: held.pop(0), "master:weight: nobody holds elements"),
+        (lambda held: held.append(held[0]), "master:weight: both rank 1 and rank 1 hold"),
+        (unknown, "holds no master:new"),
+    ]
+    for change, message in cases:
+        errors = check(2, change)
+        assert all(isinstance(error, CheckpointError) and message in str(error) for error in errors), (message, errors)
+
+
+def test_what_is_used_and_what_is_refused_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (10, 20):
+        save_good(tmp_path, step)
+    (tmp_path / "step-00000020" / "extra.bin").write_bytes(b"")
+    caplog.clear()
+    on_threads(2, lambda comm: open_newest(tmp_path, comm))
+    refused, used = caplog.messages
+    assert refused == f"checkpoint {tmp_path}/step-00000020 refused: extra.bin: not listed in the manifest"
+    assert used.startswith(f"checkpoint: using {tmp_path}/step-00000010 (saved ")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

@@ -1,0 +1,156 @@
+"""A rank's file: written by one thread, hashed and fingerprinted by others, and no thread outlives it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dtrain.checkpoint import Snapshot, save, storage
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.format.fingerprint import fingerprint
+from dtrain.checkpoint.format.integrity import examine, load_manifest, scan_file
+from dtrain.checkpoint.format.shard_file import beside, write_shard
+from dtrain.checkpoint.snapshot import TensorShard
+from tests.helpers.checkpoints import ALONE, pieces_of
+
+LARGE, SMALL = 700_000, 7  # elements of each of six tensors: more than the caller does alone, and less
+
+
+def moments(numel: int) -> tuple[TensorShard, ...]:
+    """Masters and moments of two parameters, not from their first elements on."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        TensorShard(name, kind, (numel + 5,), torch.float32, 5, numel + 5, torch.randn(numel, generator=generator))
+        for name in ("a", "b")
+        for kind in ("master", "exp_avg", "exp_avg_sq")
+    )
+
+
+def no_helper_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "dtrain-shard"]
+
+
+@pytest.mark.parametrize("numel", [LARGE, SMALL])
+def test_what_is_reported_is_what_is_in_the_file(tmp_path: Path, numel: int) -> None:
+    pieces = moments(numel)
+    report = write_shard(tmp_path / "r0000.safetensors", pieces)
+    data = (tmp_path / "r0000.safetensors").read_bytes()
+    assert (report["bytes"], report["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    assert [item["fingerprint"] for item in report["pieces"]] == [fingerprint(p.data, p.start) for p in pieces]
+    held = load_file(tmp_path / "r0000.safetensors")
+    for item, piece in zip(report["pieces"], pieces, strict=True):
+        assert torch.equal(held[item["key"]], piece.data)
+    assert no_helper_is_left()
+
+
+def test_one_thread_makes_all_calls_into_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callers: set[int] = set()
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            callers.add(threading.get_ident())
+            return real(*args)
+
+        return call
+
+    for name in ("create", "write", "sync", "close"):
+        monkeypatch.setattr(storage, name, watched(getattr(storage, name)))
+    write_shard(tmp_path / "r0000.safetensors", moments(LARGE))
+    assert callers == {threading.get_ident()}
+
+
+@pytest.mark.parametrize("numel", [LARGE, SMALL])
+@pytest.mark.parametrize("function", ["write", "sync"])
+def test_a_full_disk_ends_the_helpers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int
+) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage, function, fail)
+    with pytest.raises(OSError, match="No space left on device"):
+        write_shard(tmp_path / "r0000.safetensors", moments(numel))
+    assert no_helper_is_left()
+
+
+def test_work_beside_a_block_that_fails_stops_soon() -> None:
+    begun = threading.Event()
+    done: list[int] = []
+
+    def endless() -> Iterator[int]:
+        while True:
+            begun.set()
+            done.append(1)
+            yield 1
+
+    def fail_beside_it() -> None:
+        with beside(endless()):
+            begun.wait()
+            raise KeyError("why")
+
+    with pytest.raises(KeyError, match="why"):
+        fail_beside_it()
+    count = len(done)
+    assert count > 0
+    assert no_helper_is_left()
+    assert len(done) == count
+
+
+@pytest.mark.parametrize("numel", [LARGE, SMALL])
+def test_a_failure_of_a_helper_is_the_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    def fail(parts: object) -> Iterator[int]:
+        yield 1
+        raise MemoryError("no room for the weights")
+
+    monkeypatch.setattr("dtrain.checkpoint.format.shard_file.fingerprints", fail)
+    with pytest.raises(MemoryError, match="no room for the weights"):
+        write_shard(tmp_path / "r0000.safetensors", moments(numel))
+    assert no_helper_is_left()
+
+
+@pytest.mark.parametrize("where", [0.01, 0.5, 1.0])
+def test_a_flipped_bit_in_a_block_that_a_helper_hashes(tmp_path: Path, where: float) -> None:
+    path = save(tmp_path, Snapshot(1, pieces_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
+    examine(path)
+    data = bytearray((path / "r0000.safetensors").read_bytes())
+    data[int(where * (len(data) - 1))] ^= 1
+    (path / "r0000.safetensors").write_bytes(data)
+    with pytest.raises(DamageError) as damage:
+        examine(path)
+    assert damage.value.why in ("sha256", "header")
+
+
+class SlowDigest:
+    """A sha256 that takes its time."""
+
+    def __init__(self, data: bytes) -> None:
+        pass
+
+    def update(self, block: memoryview) -> None:
+        time.sleep(0.2)
+
+
+def test_a_disk_that_fails_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, Snapshot(1, pieces_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
+    manifest, threads, real = load_manifest(path), threading.active_count(), os.preadv
+
+    def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if offset > 4 << 20:  # past the first block, which is being hashed
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr("dtrain.checkpoint.format.integrity.hashlib.sha256", SlowDigest)
+    with pytest.raises(OSError, match="Input/output error"):
+        scan_file(path, manifest, manifest.files[0])
+    assert threading.active_count() == threads

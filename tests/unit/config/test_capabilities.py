@@ -1,0 +1,235 @@
+"""The table of the engines: it refuses with the reason, the README shows it, and what it says is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain
+from dtrain.cli.resolve import read_jobs
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, reasons, supporting_engines, table
+from dtrain.config.schema import GROUP_OPTIONS
+from dtrain.errors import ConfigError
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.float8.weights import LocalWeights
+from dtrain.tools.doctor.engines import engine_table
+from tests.helpers.one_rank import loss_of
+from tests.helpers.ranks import run_ranks
+
+README = Path(__file__).parents[3] / "README.md"
+SAMPLES: dict[str, tuple[Any, ...]] = SETTINGS | {
+    "groups": ("auto", ("0", "1", "2")),
+    "prefetch": (1, 2),
+    "keep_gathered": ((), ("2",)),
+}
+"""Some values of every key, also of those that take any."""
+REFUSALS = [
+    (
+        ("ddp", {"zero_stage": 3}),
+        "engine=ddp cannot do zero_stage=3: every rank holds the whole model and its optimizer state; use "
+        "zero_stage=0, or engine=native, fsdp2 or deepspeed",
+    ),
+    (
+        ("deepspeed", {"precision": "fp16", "device_type": "cpu"}),
+        "engine=deepspeed cannot do precision=fp16 with device_type=cpu: DeepSpeed refuses FP16 on CPUs, but for a few "
+        "with FP16 arithmetic; use precision=auto, fp32, tf32 or bf16, or engine=native, fsdp2 or ddp",
+    ),
+    (
+        ("deepspeed", {"offload": "cpu", "zero_stage": 0}),
+        "engine=deepspeed cannot do zero_stage=0 with offload=cpu: DeepSpeed offloads what ZeRO shards, and stage 0 "
+        "shards nothing; use zero_stage=1, 2 or 3",
+    ),
+    (
+        ("fsdp2", {"keep_gathered": ["head"]}),
+        "engine=fsdp2 cannot do keep_gathered=[head]: the library below decides which weights stay gathered; use no "
+        "keep_gathered, or engine=native",
+    ),
+    (
+        ("native", {"offload": "cpu"}),
+        "engine=native cannot do offload=cpu: masters and moments lie on the rank's own device; use offload=none, or "
+        "engine=deepspeed",
+    ),
+    (("native", {"zero_stage": 7}), "zero_stage=7 is not one of 0, 1, 2, 3"),
+    (("native", {"reproducible": 3}), "reproducible=3 is not one of false, true"),
+    (
+        ("native", {"reduce_dtype": "bf61"}),
+        "reduce_dtype=bf61 is not one of auto, fp32, bf16, fp16; did you mean 'bf16'?",
+    ),
+    (("fsdp", {}), "engine 'fsdp' is not one of native, fsdp2, deepspeed, ddp; did you mean 'fsdp2'?"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), REFUSALS, ids=[f"{case[0][0]} {case[0][1]}" for case in REFUSALS])
+def test_refusals(asked: tuple[str, dict[str, Any]], message: str) -> None:
+    engine, settings = asked
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check(engine, **settings)
+
+
+def test_what_is_not_known_yet_is_not_refused() -> None:
+    check("deepspeed", precision="fp16")
+    check("deepspeed", precision="fp16", device_type="cuda")
+    check("deepspeed", zero_stage=1, offload="cpu")
+    assert supporting_engines({"zero_stage": 0, "offload": "cpu"}) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"package": "not_a_package"}, "engine=deepspeed needs the package not_a_package, which is not installed: pip"),
+        ({"torch": "99.1"}, r"engine=deepspeed needs torch 99\.1 or later; this is \d"),
+    ],
+)
+def test_what_is_missing_is_named(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CAPABILITIES, "deepspeed", replace(CAPABILITIES["deepspeed"], **change))
+    with pytest.raises(ConfigError, match=message):
+        check("deepspeed", zero_stage=2)
+
+
+def test_the_table_is_consistent() -> None:
+    for name, capabilities in CAPABILITIES.items():
+        for key, limit in capabilities.limits.items():
+            assert limit.values, f"{name} {key}"
+            assert not SETTINGS[key] or set(limit.values) < set(SETTINGS[key]), f"{name} {key} limits nothing"
+        for exclusion in capabilities.exclusions:
+            assert all(capabilities.takes(key, value) for key, value in exclusion.settings.items()), name
+    assert {len(row.cells) for row in table()} == {len(CAPABILITIES)}
+    for key in SETTINGS:
+        used = any(key in e.limits or any(key in x.settings for x in e.exclusions) for e in CAPABILITIES.values())
+        assert used or key == "precision", f"{key} sets no engine apart"
+    assert all(reason and not reason.endswith(".") for _, _, reason in reasons())
+
+
+def test_the_defaults_of_every_engine_are_taken() -> None:
+    assert GROUP_OPTIONS["engine"].keys() == CAPABILITIES.keys()
+    for name, record in GROUP_OPTIONS["engine"].items():
+        config = record()
+        check(name, **{item.name: getattr(config, item.name) for item in fields(config) if item.name in SETTINGS})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["engine=ddp", "engine.zero_stage=1"], "cannot do engine.zero_stage=1: every rank holds the whole model"),
+        (["engine=fsdp2", "engine.reproducible=true"], "cannot do engine.reproducible=true: .* or engine=native$"),
+        (["engine=deepspeed", "optim.compile=true"], "cannot do optim.compile=true"),
+    ],
+)
+def test_a_command_line_is_refused_likewise(overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_jobs(overrides)
+
+
+def test_the_readme_shows_the_table() -> None:
+    shown = re.search(r"<!-- engines -->\n(.*?)\n<!-- end engines -->", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert shown is not None
+    assert shown[1] == engine_table().markdown(), "copy the table that `dtrain doctor engines | cat` prints"
+
+
+def test_it_answers_without_torch() -> None:
+    code = (
+        "import sys\nfrom dtrain.__main__ import main\nimport dtrain.config.capabilities\n"
+        "assert main(['doctor', 'engines']) == 0\nsys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- what the table says is true ---------------------------------------------------------------------------------------
+
+NEEDED = {
+    "grad_reduction": {"zero_stage": 1},
+    "reshard_after_forward": {"zero_stage": 3},
+    "prefetch": {"zero_stage": 3},
+    "keep_gathered": {"zero_stage": 3},
+}
+"""What a value other than the default needs beside it, where the engine takes it."""
+FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",), "offload": ("cpu",)}
+"""All that is started with DeepSpeed, whose start takes seconds; its own tests have the rest."""
+
+
+def cells(engine: str) -> list[tuple[str, Any]]:
+    """Every (key, value) that says something about one process on a CPU."""
+    # the compiled update has tests of its own; TF32 is refused by the device, not by an engine
+    costly = {("compile", True), ("precision", "tf32")}
+    return [
+        (key, value)
+        for key, values in SAMPLES.items()
+        for value in values
+        if key != "device_type" and ((key, value) not in costly or not CAPABILITIES[engine].takes(key, value))
+    ]
+
+
+def wide() -> nn.Module:
+    """A model whose first and second product can be FP8."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 1))
+
+
+def attempt(engine: str, key: str, value: Any) -> str:
+    """Starts the engine with this one value and takes a step; returns what was wrong, or nothing."""
+    reason = reason_of(engine, key, value)
+    if reason is None and engine == "deepspeed" and value not in FEW.get(key, ()):
+        return ""
+    settings: dict[str, Any] = {"precision": "fp32", "loss_scale": 1.0}
+    if key == "compile":
+        settings["optimizer"] = dtrain.AdamW(compile=value)
+    elif key == "rules":
+        settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
+    elif key == "weight_scale":
+        settings["precision"] = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(weight_scale=value))
+    else:
+        settings[key] = value
+    if reason is None and value != SAMPLES[key][0]:
+        settings |= NEEDED.get(key, {})
+    if key == "reduce_dtype" and value == "fp16":
+        settings["precision"] = "fp16"
+    model = wide()
+    try:
+        started = dtrain.initialize(model, engine=engine, seed=0, **settings)
+        started.backward(loss_of(started, torch.ones(3, 16)))
+        outcome = started.step()
+    except ConfigError as error:
+        if reason is None:
+            return f"refused, but the table takes it: {error}"
+        return "" if reason in str(error) else f"refused for another reason: {error}"
+    except Exception as error:
+        return f"failed: {type(error).__name__}: {error}"
+    if reason is not None:
+        return "taken, but the table refuses it"
+    sources = [module.source for module in model.modules() if isinstance(module, Float8Linear)]
+    if any(isinstance(source, LocalWeights) is not CAPABILITIES[engine].casts_each_time for source in sources):
+        return "FP8 weights are cast at other times than the table says"
+    return "" if outcome.applied else f"the step was skipped: {outcome.reason}"
+
+
+def reason_of(engine: str, key: str, value: Any) -> str | None:
+    """Why the table refuses this value on a CPU."""
+    capabilities = CAPABILITIES[engine]
+    if not capabilities.takes(key, value):
+        return capabilities.limits[key].reason
+    together = {key: value, "device_type": "cpu"}
+    return next((x.reason for x in capabilities.exclusions if x.settings.items() <= together.items()), None)
+
+
+def attempt_all(rank: int, world: int, engine: str) -> dict[str, str]:
+    return {f"{key}={value}": attempt(engine, key, value) for key, value in cells(engine)}
+
+
+@pytest.mark.parametrize("engine", CAPABILITIES)
+def test_the_table_is_true(engine: str) -> None:
+    """In a process of its own: a library below may leave a process group behind."""
+    results = run_ranks(1, attempt_all, engine)[0]
+    assert len(results) >= sum(len(values) for values in SAMPLES.values()) - 4
+    wrong = {cell: problem for cell, problem in results.items() if problem}
+    assert not wrong

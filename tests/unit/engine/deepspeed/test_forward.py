@@ -1,0 +1,95 @@
+"""FP32 modules whose weights an engine holds low, as DeepSpeed does: they compute in FP32 all the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.precision.contract import resolve
+from dtrain.precision.forward import Autocast
+from dtrain.precision.policy import PrecisionPolicy
+
+CPU = torch.device("cpu")
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(2, 5, 8, generator=GENERATOR)
+
+
+class Inside(nn.Module):
+    """A plain module, attention, which reads its output layer's weight by itself, and a GRU, which keeps a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x, _ = self.attention(x, x, x, need_weights=False)
+        states, _ = self.gru(x)
+        return states
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = Inside()
+        self.norm = nn.LayerNorm(8)
+        self.outside = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.inside(x)
+        return states, self.outside(self.norm(states))
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[nn.Module, nn.Module]:
+    """The model with BF16 weights under autocast, and one with the same values as FP32."""
+    torch.manual_seed(0)
+    low = Model()
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"inside": "fp32"}), low, "compute")
+    assert set(contract.replica_dtypes.values()) == {torch.bfloat16}
+    low.bfloat16()
+    full = copy.deepcopy(low).float()
+    autocast = Autocast(contract, low, CPU)
+    low.run = lambda x: _run(low, autocast, x)
+    return low, full
+
+
+def _run(model: nn.Module, autocast: Autocast, x: Tensor) -> tuple[Tensor, Tensor]:
+    with autocast():
+        states, output = model(x)
+    return states, output
+
+
+def test_they_compute_in_fp32_and_the_rest_does_not(models: tuple[nn.Module, nn.Module]) -> None:
+    low, full = models
+    states, output = low.run(X)
+    assert (states.dtype, output.dtype) == (torch.float32, torch.bfloat16)
+    want, _ = full(X)
+    torch.testing.assert_close(states, want, rtol=0, atol=0)
+
+
+def test_gradients_flow_back_to_the_low_weights(models: tuple[nn.Module, nn.Module]) -> None:
+    low, full = models
+    low.run(X)[0].square().sum().backward()
+    full(X)[0].square().sum().backward()
+    for (name, parameter), reference in zip(low.named_parameters(), full.parameters(), strict=True):
+        if name.startswith("inside"):
+            assert parameter.grad is not None
+            assert reference.grad is not None
+            assert parameter.grad.dtype == torch.bfloat16
+            torch.testing.assert_close(parameter.grad.float(), reference.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_the_weights_are_themselves_again_after_a_forward(models: tuple[nn.Module, nn.Module]) -> None:
+    low, _ = models
+    low.run(X)
+    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
+    assert all(weight.dtype == torch.bfloat16 for weight in low.inside.gru._flat_weights)
+    with pytest.raises(RuntimeError):
+        low.run(torch.randn(2, 5, 3))  # a forward that fails
+    assert {type(module._parameters) for module in low.modules()} == {dict}

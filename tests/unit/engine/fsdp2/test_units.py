@@ -1,0 +1,109 @@
+"""What is given to ``fully_shard`` as one unit, and what every rank keeps whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.engine.fsdp2 import units as fsdp2_units
+from dtrain.engine.fsdp2.units import UnitPlan, plan_units
+from dtrain.parameters.groups import find_groups
+from dtrain.parameters.weight_decay import decayed_names
+from dtrain.precision.contract import resolve
+from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.zoo import make
+
+
+def plan(model: nn.Module, precision: str = "bf16", in_fp32: tuple[str, ...] = ()) -> UnitPlan:
+    contract = resolve(PrecisionPolicy.named(precision, rules=dict.fromkeys(in_fp32, "fp32")), model)
+    return plan_units(model, find_groups(model), contract)
+
+
+def names(found: UnitPlan) -> dict[str, list[str]]:
+    return {unit.name: sorted(unit.parameters) for unit in found.units}
+
+
+def test_every_parameter_is_in_one_place() -> None:
+    for name in ("transformer", "tied", "partly_frozen", "conv_batch_norm", "odd_sizes", "nested", "weight_norm"):
+        model = make(name).build(0)
+        for precision in ("fp32", "bf16"):
+            found = plan(model, precision)
+            placed = [other for unit in found.units for other in unit.parameters] + list(found.replicated)
+            assert sorted(placed) == sorted(n for n, p in model.named_parameters() if p.requires_grad), name
+            assert found.units[-1].module is model
+
+
+def test_norms_are_whole_beside_low_weights_only() -> None:
+    model = make("transformer").build(0)
+    low = plan(model)
+    assert {unit.dtype for unit in low.units} == {torch.bfloat16}
+    assert "blocks.0.ffn_norm.weight" in low.replicated
+    assert plan(model, "fp32").replicated == {}
+    assert all(unit.dtype == torch.float32 for unit in plan(model, "fp32").units)
+
+
+def test_a_tie_within_the_model_itself_is_sharded() -> None:
+    found = plan(make("tied").build(0))
+    assert "embedding.weight" in names(found)[""]
+    assert "head.weight" not in found.replicated
+
+
+def test_parameters_without_dimensions_or_elements_are_whole() -> None:
+    found = plan(make("odd_sizes").build(0), "fp32")
+    assert sorted(found.replicated) == ["empty", "scale"]
+
+
+class Shared(nn.Module):
+    """A weight that two units share, and one that a unit shares with the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)) for _ in range(2))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.blocks[1][1].weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.embedding(x))
+
+
+def test_what_units_share() -> None:
+    found = plan(Shared())
+    assert list(found.replicated) == ["blocks.0.0.weight"]
+    assert "embedding.weight" in names(found)[""]
+    assert "blocks.1.0.bias" in names(found)["blocks.1"]
+
+
+def test_large_fp32_modules_get_units_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp2_units, "LARGE_NUMEL", 100)
+    model = make("transformer").build(0)
+    found = plan(model, in_fp32=("blocks.0.ffn", "head", "blocks.1.out"))
+    dtypes = {unit.name: unit.dtype for unit in found.units}
+    assert dtypes == {
+        "blocks.0.ffn": torch.float32,
+        "head": torch.float32,
+        "blocks.0": torch.bfloat16,
+        "blocks.1": torch.bfloat16,
+        "": torch.bfloat16,
+    }
+    assert "blocks.1.out.weight" in found.replicated, "72 elements"
+    assert names(found)["blocks.0.ffn"] == [f"blocks.0.ffn.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight")]
+
+
+def test_units_without_a_forward_give_way_to_their_parts() -> None:
+    """``stages`` of the model holds ModuleLists, which nobody calls."""
+    found = names(plan(make("nested").build(0), "fp32"))
+    assert {"stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"} <= found.keys()
+    assert "stages.0" not in found
+
+
+def test_weight_decay_acts_on_matrices_that_are_no_norm() -> None:
+    class Norm2d(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2))
+
+    model = nn.Sequential(nn.Linear(2, 2), Norm2d(), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    assert decayed_names(model) == {"0.weight"}

@@ -1,0 +1,177 @@
+"""An engine's load: refused before anything is overwritten, failed on all ranks together, or whole."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.checkpoint import CheckpointReader, open_newest
+from dtrain.errors import CheckpointError, UsageError
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.one_rank import build, masters, start, train_step, unchanged
+from tests.helpers.ranks import run_ranks
+
+
+def with_frozen(values: torch.Tensor) -> nn.Module:
+    model = build()
+    model.frozen = nn.Parameter(values, requires_grad=False)
+    return model
+
+
+def saved_by(path: Path, **options: Any) -> Path:
+    engine = start(with_frozen(torch.full((5,), 0.1)), **options)
+    train_step(engine)
+    return Path(engine.save(path))
+
+
+def test_frozen_weights_widen_exactly(tmp_path: Path) -> None:
+    path = saved_by(tmp_path, precision="bf16")
+    engine = start(with_frozen(torch.zeros(5)), precision="fp32")
+    engine.load(path)
+    assert engine.module.frozen.dtype == torch.float32
+    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16).float())
+    assert train_step(engine).applied
+
+
+def test_frozen_weights_narrow_as_at_the_start(tmp_path: Path) -> None:
+    path = saved_by(tmp_path, precision="fp32")
+    engine = start(with_frozen(torch.zeros(5)), precision="bf16")
+    engine.load(path)
+    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16))
+    assert train_step(engine).applied
+
+
+def test_a_cast_that_was_not_placed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved_by(tmp_path, precision="bf16")
+    engine = start(with_frozen(torch.zeros(5)), precision="fp32")
+    copy = torch.Tensor.copy_
+
+    def forget(self: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return self if self.shape == (5,) and source.dtype == torch.bfloat16 else copy(self, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", forget)
+    with pytest.raises(CheckpointError, match="frozen 'frozen' differs from what was saved"):
+        engine.load(path)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "frozen"])
+def test_another_dtype_is_refused_before_anything_is_overwritten(tmp_path: Path, kind: str) -> None:
+    def model(dtype: torch.dtype) -> nn.Module:
+        built = build()
+        tensor = torch.arange(3).to(dtype)
+        if kind == "buffer":
+            built.register_buffer("counts", tensor)
+        else:
+            built.counts = nn.Parameter(tensor, requires_grad=False)
+        return built
+
+    saver = start(model(torch.int32))
+    train_step(saver)
+    path = saver.save(tmp_path)
+    engine = start(model(torch.float32))
+    before = masters(engine)
+    with pytest.raises(
+        CheckpointError, match=rf"{kind} 'counts' was saved as torch.int32, the model's is torch.float32"
+    ):
+        engine.load(path)
+    assert unchanged(engine, before)
+    assert train_step(engine).applied, "the engine is as it was"
+
+
+def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
+    engine = start(with_frozen(torch.full((5,), 0.1)))
+    train_step(engine)
+    path = engine.save(folder)
+    said = []
+    read_into = CheckpointReader.read_into
+
+    def broken(self: CheckpointReader, places: Iterable[Place]) -> None:
+        wanted = list(places)
+        if rank == world - 1 and any(place.kind == "frozen" for place in wanted):
+            raise OSError(5, "Input/output error")
+        read_into(self, wanted)
+
+    CheckpointReader.read_into = broken  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as failure:
+        engine.load(path)
+    CheckpointReader.read_into = read_into  # type: ignore[method-assign]
+    said.append(str(failure.value))
+    with pytest.raises(UsageError) as refusal:
+        train_step(engine)
+    said.append(str(refusal.value))
+    with pytest.raises(UsageError) as refusal:
+        engine.save(folder)
+    said.append(str(refusal.value))
+    engine.load(path)
+    assert train_step(engine).applied
+    return said
+
+
+def test_an_error_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
+    for said in run_ranks(2, fails_on_one, str(tmp_path)):
+        assert "failed on rank 1: Input/output error" in said[0]
+        assert "engine.backward after an engine.load that failed half-way" in said[1]
+        assert "engine.save after an engine.load that failed half-way" in said[2]
+
+
+def test_a_checkpoint_names_the_config_it_was_given(tmp_path: Path) -> None:
+    engine = start()
+    train_step(engine)
+    engine.save(tmp_path, config={"b": 1, "api_key": "hidden"})
+    state = open_newest(tmp_path, ALONE).state
+    assert state["config"] == {"b": 1, "api_key": "***"}
+    assert state["config_hash"] == hashlib.sha256(b'{"api_key":"hidden","b":1}').hexdigest()
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_another_way_to_update_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool) -> None:
+    engine = start()
+    train_step(engine)
+    rule = replace(engine.options.optimizer, compile=saved)
+    engine.options = replace(engine.options, optimizer=rule)  # what is recorded; the update stays what it is
+    path = engine.save(tmp_path)
+    start().load(path)
+    assert ("was saved with optim.compile=true, this run has false" in caplog.text) is saved
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_other_formats_than_the_saved_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
+    low = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
+    engine = start(precision=low)
+    train_step(engine)
+    path = engine.save(tmp_path)
+    start(precision=low if same else "fp32").load(path)
+    message = "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"
+    assert (message in caplog.text) is not same
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, ""),
+        ({"num_rows": 64}, ""),
+        ({"weight_scale": "delayed"}, "was saved with float8 weight_scale=current (now delayed): FP8 products round"),
+        ({"recipe": "rowwise"}, "was saved with float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
+    ],
+)
+def test_other_float8_options_than_the_saved_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], message: str
+) -> None:
+    start_float8().save(tmp_path)
+    start_float8(**changed).load(tmp_path)
+    assert message in caplog.text
+    assert bool(message) is ("was saved with" in caplog.text)
+
+
+def start_float8(**options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+    return start(model, precision=PrecisionPolicy.named("fp8", float8=Float8Options(**options)))

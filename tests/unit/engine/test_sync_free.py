@@ -1,0 +1,363 @@
+"""The host reads nothing from the device in a step, and learns the decision before the next one needs it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtrain
+from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import DivergenceError, NonFiniteError, UsageError
+from dtrain.sharding.placement import STAGES
+from tests.helpers.host_reads import HostRead, forbidden, like_a_gpu
+from tests.helpers.one_rank import build, loss_of, train_step
+from tests.helpers.one_rank import start as start_one
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, forward_backward, start
+from tests.helpers.zoo import make
+
+ALL_STAGES = sorted(STAGES)
+DYNAMIC = dtrain.LossScale("dynamic", init=64.0, growth_interval=3, hysteresis=2)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+# -- no reads ----------------------------------------------------------------------------------------------------------
+
+
+def steps_without_reads(rank: int, world: int, options: dict[str, Any]) -> list[bool]:
+    """Clean steps, one that overflows and one that does not: no read in any; the verdicts come out right after all."""
+    run = Run("transformer", options=options)
+    engine = start(run)
+    looks = like_a_gpu(engine)
+    entry, device_weight = make("transformer"), torch.tensor(2.0)
+    outcomes = []
+    for step in range(4):
+        batches = [entry.batch(step * 2 * world + i * world + rank) for i in range(2)]
+        with forbidden():
+            for number, micro in enumerate(engine.accumulate(batches)):
+                loss = entry.loss(engine, micro)
+                if step == 2:
+                    loss = (loss * 0).sqrt()
+                engine.backward(loss, weight=(3.0, device_weight)[number])
+            # what follows the overflow is settled by the step after it, before its first backward
+            assert looks == list(range(step)), "before the first backward of this step the last one was looked at, once"
+            outcomes.append(engine.step())
+            assert looks == list(range(step)), "in a step nobody looks"
+        if step == 2:  # the search for the culprit reads what it must; it is no part of a step
+            assert outcomes[-1].culprit is not None
+    return [outcome.applied for outcome in outcomes]
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bf16"},
+        {"precision": "bf16", "reproducible": True},
+        {"precision": "fp16", "loss_scale": DYNAMIC},
+        {"precision": "fp32"},
+    ],
+    ids=["bf16", "bf16-reproducible", "fp16", "fp32"],
+)
+def test_nothing_is_read_in_a_step(stage: int, options: dict[str, Any]) -> None:
+    assert steps_without_reads(0, 1, {"zero_stage": stage, **options}) == [True, True, False, True]
+
+
+def test_nothing_is_read_in_a_step_whose_gradients_are_measured() -> None:
+    calibrated = dtrain.LossScale("calibrated", init=64.0, calibration_steps=2)
+    assert steps_without_reads(0, 1, {"precision": "fp16", "loss_scale": calibrated}) == [True, True, False, True]
+
+
+def all_without_reads(rank: int, world: int, stage: int) -> list[list[bool]]:
+    options = [{"precision": "bf16"}, {"precision": "fp16", "loss_scale": DYNAMIC}]
+    options += [{"precision": "bf16", "reproducible": True}]
+    return [steps_without_reads(rank, world, {"zero_stage": stage, **more}) for more in options]
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_nothing_is_read_in_a_step_of_two_ranks(stage: int) -> None:
+    for rank in run_ranks(2, all_without_reads, stage):
+        assert rank == [[True, True, False, True]] * 3
+
+
+def reads_in_backward(loss: Tensor) -> Tensor:
+    loss.register_hook(lambda grad: grad * grad.item())
+    return loss * 1
+
+
+CONTROLS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss * loss.item(),
+    "float": lambda loss: loss * float(loss),
+    "if": lambda loss: loss if loss else -loss,
+    "tolist": lambda loss: loss * loss.tolist(),
+    "numpy": lambda loss: loss * loss.detach().numpy(),
+    "cpu": lambda loss: loss.cpu(),
+    "equal": lambda loss: loss * torch.equal(loss, loss),
+    "nonzero": lambda loss: loss * len(loss.reshape(1).nonzero()),
+    "mask": lambda loss: loss.reshape(1)[torch.tensor([True])].sum(),
+    "masked_select": lambda loss: loss.masked_select(loss == loss).sum(),
+    "unique": lambda loss: loss * len(torch.unique(loss)),
+    "repeat": lambda loss: loss.repeat_interleave(torch.tensor([2])).mean(),
+    "upload": lambda loss: loss * torch.tensor(2.0, device=loss.device),
+    "print": lambda loss: loss * len(f"{loss}"),
+    "backward": reads_in_backward,
+}
+
+
+@pytest.mark.parametrize("what", sorted(CONTROLS))
+def test_a_planted_read_is_caught(what: str) -> None:
+    engine = start_one(zero_stage=2)
+    like_a_gpu(engine)
+    with pytest.raises(HostRead), forbidden():
+        engine.backward(CONTROLS[what](loss_of(engine)))
+
+
+# -- the lag -----------------------------------------------------------------------------------------------------------
+
+KINDS = ("clean", "clean", "clean", "gradient", "loss", "empty")
+
+
+def lagging(**options: Any) -> tuple[NativeEngine, list[int]]:
+    engine = start_one(**options)
+    return engine, like_a_gpu(engine)
+
+
+def attempt(engine: NativeEngine, kind: str) -> StepOutcome:
+    """A step of two micro-batches, the second of which meets with something."""
+    for number in engine.accumulate(range(2)):
+        loss = loss_of(engine)
+        if number == 1 and kind == "gradient":
+            loss = (loss * 0).sqrt()
+        elif number == 1 and kind == "loss":
+            loss = loss * math.nan
+        engine.backward(loss, weight=0.0 if kind == "empty" else 1.0 + number)
+    return engine.step()
+
+
+def states(engine: NativeEngine) -> list[Tensor]:
+    storages = engine.state.storages()
+    return [tensor for kind in ("master", "moments", "compute") for tensor in storages[kind]]
+
+
+def test_on_a_cpu_a_step_is_settled_at_once() -> None:
+    assert type(train_step(start_one())) is StepOutcome
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+@pytest.mark.parametrize("curiosity", [0.0, 0.5, 1.0])
+def test_looking_late_or_never_changes_no_bit(stage: int, curiosity: float) -> None:
+    options: dict[str, Any] = {
+        "precision": "bf16",
+        "zero_stage": stage,
+        "loss_scale": DYNAMIC,
+        "schedule": dtrain.Cosine(warmup_steps=5, total_steps=30),
+    }
+    prompt, (late, looks) = start_one(**options), lagging(**options)
+    dice = random.Random(stage)
+    expected, outcomes = [], []
+    for step in range(40):
+        kind = dice.choice(KINDS)
+        expected.append(attempt(prompt, kind))
+        outcomes.append(attempt(late, kind))
+        assert looks.count(step) == 0, "before anyone looks, nothing is read"
+        if dice.random() < curiosity:
+            what = dice.choice(["applied", "culprit", "grad_norm", "loss_scale"])
+            assert repr(getattr(outcomes[-1], what)) == repr(getattr(expected[-1], what))
+        if dice.random() < curiosity:
+            assert late.loss_scale == prompt.loss_scale
+            assert late.applied_steps == prompt.applied_steps
+    assert {outcome.reason for outcome in expected} == {None, "overflow", "nonfinite_loss", "empty"}
+    assert len({outcome.loss_scale for outcome in expected}) > 2
+    for got, want in zip(outcomes, expected, strict=True):
+        assert type(got) is LazyOutcome
+        assert repr(asdict(got)) == repr(asdict(want))
+    assert (late.loss_scale, late.applied_steps) == (prompt.loss_scale, prompt.applied_steps)
+    assert all(torch.equal(a, b) for a, b in zip(states(late), states(prompt), strict=True))
+
+
+def test_the_verdict_is_drawn_before_the_next_backward() -> None:
+    engine, looks = lagging(loss_scale=DYNAMIC)
+    first = attempt(engine, "clean")
+    assert looks == []
+    loss = loss_of(engine)
+    assert looks == [], "the next forward is queued before anyone waits"
+    engine.backward(loss)
+    assert looks == [0]
+    engine.step()
+    assert looks == [0]
+    assert first.applied
+    assert looks == [0], "what is settled is not read again"
+    assert engine.applied_steps == 2
+    assert looks == [0, 1]
+
+
+@pytest.mark.parametrize("name", StepOutcome.__dataclass_fields__)
+def test_each_field_is_read_when_it_is_looked_at(name: str) -> None:
+    engine, looks = lagging(loss_scale=DYNAMIC)
+    want = attempt(start_one(loss_scale=DYNAMIC), "gradient")
+    got = attempt(engine, "gradient")
+    assert looks == []
+    assert repr(getattr(got, name)) == repr(getattr(want, name))
+    assert looks == [0]
+
+
+def test_an_outcome_is_what_it_says_it_is() -> None:
+    engine, _ = lagging()
+    outcome = attempt(engine, "gradient")
+    assert isinstance(outcome, StepOutcome)
+    with pytest.raises(AttributeError, match="aplied"):
+        outcome.aplied  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError):
+        outcome.applied = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("copied", [lambda o: pickle.loads(pickle.dumps(o)), copy.copy, copy.deepcopy])
+def test_a_copy_of_an_outcome_holds_values(copied: Callable[[StepOutcome], StepOutcome]) -> None:
+    engine, _ = lagging()
+    outcome = attempt(engine, "gradient")
+    got = copied(outcome)
+    assert type(got) is StepOutcome
+    assert got.culprit == Culprit(0, 0, "local gradient", 1, "2.bias", 0, 1, num_nan=1)
+    attempt(engine, "clean")
+    assert repr(asdict(got)) == repr(asdict(outcome))
+
+
+# -- the lag of several ranks ------------------------------------------------------------------------------------------
+
+
+def only_one_looks(rank: int, world: int, stage: int) -> list[str]:
+    """Rank 0 asks for the culprit at once, rank 1 goes on and asks when all is over."""
+    run = Run("transformer", options={"precision": "bf16", "zero_stage": stage, "loss_scale": DYNAMIC})
+    engine = start(run)
+    like_a_gpu(engine)
+    entry, outcomes = make("transformer"), []
+    for step in range(6):
+        loss = entry.loss(engine, entry.batch(2 * step + rank))
+        if rank == 1 and step % 3 == 1:
+            loss = (loss * 0).sqrt()
+        engine.backward(loss * (math.nan if rank == 1 and step % 3 == 2 else 1.0))
+        outcomes.append(engine.step())
+        if rank == 0 and step != 5:
+            assert (outcomes[-1].culprit is None) is outcomes[-1].applied
+    return [repr(asdict(outcome)) for outcome in outcomes]
+
+
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_ranks_may_look_at_different_times(stage: int) -> None:
+    first, second = run_ranks(2, only_one_looks, stage)
+    assert first == second
+    reasons = [(None, "overflow", "nonfinite_loss")[step % 3] for step in range(6)]
+    assert [f"'reason': {reason!r}" in text for reason, text in zip(reasons, first, strict=True)] == [True] * 6
+    assert "'phase': 'local gradient', 'micro_batch': 0, 'tensor': 'blocks.1.ffn.2.bias'" in first[1]
+
+
+def parted(rank: int, world: int) -> tuple[str | None, bool, str, bool]:
+    run = Run("mlp", options={"precision": "fp32"})
+    engine = start(run)
+    like_a_gpu(engine)
+    before = [tensor.clone() for tensor in states(engine)]
+    forward_backward(engine, run, 0)
+    outcome = engine.step(lr=1e-3 * (1 + rank))
+    reason, applied = outcome.reason, outcome.applied
+    with pytest.raises(DivergenceError) as caught:
+        forward_backward(engine, run, 1)
+    untouched = all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
+    return reason, applied, str(caught.value), untouched
+
+
+def test_ranks_that_have_parted_stop_at_the_next_backward() -> None:
+    for reason, applied, message, untouched in run_ranks(2, parted):
+        assert (reason, applied, untouched) == ("diverged", False, True)
+        assert "lr is 0.001 on rank 0 and 0.002 on rank 1" in message
+
+
+# -- errors come with the lag ------------------------------------------------------------------------------------------
+
+NEXT_CALLS: dict[str, Callable[[NativeEngine, StepOutcome, Path], Any]] = {
+    "backward": lambda engine, outcome, path: engine.backward(loss_of(engine)),
+    "step": lambda engine, outcome, path: engine.step(),
+    "save": lambda engine, outcome, path: engine.save(path),
+    "load": lambda engine, outcome, path: engine.load(path),
+    "applied_steps": lambda engine, outcome, path: engine.applied_steps,
+    "loss_scale": lambda engine, outcome, path: engine.loss_scale,
+    "culprit": lambda engine, outcome, path: outcome.culprit,
+}
+
+
+@pytest.mark.parametrize("call", sorted(NEXT_CALLS))
+def test_too_many_skips_end_the_run_at_the_next_call(call: str, tmp_path: Path) -> None:
+    engine, looks = lagging(max_consecutive_skips=2)
+    attempt(engine, "gradient")
+    outcome = attempt(engine, "gradient")
+    assert looks == [0]
+    with pytest.raises(NonFiniteError, match="2 steps in a row were skipped"):
+        NEXT_CALLS[call](engine, outcome, tmp_path)
+    assert engine.applied_steps == 0
+    assert outcome.culprit is not None
+
+
+@pytest.mark.parametrize("call", sorted(NEXT_CALLS))
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
+def test_a_weight_that_cannot_weigh_is_refused_at_the_next_call(weight: float, call: str, tmp_path: Path) -> None:
+    engine, _ = lagging()
+    before = [tensor.clone() for tensor in states(engine)]
+    engine.backward(loss_of(engine), weight=torch.tensor(weight))
+    outcome = engine.step()
+    assert (outcome.applied, outcome.reason) == (False, "bad_weight")
+    with pytest.raises(UsageError, match="the weight of micro-batch 0 of step 0 on rank 0 is negative or not finite"):
+        NEXT_CALLS[call](engine, outcome, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
+
+
+def test_the_model_stays_usable_between_step_and_verdict() -> None:
+    engine, looks = lagging(model=build())
+    attempt(engine, "clean")
+    engine.module(torch.zeros(1, 4))
+    assert looks == []
+    with engine.eval():  # what is computed inside may be exchanged, so this looks
+        assert loss_of(engine).isfinite()
+    assert looks == [0]
+
+
+# -- one rank looks early ----------------------------------------------------------------------------------------------
+
+
+def look_early(rank: int, world: int, what: str, then: str) -> int:
+    """Rank 0 looks at ``what`` right after a skipped step, the other does so at ``then``."""
+    engine = start(Run("transformer", options={"precision": "fp32"}))
+    like_a_gpu(engine)
+    entry = make("transformer")
+    engine.backward((entry.loss(engine, entry.batch(rank)) * 0).sqrt())
+    engine.step()
+    if rank == 0:
+        getattr(engine, what)
+    if then == "master_state":
+        engine.master_state()
+    else:
+        with engine.eval():
+            engine.comm.barrier()
+    return engine.attempted_steps - engine.applied_steps
+
+
+@pytest.mark.parametrize("what", ["applied_steps", "loss_scale"])
+@pytest.mark.parametrize("then", ["master_state", "eval"])
+def test_a_rank_that_looks_early_meets_the_others(what: str, then: str) -> None:
+    assert run_ranks(2, look_early, what, then) == [1, 1]

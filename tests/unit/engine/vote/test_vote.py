@@ -1,0 +1,347 @@
+"""The vote: nothing is lost on the way, every disagreement is found, and the decision follows from all records."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.engine.vote.decide import REASONS, Decision, DecodedDecision, decide
+from dtrain.engine.vote.divergence import Disagreement, find_disagreement
+from dtrain.engine.vote.record import MUST_AGREE, NEVER, NUM_FIELDS, Observations, VoteRecord, fill, first_index, upload
+
+CPU = torch.device("cpu")
+any_float = st.floats(width=64, allow_nan=True, allow_infinity=True, allow_subnormal=True)
+any_int = st.integers(-1, 2**63 - 1)
+FLOATS = {f.name for f in fields(VoteRecord) if f.type == "float"}
+any_record = st.builds(VoteRecord, **{f.name: any_float if f.name in FLOATS else any_int for f in fields(VoteRecord)})
+ODD_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8000000ABCDEF))[0]
+
+
+def record(**values: Any) -> VoteRecord:
+    """A clean record of a rank with two micro-batches of weight 1 and loss 2."""
+    defaults = {
+        "step": 4,
+        "config_hash": 1 << 55,
+        "num_micro_batches": 2,
+        "schedule_hash": 77,
+        "data_cursor": 640,
+        "lr": 1e-3,
+        "loss_scale": 8.0,
+        "stop_requested": 0,
+        "save_failed": 0,
+        "sum_weights": 2.0,
+        "sum_weighted_loss": 4.0,
+        "sum_squares": 100.0,
+    }
+    return VoteRecord(**{**defaults, **values})
+
+
+def table(records: list[VoteRecord]) -> Tensor:
+    return torch.tensor([one.to_row() for one in records], dtype=torch.int64)
+
+
+def verdict_on(records: list[VoteRecord], **options: Any) -> DecodedDecision:
+    """What the host reads of the decision."""
+    rows = table(records)
+    return DecodedDecision.unpack(DecodedDecision.pack(decide(rows, **options), rows).tolist())
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def assert_same_bits(got: VoteRecord, sent: VoteRecord) -> None:
+    for field in fields(VoteRecord):
+        a, b = getattr(sent, field.name), getattr(got, field.name)
+        assert bits(a) == bits(b) if field.name in FLOATS else a == b, field.name
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@given(any_record)
+def test_a_row_holds_every_bit(sent: VoteRecord) -> None:
+    row = sent.to_row()
+    assert len(row) == NUM_FIELDS == len(fields(VoteRecord))
+    assert_same_bits(VoteRecord.from_row(torch.tensor(row, dtype=torch.int64).tolist()), sent)
+
+
+@given(any_record, any_record)
+def test_host_and_device_fill_one_row(known: VoteRecord, seen: VoteRecord) -> None:
+    host = {*MUST_AGREE, "stop_requested", "save_failed"}
+    device = [field.name for field in fields(VoteRecord) if field.name not in host]
+    floats = [getattr(seen, name) for name in device if name in FLOATS]
+    integers = [getattr(seen, name) for name in device if name not in FLOATS]
+    row = fill(known, Observations(torch.tensor(floats, dtype=torch.float64), torch.tensor(integers)))
+    assert row.dtype == torch.int64
+    expected = replace(known, **{name: getattr(seen, name) for name in device})
+    assert_same_bits(VoteRecord.from_row(row.tolist()), expected)
+
+
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_a_nan_keeps_its_payload(name: str) -> None:
+    sent = record(**{name: ODD_NAN})
+    assert bits(getattr(VoteRecord.from_row(sent.to_row()), name)) == bits(ODD_NAN)
+    assert bits(getattr(verdict_on([record(), sent]).records[1], name)) == bits(ODD_NAN)
+
+
+def test_whole_numbers_in_float_fields_survive() -> None:
+    got = VoteRecord.from_row(record(loss_scale=1024, lr=1, sum_weights=3).to_row())
+    assert (got.loss_scale, got.lr, got.sum_weights) == (1024.0, 1.0, 3.0)
+
+
+@given(st.lists(any_record, min_size=1, max_size=5))
+def test_a_verdict_brings_all_records_to_the_host(records: list[VoteRecord]) -> None:
+    for got, sent in zip(verdict_on(records).records, records, strict=True):
+        assert_same_bits(got, sent)
+
+
+@given(st.sampled_from([None, *REASONS]), any_float, any_float, any_float)
+def test_a_verdict_brings_the_decision_to_the_host(
+    reason: str | None, loss: float, norm: float, divisor: float
+) -> None:
+    code = 0 if reason is None else 1 + REASONS.index(reason)
+    values = torch.tensor([code, loss, norm, divisor], dtype=torch.float64)
+    got = DecodedDecision.unpack(DecodedDecision.pack(Decision(*values.unbind()), table([record()])).tolist())
+    assert (got.reason, bits(got.loss), bits(got.grad_norm)) == (reason, bits(loss), bits(norm))
+    assert got.records == (record(),)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2**40)), min_size=1, max_size=8))
+def test_the_first_index_is_the_least_that_is_marked(entries: list[tuple[bool, int]]) -> None:
+    where, index = zip(*entries, strict=True)
+    got = first_index(torch.tensor(where), torch.tensor(index))
+    assert got.shape == ()
+    assert got.item() == min((number for mark, number in entries if mark), default=-1)
+    assert max(index) < NEVER
+
+
+def test_upload_keeps_63_bits() -> None:
+    assert upload([2**63 - 1, -1, 0], CPU).tolist() == [2**63 - 1, -1, 0]
+    assert upload([], CPU).dtype == torch.int64
+
+
+# -- disagreement ------------------------------------------------------------------------------------------------------
+
+
+@given(any_record, st.integers(1, 5))
+def test_equal_records_agree(one: VoteRecord, world: int) -> None:
+    copies = [VoteRecord.from_row(one.to_row()) for _ in range(world)]
+    assert find_disagreement(copies) is None
+    assert verdict_on(copies).reason != "diverged"
+
+
+@pytest.mark.parametrize("name", MUST_AGREE)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_each_field_that_differs_is_found_with_both_values(name: str, rank: int) -> None:
+    records = [record() for _ in range(4)]
+    expected = getattr(records[0], name)
+    got = math.nextafter(expected, math.inf) if isinstance(expected, float) else expected + 1
+    records[rank] = replace(records[rank], **{name: got})
+    assert find_disagreement(records) == Disagreement(name, rank, expected, got)
+    assert verdict_on(records).reason == "diverged"
+
+
+@given(st.sampled_from(MUST_AGREE), any_record, any_record)
+def test_what_the_device_calls_diverged_the_host_can_name(name: str, one: VoteRecord, other: VoteRecord) -> None:
+    records = [one, replace(one, **{name: getattr(other, name)})]
+    found = find_disagreement(records)
+    assert (found is not None) == (verdict_on(records).reason == "diverged")
+    assert found is None or found.field == name
+
+
+@pytest.mark.parametrize(("first", "second"), [(1e-3, math.nan), (0.0, -0.0), (math.nan, ODD_NAN)])
+def test_rates_that_differ_in_a_bit_differ(first: float, second: float) -> None:
+    records = [record(lr=first), record(lr=second)]
+    found = find_disagreement(records)
+    assert found is not None
+    assert (found.field, found.rank) == ("lr", 1)
+    assert verdict_on(records).reason == "diverged"
+
+
+def test_the_earliest_cause_is_named_first() -> None:
+    # a rank with another configuration also issues other collectives; the configuration is what explains it
+    found = find_disagreement([record(), record(schedule_hash=1, config_hash=2)])
+    assert found is not None
+    assert found.field == "config_hash"
+
+
+def test_what_may_differ_is_no_disagreement() -> None:
+    free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
+    assert free == {
+        "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
+        "max_abs_grad", "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
+    }  # fmt: skip
+    other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
+    assert find_disagreement([record(), other]) is None
+    assert verdict_on([record(), other]).reason != "diverged"
+
+
+def test_the_largest_gradient_is_that_of_all_ranks_without_the_scale() -> None:
+    records = [record(max_abs_grad=3.0), record(max_abs_grad=24.0), record()]  # under a loss scale of 8
+    assert verdict_on(records).max_abs_grad == 3.0
+
+
+# -- the decision ------------------------------------------------------------------------------------------------------
+
+BY_HAND = [
+    record(sum_weights=3.0, sum_weighted_loss=6.0, sum_squares=400.0),
+    record(sum_weights=1.0, sum_weighted_loss=10.0, sum_squares=624.0),
+]
+
+
+def test_apply_by_hand() -> None:
+    decision = decide(table(BY_HAND))
+    assert {tensor.dtype for tensor in (decision.loss, decision.grad_norm, decision.grad_divisor)} == {torch.float64}
+    assert decision.code.item() == 0
+    assert decision.loss.item() == 4.0  # 16 / 4
+    assert decision.grad_norm.item() == 1.0  # sqrt(1024) / 32
+    assert decision.grad_divisor.item() == 32.0  # loss scale 8 x weights 4
+    assert verdict_on(BY_HAND) == DecodedDecision(None, 4.0, 1.0, tuple(BY_HAND))
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "divisor"),
+    [
+        (None, 32.0),
+        (2.0, 32.0),  # below the threshold nothing is clipped
+        (1.0, 32.0 * 1.000001),  # at it: clip = 1 / (1 + 1e-6)
+        (0.25, 32.0 * 1.000001 / 0.25),
+    ],
+)
+def test_clipping_by_hand(max_grad_norm: float | None, divisor: float) -> None:
+    decision = decide(table(BY_HAND), max_grad_norm=max_grad_norm)
+    assert decision.grad_divisor.item() == pytest.approx(divisor, rel=1e-15)
+    assert decision.grad_norm.item() == 1.0, "the norm before clipping"
+
+
+def test_sums_formed_outside_the_records_replace_theirs() -> None:
+    sums = {"sum_squares": torch.tensor(1024.0).double(), "sum_weights": torch.tensor(8.0).double()}
+    decision = decide(table([record(), record()]), **sums)
+    assert decision.grad_divisor.item() == 64.0
+    assert decision.grad_norm.item() == 0.5
+    assert decision.loss.item() == 1.0
+    sums["sum_squares"] = torch.tensor(math.inf).double()
+    assert verdict_on([record(), record()], **sums).reason == "overflow"
+    sums["sum_weights"] = torch.tensor(0.0).double()
+    sums["sum_squares"] = torch.tensor(1.0).double()
+    assert verdict_on([record(), record()], **sums).reason == "empty"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_can_ask_to_stop(rank: int) -> None:
+    records = [record(stop_requested=int(rank == other)) for other in range(2)]
+    assert verdict_on(records).stop_requested
+    assert verdict_on(records).reason is None
+    assert not verdict_on([record(), record()]).stop_requested
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_rank_can_say_that_a_save_has_failed(rank: int) -> None:
+    records = [record(save_failed=int(rank == other)) for other in range(2)]
+    assert verdict_on(records).save_failed
+    assert verdict_on(records).reason is None
+    assert not verdict_on([record(), record(stop_requested=1)]).save_failed
+
+
+LOSS = {"num_bad_losses": 1, "bad_micro_batch": 1, "bad_loss": math.nan, "sum_weighted_loss": math.nan}
+GRADIENT = {"bad_gradient": 5, "sum_squares": math.inf}
+EMPTY = {"sum_weights": 0.0, "sum_weighted_loss": 0.0}
+WEIGHT = {"bad_weight": 1, "sum_weights": math.nan, "sum_squares": math.nan}
+OTHER = {"step": 5}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([{}, {}], None),
+        ([EMPTY, {}], None),
+        ([EMPTY, EMPTY], "empty"),
+        ([{}, GRADIENT], "overflow"),
+        ([{**EMPTY, **GRADIENT}, EMPTY], "overflow"),
+        ([{}, LOSS], "nonfinite_loss"),
+        ([GRADIENT, LOSS], "nonfinite_loss"),
+        ([{**EMPTY, **LOSS}, {**EMPTY, **GRADIENT}], "nonfinite_loss"),
+        ([{}, WEIGHT], "bad_weight"),
+        ([LOSS, {**WEIGHT, **GRADIENT}], "bad_weight"),
+        ([{}, {"bad_weight": 0, "sum_weights": -5.0}], "bad_weight"),
+        ([{}, OTHER], "diverged"),
+        ([{**OTHER, **LOSS}, {**WEIGHT, **GRADIENT}], "diverged"),
+    ],
+)
+def test_what_explains_most_is_the_reason(ranks: list[dict[str, Any]], reason: str | None) -> None:
+    for order in (ranks, ranks[::-1]):
+        assert verdict_on([record(**values) for values in order]).reason == reason
+
+
+@pytest.mark.parametrize("squares", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_is_shown_as_it_is(squares: float) -> None:
+    got = verdict_on([record(sum_squares=squares)])
+    assert got.reason == "overflow"
+    assert repr(got.grad_norm) == repr(squares)
+
+
+def test_an_empty_step_has_no_loss() -> None:
+    decision = verdict_on([record(**EMPTY, sum_squares=0.0)])
+    assert math.isnan(decision.loss)
+    assert math.isnan(decision.grad_norm)
+
+
+numbers = st.floats(-1e6, 1e6)
+voters = st.builds(
+    record,
+    sum_weights=st.sampled_from([0.0, 1.0, 3.0, 0.125, 1e6]),
+    sum_weighted_loss=st.one_of(numbers, st.sampled_from([math.inf, -math.inf, math.nan])),
+    sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])),
+    stop_requested=st.integers(0, 1),
+    num_bad_losses=st.sampled_from([0, 0, 0, 2]),
+    bad_weight=st.sampled_from([-1, -1, -1, 0]),
+    bad_gradient=st.integers(-1, 3),
+    loss_scale=st.sampled_from([8.0, 8.0, 8.0, 16.0]),
+)
+
+
+def reason_by_hand(records: list[VoteRecord]) -> str | None:
+    if any(getattr(r, name) != getattr(records[0], name) for r in records for name in MUST_AGREE):
+        return "diverged"
+    if any(r.bad_weight >= 0 for r in records):
+        return "bad_weight"
+    if any(r.num_bad_losses for r in records):
+        return "nonfinite_loss"
+    if not math.isfinite(sum(r.sum_squares for r in records)):
+        return "overflow"
+    return None if sum(r.sum_weights for r in records) > 0 else "empty"
+
+
+@given(st.lists(voters, min_size=1, max_size=6))
+def test_every_rank_derives_the_same_verdict(records: list[VoteRecord]) -> None:
+    packed = [DecodedDecision.pack(decide(table(records), max_grad_norm=0.5), table(records)) for _ in range(2)]
+    assert packed[0].tolist() == packed[1].tolist(), "to the last bit"
+    decision = DecodedDecision.unpack(packed[0].tolist())
+    assert decision.reason == reason_by_hand(records)
+    assert decision.stop_requested == any(r.stop_requested for r in records)
+
+
+@given(
+    st.lists(voters, min_size=1, max_size=6).flatmap(lambda r: st.tuples(st.just(r), st.permutations(range(len(r)))))
+)
+def test_the_verdict_does_not_depend_on_the_order_of_ranks(case: tuple[list[VoteRecord], list[int]]) -> None:
+    records, order = case
+    permuted = [records[rank] for rank in order]
+    one, other = verdict_on(records), verdict_on(permuted)
+    assert (one.reason, one.stop_requested) == (other.reason, other.stop_requested)
+    if one.reason != "diverged":
+        divisors = [decide(table(rows)).grad_divisor.item() for rows in (records, permuted)]
+        assert divisors[0] == divisors[1]
+        assert one.grad_norm == pytest.approx(other.grad_norm, nan_ok=True)
+        size = sum(abs(r.sum_weighted_loss) for r in records)
+        if math.isfinite(size) and divisors[0]:
+            assert abs(one.loss - other.loss) <= 1e-12 * size / (divisors[0] / records[0].loss_scale)

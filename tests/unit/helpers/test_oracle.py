@@ -1,0 +1,242 @@
+"""The oracle judges everything else, so here torch's own optimizer and clipping causal_lm_output the oracle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.helpers.oracle import AdamWSettings, Oracle, assert_close_to_largest, extract_loss, normwise_error
+
+
+class Regression(nn.Module):
+    """Every kind of parameter the oracle treats differently: matrix, bias, norm, frozen, unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 2)
+        self.unused = nn.Parameter(torch.ones(2, 2))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        prediction: Tensor = self.head(self.norm(self.frozen(x)))
+        return (prediction - y).square().mean()
+
+
+class Root(nn.Module):
+    """sqrt has an infinite slope at 0: a finite loss with a gradient that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0, 4.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.w * x).sqrt().sum()
+
+
+def regression(seed: int = 0) -> Regression:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Regression()
+
+
+def batch(index: int, size: int = 5) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(index)
+    return {"x": torch.randn(size, 3, generator=generator), "y": torch.randn(size, 2, generator=generator)}
+
+
+def torch_reference(
+    model: Regression, steps: int, settings: AdamWSettings, max_grad_norm: float | None, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The same training by torch.optim.AdamW, one micro-batch a step; the masters and the norms."""
+    model = model.to(dtype)
+    model.unused.grad = torch.zeros_like(model.unused)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        model(**{name: tensor.to(dtype) for name, tensor in batch(step).items()}).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf)))
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    lr=st.floats(1e-4, 0.1),
+    beta1=st.floats(0.0, 0.99),
+    beta2=st.floats(0.5, 0.9999),
+    eps=st.sampled_from([1e-10, 1e-8, 1e-3]),
+    weight_decay=st.floats(0.0, 1.0),
+    max_grad_norm=st.sampled_from([None, 0.1, 1e3]),
+)
+def test_update_and_clipping_are_those_of_torch(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, max_grad_norm: float | None
+) -> None:
+    hyper = AdamWSettings(lr, (beta1, beta2), eps, weight_decay)
+    oracle = Oracle(regression(), optimizer=hyper, max_grad_norm=max_grad_norm, dtype=torch.float64)
+    norms = [oracle.step([(batch(step), 1.0)]).grad_norm for step in range(6)]
+    masters, torch_norms = torch_reference(regression(), 6, hyper, max_grad_norm, torch.float64)
+    assert_close_to_largest(oracle.masters(), masters, 1e-12)
+    assert norms == pytest.approx(torch_norms, rel=1e-12)
+
+
+def test_float32_update_is_that_of_torch_within_rounding() -> None:
+    hyper = AdamWSettings(lr=1e-2)
+    oracle = Oracle(regression(), optimizer=hyper, max_grad_norm=0.5)
+    for step in range(20):
+        oracle.step([(batch(step), 1.0)])
+    masters, _ = torch_reference(regression(), 20, hyper, 0.5, torch.float32)
+    assert all(p.dtype == torch.float32 for p in oracle.masters().values())
+    assert_close_to_largest(oracle.masters(), masters, 2e-6)
+    assert normwise_error(oracle.masters(), masters) < 2e-6
+
+
+def test_weights_by_size_give_the_gradient_of_the_whole_batch() -> None:
+    parts = [batch(0, size=2), batch(1, size=7), batch(2, size=1)]
+    whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    split = Oracle(regression(), dtype=torch.float64).step([(part, len(part["x"])) for part in parts])
+    joint = Oracle(regression(), dtype=torch.float64).step([(whole, 1.0)])
+    assert split.loss == pytest.approx(joint.loss, rel=1e-12)
+    assert split.grad_norm == pytest.approx(joint.grad_norm, rel=1e-12)
+    assert_close_to_largest(split.gradients, joint.gradients, 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 3.0, 1e4])
+def test_weights_are_relative(scale: float) -> None:
+    pairs = [(batch(0), torch.tensor(1.0)), (batch(1), torch.tensor(3.0))]
+    plain = Oracle(regression()).step(pairs)
+    scaled = Oracle(regression()).step([(micro, weight * scale) for micro, weight in pairs])
+    assert scaled.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert_close_to_largest(scaled.gradients, plain.gradients, 1e-6)
+
+
+def test_gradients_are_reported_before_clipping() -> None:
+    clipped = Oracle(regression(), max_grad_norm=1e-3).step([(batch(0), 1.0)])
+    free = Oracle(regression()).step([(batch(0), 1.0)])
+    assert clipped.grad_norm == free.grad_norm > 1e-3
+    assert_close_to_largest(clipped.gradients, free.gradients, 0.0)
+
+
+def test_frozen_stays_and_unused_decays() -> None:
+    model = regression()
+    oracle = Oracle(model, optimizer=AdamWSettings(lr=0.1, weight_decay=0.5))
+    outcome = oracle.step([(batch(0), 1.0)])
+    masters = oracle.masters()
+    assert torch.equal(masters["frozen.weight"], model.frozen.weight)
+    assert "frozen.weight" not in outcome.gradients
+    assert torch.equal(outcome.gradients["unused"], torch.zeros(2, 2))
+    assert torch.allclose(masters["unused"], torch.full((2, 2), 0.95))
+    assert torch.equal(oracle.exp_avg()["unused"], torch.zeros(2, 2))
+
+
+def test_norms_and_biases_are_not_decayed() -> None:
+    hyper = {decay: AdamWSettings(lr=0.1, weight_decay=decay) for decay in (0.0, 0.5)}
+    oracles = {decay: Oracle(regression(), optimizer=settings) for decay, settings in hyper.items()}
+    for oracle in oracles.values():
+        oracle.step([(batch(0), 1.0)])
+    without, with_decay = oracles[0.0].masters(), oracles[0.5].masters()
+    changed = {name for name in without if not torch.equal(without[name], with_decay[name])}
+    assert changed == {"head.weight", "unused"}
+
+
+def test_the_given_model_is_left_alone() -> None:
+    model = regression()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    Oracle(model).step([(batch(0), 1.0)])
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "reason"),
+    [
+        ([(torch.ones(2), 0.0), (torch.ones(2), 0.0)], "empty"),
+        ([], "empty"),
+        ([(torch.ones(2), 1.0), (-torch.ones(2), 1.0)], "nonfinite_loss"),
+        ([(torch.ones(2), 1.0), (torch.tensor([0.0, 1.0]), 1.0)], "overflow"),
+    ],
+)
+def test_skipped_step_leaves_no_trace(pairs: list[tuple[Tensor, float]], reason: str) -> None:
+    def schedule(applied_steps: int) -> float:
+        return 0.5**applied_steps
+
+    good: list[tuple[dict[str, Any], float]] = [({"x": torch.tensor([1.0, 2.0])}, 1.0)]
+    disturbed, calm = Oracle(Root(), schedule=schedule), Oracle(Root(), schedule=schedule)
+    disturbed.step(good)
+    outcome = disturbed.step([({"x": x}, weight) for x, weight in pairs])
+    assert (outcome.applied, outcome.reason) == (False, reason)
+    assert (disturbed.applied_steps, disturbed.attempted_steps) == (1, 2)
+    disturbed.step(good)
+    calm.step(good)
+    calm.step(good)
+    for got, want in (
+        (disturbed.masters(), calm.masters()),
+        (disturbed.exp_avg(), calm.exp_avg()),
+        (disturbed.exp_avg_sq(), calm.exp_avg_sq()),
+    ):
+        assert torch.equal(got["w"], want["w"])
+
+
+def test_schedule_scales_the_learning_rate_of_applied_steps() -> None:
+    oracle = Oracle(Root(), schedule=lambda applied_steps: [0.0, 1.0][applied_steps])
+    start = oracle.masters()["w"]
+    oracle.step([({"x": torch.ones(2)}, 1.0)])
+    assert torch.equal(oracle.masters()["w"], start)
+    oracle.step([({"x": torch.ones(2)}, 1.0)])
+    assert not torch.equal(oracle.masters()["w"], start)
+
+
+def test_before_forward_is_told_step_and_index() -> None:
+    calls: list[tuple[int, int]] = []
+    oracle = Oracle(Root(), before_forward=lambda step, index: calls.append((step, index)))
+    oracle.step([({"x": -torch.ones(2)}, 1.0)])
+    oracle.step([({"x": torch.ones(2)}, 1.0), ({"x": torch.ones(2)}, 1.0)])
+    assert calls == [(0, 0), (1, 0), (1, 1)]
+
+
+def test_extract_loss_takes_tensor_mapping_and_record() -> None:
+    loss = torch.tensor(1.0)
+    assert all(extract_loss(output) is loss for output in (loss, {"loss": loss}, type("Output", (), {"loss": loss})()))
+
+
+def test_closeness_is_relative_to_the_largest_element() -> None:
+    want = torch.tensor([[1e-6, 100.0], [2.0, -3.0]])
+    got = want + torch.tensor([[0.0, 0.0], [0.9e-3, 0.0]])
+    assert_close_to_largest(got, want, 1e-5)
+    with pytest.raises(AssertionError, match=r"weight\[1, 0\]: got 2\.0009.*, want 2; off by"):
+        assert_close_to_largest({"weight": got}, {"weight": want}, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "message"),
+    [
+        ({"a": torch.ones(1)}, {"b": torch.ones(1)}, r"missing: \['b'\], unexpected: \['a'\]"),
+        (torch.ones(2), torch.ones(1, 2), r"got shape \(2,\), want \(1, 2\)"),
+        (torch.tensor([1.0, math.nan]), torch.ones(2), r"tensor\[1\]: got nan"),
+        (torch.tensor([1.0, math.inf]), torch.ones(2), r"tensor\[1\]: got inf"),
+        (torch.ones(1), torch.full((1,), math.inf), "the reference itself is not finite"),
+        (torch.full((2,), 1e-30), torch.zeros(2), "off by 1e-30"),
+        (torch.tensor(2.0), torch.tensor(1.0), r"tensor\[\]: got 2"),
+    ],
+)
+def test_what_is_not_close(got: Any, want: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_close_to_largest(got, want, 0.1)
+
+
+def test_normwise_error() -> None:
+    assert normwise_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08)
+    assert normwise_error({"a": torch.ones(3), "b": torch.zeros(0)}, {"a": torch.ones(3), "b": torch.zeros(0)}) == 0
+    assert normwise_error(torch.ones(1), torch.zeros(1)) == math.inf

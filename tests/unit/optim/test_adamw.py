@@ -1,0 +1,361 @@
+"""Both ways of the flat update against AdamW in double precision, and bit for bit against themselves, however cut."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.errors import ConfigError
+from dtrain.optim import adamw, compiled, fused
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+from dtrain.optim.flat import FlatAdamW
+from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.sharding.layout import CHUNK
+from tests.helpers.host_reads import forbidden
+from tests.helpers.oracle import assert_close_to_largest
+
+BLOCKED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=False)
+COMPILED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
+CPU = torch.device("cpu")
+STATES = ("master", "exp_avg", "exp_avg_sq", "replica")
+both_ways = pytest.mark.parametrize("rule", [BLOCKED, COMPILED], ids=["blocked", "compiled"])
+
+
+def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -> UpdateScalars:
+    return UpdateScalars.of(lr=lr, step=step, grad_divisor=grad_divisor, found_inf=found_inf, device=CPU)
+
+
+class Arena:
+    """Masters, gradients, moments and replica in one piece, with the classes of its chunks."""
+
+    def __init__(self, classes: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        numel = len(classes) * CHUNK
+        self.classes = classes
+        self.master = torch.randn(numel, generator=generator)
+        self.main_grad = torch.zeros(numel)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+        self.replica = self.master.to(dtype, copy=True)
+        self._generator = generator
+
+    def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
+        """The arena cut where the class changes and at every chunk number of ``cuts``."""
+        changes = [i for i in range(1, len(self.classes)) if self.classes[i] != self.classes[i - 1]]
+        bounds = sorted({0, len(self.classes), *changes, *cuts})
+        tensors = (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq, self.replica)
+        return [
+            UpdateSlice(self.classes[low], *(tensor[low * CHUNK : high * CHUNK] for tensor in tensors))
+            for low, high in itertools.pairwise(bounds)
+        ]
+
+    def new_gradient(self) -> Tensor:
+        self.main_grad.copy_(torch.randn(self.main_grad.numel(), generator=self._generator))
+        return self.main_grad.clone()
+
+    def states(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name).clone() for name in STATES}
+
+
+class Reference:
+    """Loshchilov and Hutter, 2019, algorithm 2, in double precision."""
+
+    def __init__(self, arena: Arena, rule: AdamW) -> None:
+        self.rule = rule
+        self.master = arena.master.double()
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.decay = torch.tensor(arena.classes, dtype=torch.float64).repeat_interleave(CHUNK) * rule.weight_decay
+
+    def update(self, gradient: Tensor, step: int, lr: float) -> None:
+        (beta1, beta2), gradient = self.rule.betas, gradient.double()
+        self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * gradient
+        self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * gradient**2
+        first, second = self.exp_avg / (1 - beta1**step), self.exp_avg_sq / (1 - beta2**step)
+        self.master -= lr * (first / (second.sqrt() + self.rule.eps) + self.decay * self.master)
+
+
+def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
+    for step in range(1, number + 1):
+        arena.new_gradient()
+        optimizer.update(0, scalars(step, 0.01 / step, divisor))
+    return arena.states()
+
+
+def same_bits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
+
+
+@both_ways
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 65536.0])
+def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, float], divisor: float) -> None:
+    rule = AdamW(lr=rule.lr, betas=betas, weight_decay=0.1, compile=rule.compile)
+    arena = Arena([True, True, False])
+    reference = Reference(arena, rule)
+    optimizer = FlatAdamW(rule, [arena.slices()])
+    for step in range(1, 11):
+        gradient = arena.new_gradient()
+        arena.main_grad.mul_(divisor)
+        reference.update(gradient, step, 0.01 / step)
+        optimizer.update(0, scalars(step, 0.01 / step, divisor))
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert_close_to_largest(getattr(arena, name), getattr(reference, name), 1e-6)
+    assert torch.equal(arena.replica, arena.master.bfloat16())
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_replica_is_the_masters_cast(rule: AdamW, dtype: torch.dtype) -> None:
+    arena = Arena([True, False], dtype=dtype)
+    steps(arena, FlatAdamW(rule, [arena.slices()]))
+    assert torch.equal(arena.replica, arena.master.to(dtype))
+
+
+class Float8Arena(Arena):
+    """Two weights, one of them decayed, with delayed scales."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__([True, True, False], seed, E4M3)
+        self.scales, self.amax = torch.tensor([2.0**-7, 2.0**-6]), torch.zeros(2)
+        self.replica = torch.cat(
+            [cast(part, scale, E4M3) for part, scale in zip(self._weights(), self.scales, strict=True)]
+        )
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        return self.master[: 2 * CHUNK], self.master[2 * CHUNK :]
+
+    def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
+        return [
+            replace(part, scale=self.scales[int(not part.decayed)], amax=self.amax[int(not part.decayed)])
+            for part in super().slices(cuts)
+        ]
+
+
+@both_ways
+def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_BLOCK", CHUNK)
+    plain, arena = Arena([True, True, False]), Float8Arena()
+    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
+    optimizer = FlatAdamW(rule, [arena.slices([1])])
+    for step in range(1, 4):
+        arena.new_gradient()
+        arena.amax.zero_()
+        optimizer.update(0, scalars(step, 0.01 / step, 7.0))
+    assert torch.equal(arena.master, want["master"])
+    for weight, scale, amax, values in zip(
+        arena._weights(), arena.scales, arena.amax, arena.replica.split([2 * CHUNK, CHUNK]), strict=True
+    ):
+        assert same_bits({"": values}, {"": cast(weight, scale, E4M3)})
+        assert amax == weight.abs().amax()
+    before = arena.states()
+    arena.main_grad.fill_(math.inf)
+    optimizer.update(0, scalars(4, 0.01, 7.0, found_inf=1.0))
+    assert same_bits(arena.states(), before)
+    # an Inf that an update makes is seen in the magnitudes: the cast makes 448 of it
+    arena.main_grad.zero_()
+    arena.master[5] = math.inf
+    optimizer.update(0, scalars(4, 0.0, 7.0))
+    assert arena.amax.isfinite().tolist() == [False, True]
+
+
+@both_ways
+def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
+    arena, plain = Arena([True, False]), Arena([True, False])
+    got = steps(arena, FlatAdamW(rule, [[replace(part, replica=None) for part in arena.slices()]]))
+    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
+    assert torch.equal(got["master"], want["master"])
+    assert torch.equal(arena.replica, Arena([True, False]).replica)
+
+
+def test_both_ways_agree_normwise() -> None:
+    blocked, fused = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
+    want = steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()]), number=20)
+    got = steps(fused, FlatAdamW(COMPILED, [fused.slices()]), number=20)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert torch.linalg.vector_norm(got[name] - want[name]) <= 3e-7 * torch.linalg.vector_norm(want[name])
+
+
+@both_ways
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
+    arena = Arena([True, False, True])
+    optimizer = FlatAdamW(rule, [arena.slices()])
+    before = steps(arena, optimizer)
+    arena.main_grad[::3] = bad
+    optimizer.update(0, scalars(4, 0.01, math.nan, found_inf=1.0))
+    assert same_bits(arena.states(), before)
+    arena.new_gradient()
+    optimizer.update(0, scalars(4, 0.01 / 4, 7.0))
+    untroubled = Arena([True, False, True])
+    assert same_bits(arena.states(), steps(untroubled, FlatAdamW(rule, [untroubled.slices()]), number=4))
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_the_host_reads_nothing(found_inf: float) -> None:
+    """Of the compiled way ``fullgraph`` proves it: a read would break the graph."""
+    arena = Arena([True, False])
+    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
+    divisor, found = torch.tensor(3.0), torch.tensor(found_inf)
+    with forbidden():
+        shared = UpdateScalars.of(lr=0.1, step=1, grad_divisor=divisor, found_inf=found, device=CPU)
+        optimizer.update(0, shared)
+
+
+def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, blocked = Arena([True] * 5 + [False] * 2), Arena([True] * 5 + [False] * 2)
+    want = steps(whole, FlatAdamW(BLOCKED, [whole.slices()]))
+    monkeypatch.setattr(fused, "_BLOCK", 2 * CHUNK)
+    assert same_bits(steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()])), want)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=12).flatmap(
+        lambda classes: st.tuples(st.just(classes), st.sets(st.integers(0, len(classes))))
+    ),
+    st.integers(0, 2**31),
+    st.sampled_from([1.0, 0.3, 12345.678]),
+)
+@both_ways
+def test_any_cut_at_chunks_gives_the_same_bits(
+    rule: AdamW, case: tuple[list[bool], set[int]], seed: int, divisor: float
+) -> None:
+    classes, cuts = case
+    whole, cut = Arena(classes, seed), Arena(classes, seed)
+    want = steps(whole, FlatAdamW(rule, [whole.slices()]), divisor=divisor)
+    got = steps(cut, FlatAdamW(rule, [cut.slices(sorted(cuts))]), divisor=divisor)
+    assert same_bits(got, want)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 8), st.integers(0, 2**31))
+@both_ways
+def test_shards_of_their_own_memory_give_the_same_bits(rule: AdamW, world: int, seed: int) -> None:
+    """As on ranks: each shard lies in a tensor of its own, at another address."""
+    classes = [True] * 5 + [False] * 3
+    whole = Arena(classes, seed)
+    shards = []
+    for start in range(0, 8, world):
+        own = Arena(classes[start : start + world])
+        own.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
+        shards.append((start, own, FlatAdamW(rule, [own.slices()])))
+    optimizer = FlatAdamW(rule, [whole.slices()])
+    for step in (1, 2, 3):
+        gradient = whole.new_gradient()
+        optimizer.update(0, scalars(step, 0.01, 3.0))
+        for start, own, own_optimizer in shards:
+            own.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
+            own_optimizer.update(0, scalars(step, 0.01, 3.0))
+    together = {name: torch.cat([getattr(own, name) for _, own, _ in shards]) for name in ("master", "exp_avg_sq")}
+    assert same_bits(together, {name: getattr(whole, name) for name in together})
+
+
+@both_ways
+def test_only_decayed_slices_decay(rule: AdamW) -> None:
+    arena = Arena([True, False])
+    before = arena.master.clone()
+    FlatAdamW(rule, [arena.slices()]).update(0, scalars(1, 0.5, 1.0))  # gradients are zero
+    assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
+    assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
+
+
+@pytest.mark.parametrize("classes", [[True], [False], []])
+@both_ways
+def test_one_class_or_nothing_at_all(rule: AdamW, classes: list[bool]) -> None:
+    arena = Arena(classes)
+    if not classes:
+        FlatAdamW(rule, [[]]).update(0, scalars(1, 0.1, 1.0))
+        return
+    before = arena.master.clone()
+    steps(arena, FlatAdamW(rule, [arena.slices()]), number=1)
+    assert not torch.equal(arena.master, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
+    want = steps(arena := Arena([True, False]), FlatAdamW(BLOCKED, [arena.slices()]))
+    arena = Arena([True, False])
+    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
+    for step in (1, 2, 3):
+        arena.new_gradient()
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer.update(0, scalars(step, 0.01 / step, 7.0))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(arena.master, want["master"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": -1.0}, "AdamW lr must be at least 0; got -1"),
+        ({"lr": float("nan")}, "AdamW lr must be at least 0; got nan"),
+        ({"eps": -1e-8}, "AdamW eps must be at least 0"),
+        ({"weight_decay": -0.1}, "AdamW weight_decay must be at least 0"),
+        ({"betas": (0.9, 1.0)}, "two numbers from 0 to below 1"),
+        ({"betas": (-0.1, 0.9)}, "two numbers from 0 to below 1"),
+        ({"betas": (0.9,)}, "two numbers from 0 to below 1"),
+        ({"compile": "always"}, "AdamW compile must be True, False or 'auto'; got 'always'"),
+    ],
+)
+def test_senseless_hyper_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdamW(**fields)
+
+
+def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    assert AdamW().on(CPU).compile is False
+    assert AdamW(compile=True).on(CPU).compile is True
+    for there in (True, False):
+        monkeypatch.setattr(adamw, "has_compiler", lambda device, there=there: there)
+        assert AdamW().on(cuda).compile is there
+    monkeypatch.setattr(adamw, "has_compiler", lambda device: True)
+    for capability, stores_float8 in (((8, 0), False), ((8, 9), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert AdamW().on(cuda).compile is True
+        assert AdamW().on(cuda, casts_float8=True).compile is stores_float8
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"the update writes FP8, and Triton does so from compute capability 8\.9"):
+        AdamW(compile=True).on(cuda, casts_float8=True)
+    with pytest.raises(ValueError, match=r"call AdamW.on\(device\) first"):
+        FlatAdamW(AdamW(), [[]])
+
+
+def test_a_graph_a_replica_dtype_and_one_for_the_coefficients() -> None:
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for dtype in (torch.bfloat16, torch.float32):
+        for classes in ([True, False], [False] * 7, [True] * 700):
+            arena = Arena(classes, dtype=dtype)
+            rule = AdamW(lr=0.1, betas=(0.5, 0.9), eps=0.1 * len(classes), compile=True)
+            steps(arena, FlatAdamW(rule, [arena.slices([1])]))
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no working C++ compiler\nand a long story")
+
+    monkeypatch.setattr(compiled, "_compiled", lambda: (fail, fail))
+    with pytest.raises(ConfigError, match=r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\)"):
+        FlatAdamW(COMPILED, [Arena([True]).slices()])
+
+
+def test_the_way_and_the_seconds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dtrain"):
+        for rule in (BLOCKED, COMPILED):
+            FlatAdamW(rule, [Arena([True]).slices()])
+    assert "torch's fused kernel; optim.compile=true" in caplog.messages[0]
+    assert "AdamW compiled in" in caplog.messages[1]

@@ -1,0 +1,158 @@
+"""Scales and casts: the smallest power of two that fits, nothing saturated, and no Inf or NaN that a cast hides."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.precision.compiler import has_compiler
+from dtrain.precision.float8.cast import (
+    E4M3,
+    E5M2,
+    Quantized,
+    cast,
+    decode,
+    dequantize,
+    quantize,
+    quantize_both,
+    scale_of,
+)
+
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+LARGEST = {E4M3: 448.0, E5M2: 57344.0}
+# half the distance to the next number: of a normal number, as a part of it; and of the smallest ones
+HALF_ULP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
+HALF_SPACING = {E4M3: 2.0**-10, E5M2: 2.0**-17}
+dtypes = st.sampled_from([E4M3, E5M2])
+non_finite = st.sampled_from([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1.0)])
+
+
+def same(left: Quantized, right: Quantized) -> bool:
+    """Bit for bit, but for the sign and payload of NaN."""
+    pairs = ((left.values.float(), right.values.float()), (left.scale, right.scale))
+    return all(torch.equal(a.nan_to_num(nan=-1.25), b.nan_to_num(nan=-1.25)) for a, b in pairs)
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Any size, strides and dtype; magnitudes over all of FP32, denormals too, and zeros."""
+    rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    low, spread = draw(st.integers(-149, 100)), draw(st.integers(0, 25))
+    powers = torch.randint(low, low + spread + 1, (2 * rows, 2 * columns), generator=generator)
+    x = torch.randn(2 * rows, 2 * columns, generator=generator).ldexp(powers)
+    x[torch.rand(x.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 0.0
+    x = x.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    views = {
+        "dense": x[:rows, :columns].clone(),
+        "transposed": x[:rows, :columns].t(),
+        "strided": x[::2, 1::2],
+        "one row": x[:1, :columns].expand(rows, columns),
+        "one column": x[:rows, :1].expand(rows, columns),
+    }
+    return views[draw(st.sampled_from(sorted(views)))]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.floats(0, width=32, exclude_min=True, allow_infinity=False, allow_nan=False), dtypes)
+def test_a_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torch.dtype) -> None:
+    scale = scale_of(torch.tensor(amax), dtype)
+    assert scale.dtype == torch.float32
+    assert math.frexp(scale.item())[0] == 0.5
+    assert amax / scale.item() <= LARGEST[dtype]
+    assert amax / (scale.item() / 2) > LARGEST[dtype] or scale.item() == 2.0**-126
+
+
+@FORMATS
+def test_scales_of_zero_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    """A NaN has a sign, and compiled code gives it one."""
+    assert scale_of(torch.tensor([0.0, -0.0]), dtype).tolist() == [1.0, 1.0]
+    values = torch.tensor([math.inf, math.nan, math.nan])
+    values[2].neg_()
+    assert torch.signbit(values[2])
+    assert scale_of(values, dtype).isnan().all()
+
+
+@settings(deadline=None, max_examples=150)
+@given(matrices(), dtypes, st.booleans())
+def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
+    matrix = quantize(x, dtype, rowwise=rowwise)
+    assert matrix.values.is_contiguous()
+    assert matrix.values.dtype == dtype
+    assert matrix.scale.shape == (x.shape[:1] if rowwise else ())
+    scale = matrix.scale.double().unsqueeze(-1) if rowwise else matrix.scale.double()
+    error = (matrix.values.double() * scale - x.double()).abs()
+    assert (error <= torch.maximum(x.double().abs() * HALF_ULP[dtype], scale * HALF_SPACING[dtype])).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(matrices(), dtypes, st.booleans())
+def test_of_both_sides_each_is_as_if_it_were_alone(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
+    rows, columns = quantize_both(x, dtype, rowwise=rowwise)
+    assert same(rows, quantize(x, dtype, rowwise=rowwise))
+    assert same(columns, quantize(x.t(), dtype, rowwise=rowwise))
+    assert columns.values.is_contiguous()
+
+
+@settings(deadline=None, max_examples=100)
+@given(matrices(), dtypes, st.booleans())
+def test_what_was_dequantised_is_quantised_without_loss(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
+    """A copy of an FP8 module computes with the numbers of the original."""
+    once = dequantize(quantize(x, dtype, rowwise=rowwise))
+    assert torch.equal(dequantize(quantize(once, dtype, rowwise=rowwise)), once)
+
+
+@settings(deadline=None, max_examples=100)
+@given(matrices(), dtypes, st.booleans(), non_finite, st.data())
+def test_one_number_that_is_not_finite_poisons_what_shares_its_scale(
+    x: Tensor, dtype: torch.dtype, rowwise: bool, bad: float, data: st.DataObject
+) -> None:
+    row, column = (data.draw(st.integers(0, size - 1)) for size in x.shape)
+    x = x.contiguous()
+    x[row, column] = bad
+    matrix = quantize(x, dtype, rowwise=rowwise)
+    poisoned = [row] if rowwise else range(len(x))
+    for number in range(len(x)):
+        assert matrix.values[number].float().isnan().all() == (number in poisoned)
+    assert matrix.scale.reshape(-1)[row if rowwise else 0].isnan()
+
+
+@FORMATS
+def test_a_cast_with_an_older_scale_saturates(dtype: torch.dtype) -> None:
+    """A delayed scale may be too small. E5M2 has Inf, and must not make it of a finite number."""
+    largest = LARGEST[dtype]
+    values = cast(torch.tensor([1.0, 2.5, 1e9, -1e9]) * largest, torch.tensor(2.0), dtype)
+    assert values.float().tolist() == [largest / 2, largest, largest, -largest]
+    assert cast(torch.tensor([1.0, math.inf]), torch.tensor(math.nan), dtype).float().isnan().all()
+
+
+@FORMATS
+def test_every_number_of_a_format_is_decoded_exactly(dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+    for view in (values, values.t(), values[:0]):
+        torch.testing.assert_close(decode(view), view.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(0, 4), (0, 0)])
+def test_nothing_is_quantised_to_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    assert quantize(torch.empty(shape), dtype, rowwise=False).scale == 1.0
+    assert quantize(torch.empty(shape), dtype, rowwise=True).scale.shape == (0,)
+
+
+@pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="no C++ compiler")
+def test_compiled_casts_have_the_bits_of_eager_ones() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 48, generator=generator).bfloat16()
+    wide = x.float().ldexp(torch.randint(-120, 90, x.shape, generator=generator)).bfloat16()
+    bad = x.clone()
+    bad[3, 4], bad[5, 6] = math.nan, math.inf
+    for matrix in (x, wide, bad, torch.zeros_like(x), x[:37, :20].contiguous()):
+        compiled, eager = (quantize_both(matrix, E4M3, rowwise=False, compiled=way) for way in (True, False))
+        assert all(same(*pair) for pair in zip(compiled, eager, strict=True))
+        assert compiled[1].values.is_contiguous()

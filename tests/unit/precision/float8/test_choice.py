@@ -1,0 +1,174 @@
+"""Which products are FP8, and what FP8 options mean on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dtrain.errors import ConfigError
+from dtrain.precision.float8 import choice, options, weights
+from dtrain.precision.float8.cast import E4M3, E5M2
+from dtrain.precision.float8.choice import Product, decide
+from dtrain.precision.float8.options import Float8Options, Recipe
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BY_SHAPE = Float8Options(choice="all").on(CPU)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for one another on a busy machine are no measure of a product."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+
+
+# -- choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("out_features", "in_features", "is_float8", "reason"),
+    [
+        (256, 704, True, "[256, 704] are multiples of 16"),
+        (16, 16, True, "[16, 16] are multiples of 16"),
+        (15, 256, False, "[15, 256] has a dimension below 16"),
+        (256, 8, False, "[256, 8] has a dimension below 16"),
+        (250, 1000, True, "[250, 1000] is padded to [256, 1008]"),
+        (256, 128 - 14, True, "[256, 114] is padded to [256, 128]"),  # 12.3 % more
+        (256, 128 - 15, False, "[256, 113] would be padded to [256, 128], 13.3% more; at most 12.5% pay"),
+        (17, 256, False, "[17, 256] would be padded to [32, 256], 88.2% more; at most 12.5% pay"),
+    ],
+)
+def test_by_shape(out_features: int, in_features: int, is_float8: bool, reason: str) -> None:
+    (decision,) = decide([Product("blocks.0.out", out_features, in_features)], BY_SHAPE, CPU)
+    assert decision == choice.Decision("blocks.0.out", is_float8, reason)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_timed_on_the_device_an_emulation_loses_against_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Really timed, each shape once; what shape alone keeps out of FP8 is not timed."""
+    times, shapes = choice._times, []
+    monkeypatch.setattr(choice, "_times", lambda product, *how: shapes.append(product.name) or times(product, *how))
+    timed = Float8Options(choice="timed", num_rows=32).on(CPU)
+    products = [Product("a", 64, 64), Product("b", 8, 64), Product("c", 80, 72), Product("d", 64, 64)]
+    state = torch.get_rng_state()
+    a, b, c, d = decide(products, timed, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [decision.name for decision in (a, b, c, d)] == ["a", "b", "c", "d"]
+    assert not any(decision.is_float8 for decision in (a, b, c, d))
+    assert shapes == ["a", "c"]
+    assert (a.low_ms, a.float8_ms, a.reason) == (d.low_ms, d.float8_ms, d.reason)
+    assert (b.low_ms, b.reason) == (None, "[8, 64] has a dimension below 16")
+    for decision in (a, c):
+        assert 0 < decision.low_ms < decision.float8_ms
+        ratio = decision.float8_ms / decision.low_ms
+        assert decision.reason.startswith(f"timed {ratio:.2f} of BF16 (")
+        assert decision.reason.endswith(" ms at 32 rows)")
+
+
+@pytest.mark.parametrize(("float8_ms", "is_float8"), [(0.8, True), (0.97, True), (0.971, False), (1.1, False)])
+def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float8_ms: float, is_float8: bool) -> None:
+    monkeypatch.setattr(choice, "_times", lambda *_: (1.0, float8_ms))
+    (decision,) = decide([Product("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+    assert decision.is_float8 is is_float8
+    assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("casts_each_time", [False, True])
+def test_the_cast_of_the_weight_is_timed_where_the_engine_has_it(
+    monkeypatch: pytest.MonkeyPatch, casts_each_time: bool
+) -> None:
+    cast: list[tuple[int, ...]] = []
+    quantize = weights.quantize
+    monkeypatch.setattr(weights, "quantize", lambda x, *a, **how: cast.append(tuple(x.shape)) or quantize(x, *a, **how))
+    timed = Float8Options(choice="timed", num_rows=16).on(CPU)
+    decide([Product("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
+    runs = 2 + choice._ROUNDS
+    assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
+
+
+def test_what_does_not_fit_the_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> tuple[float, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(choice, "_times", too_large)
+    with pytest.raises(ConfigError, match=r"no memory to time 8192 rows of 'a' \[64, 64\] on cpu; set float8 num_rows"):
+        decide([Product("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+
+
+# -- options -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "emulate", "chosen"),
+    [((8, 0), True, "all"), ((8, 6), True, "all"), ((8, 9), False, "timed"), ((9, 0), False, "timed")],
+)
+def test_a_gpu_without_fp8_emulates(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], emulate: bool, chosen: str
+) -> None:
+    pretend_gpu(monkeypatch, *capability)
+    on = Float8Options().on(GPU)
+    assert (on.emulate, on.choice) == (emulate, chosen)
+    assert Float8Options(emulate=True).on(GPU).emulate is True
+
+
+def test_a_gpu_without_fp8_refuses_to_compute_without_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, 8, 0)
+    with pytest.raises(ConfigError, match=r"emulate=false needs FP8 Tensor Cores .* a GPU has 8\.0; use emulate=auto"):
+        Float8Options(emulate=False).on(GPU)
+
+
+def test_a_cpu_emulates_and_may_run_torchs_own_product() -> None:
+    on = Float8Options().on(CPU)
+    assert (on.emulate, on.choice, on.grad_format, on.compile) == (True, "all", "e5m2", False)
+    assert Float8Options(recipe="rowwise").on(CPU).grad_format == "e4m3"
+    assert Float8Options(recipe="rowwise", grad_format="e5m2").on(CPU).grad_format == "e5m2"
+    assert Float8Options(emulate=False, choice="all").on(CPU).emulate is False
+    assert on.on(CPU) == on
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    pretend_gpu(monkeypatch, 9, 0)
+    monkeypatch.setattr(options, "has_compiler", lambda device: there)
+    assert Float8Options().on(GPU).compile is there
+    assert Float8Options(compile=False).on(GPU).compile is False
+    if there:
+        assert Float8Options(compile=True).on(CPU).compile is True
+        pretend_gpu(monkeypatch, 8, 0)  # Triton has no FP8 there
+        assert Float8Options().on(GPU).compile is False
+        with pytest.raises(ConfigError, match=r"compile=true needs .* compute capability 8\.9; cuda:0 lacks"):
+            Float8Options(compile=True).on(GPU)
+    else:
+        with pytest.raises(ConfigError, match=r"compile=true needs a C\+\+ compiler, .*; cpu lacks one of them"):
+            Float8Options(compile=True).on(CPU)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"recipe": "row-wise"}, r"recipe must be one of tensorwise, rowwise; got 'row-wise'.*rowwise"),
+        ({"emulate": "yes"}, r"emulate must be one of auto, True, False; got 'yes'"),
+        ({"num_rows": 0}, r"num_rows must be at least 1; got 0"),
+        ({"recipe": "rowwise", "weight_scale": "delayed"}, r"weight_scale=delayed needs recipe=tensorwise"),
+    ],
+)
+def test_options_that_mean_nothing(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Float8Options(**wrong)
+
+
+def test_a_recipe_is_what_the_options_say() -> None:
+    of = {"emulate": False, "fast_accumulation": True, "compile": False}
+    assert Recipe.of(Float8Options(**of).on(CPU), torch.bfloat16) == Recipe(False, E5M2, torch.bfloat16, False, True)
+    rowwise = Recipe.of(Float8Options(recipe="rowwise").on(CPU), torch.float32)
+    assert rowwise == Recipe(True, E4M3, torch.float32, True)

@@ -1,0 +1,559 @@
+"""Float8Linear: its three products against double precision, whatever comes in, and what it keeps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import dtrain
+from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.precision import autocast_ops
+from dtrain.precision.float8.cast import E4M3, E5M2, Quantized
+from dtrain.precision.float8.linear import Float8Linear, convert
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.weights import KeptWeights, LocalWeights, QuantizedWeights, WeightSource, dequantized
+from tests.helpers.host_reads import forbidden
+
+TENSORWISE, ROWWISE = Recipe(), Recipe(rowwise=True, grad_dtype=E4M3)
+RECIPES = {
+    "tensorwise": TENSORWISE,
+    "tensorwise-e4m3": Recipe(grad_dtype=E4M3),
+    "rowwise": ROWWISE,
+    "rowwise-e5m2": Recipe(rowwise=True),
+}
+# signal to quantisation noise of a product of normally distributed operands: 3 mantissa bits, or 2 on one side
+SQNR = {E4M3: 27.0, E5M2: 23.5}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+both_recipes = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=["tensorwise", "rowwise"])
+
+
+def decibels(value: Tensor, reference: Tensor) -> float:
+    """Signal to noise."""
+    value, reference = value.detach().double(), reference.detach()
+    return float(10 * torch.log10(reference.square().mean() / (value - reference).square().mean()))
+
+
+def make(
+    recipe: Recipe, in_features: int = 80, out_features: int = 48, *, bias: bool = False, seed: int = 0
+) -> Float8Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return convert(nn.Linear(in_features, out_features, bias=bias), recipe)
+
+
+def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def products(linear: nn.Linear, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of the input, gradient of the weight."""
+    x = x.detach().requires_grad_()
+    y = linear(x)
+    dx, dw = torch.autograd.grad(y, (x, linear._parameters["weight"]), grad)
+    return y.detach(), dx, dw
+
+
+def in_double(weight: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, grad, weight = (tensor.detach().double() for tensor in (x, grad, weight))
+    return x @ weight.t(), grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+class NativeLike(QuantizedWeights):
+    """A weight of which only FP8 is left, as the native engine has it: the parameter holds NaN."""
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.kept = KeptWeights(recipe).copies(linear._parameters["weight"])
+        placeholder = torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(linear._parameters["weight"].shape)
+        linear._parameters["weight"] = nn.Parameter(placeholder)
+
+    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        return self.kept
+
+    def held(self) -> list[Tensor]:
+        return [copy.values for copy in self.kept]
+
+    def dequantized(self, weight: Tensor) -> Tensor:
+        return dequantized("0.weight", weight, self.kept[0])
+
+
+SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
+    "local": lambda linear, recipe: LocalWeights(recipe),
+    "kept": lambda linear, recipe: KeptWeights(recipe),
+    "native": NativeLike,
+}
+
+
+# -- the numbers ---------------------------------------------------------------------------------------------------
+
+
+@every_recipe
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
+@pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
+def test_all_three_products_are_near_double_precision(
+    recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]
+) -> None:
+    rows, in_features, out_features = sizes
+    linear = make(replace(recipe, emulate=emulate), in_features, out_features)
+    x, grad = normal(3, rows, in_features), normal(3, rows, out_features, seed=2)
+    found = products(linear, x, grad)
+    bounds = (SQNR[E4M3], SQNR[recipe.grad_dtype], SQNR[recipe.grad_dtype])
+    for value, exact, bound in zip(found, in_double(linear.weight, x, grad), bounds, strict=True):
+        assert value.shape == exact.shape
+        assert decibels(value, exact) > bound
+
+
+def test_rowwise_keeps_rows_that_a_scale_for_all_would_lose() -> None:
+    """Rows that are 2^-16 of the largest are below E4M3's range when one scale serves all."""
+    x, grad = normal(64, 80), normal(64, 48, seed=2)
+    x[:32] *= 2.0**-16
+    quiet = {name: products(make(recipe), x, grad)[0][:32] for name, recipe in RECIPES.items()}
+    exact = in_double(make(TENSORWISE).weight, x, grad)[0][:32]
+    assert decibels(quiet["rowwise"], exact) > SQNR[E4M3]
+    assert decibels(quiet["tensorwise"], exact) < 10
+
+
+@every_recipe
+@pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
+def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, int, int]) -> None:
+    rows, in_features, out_features = sizes
+    x, grad = normal(rows, in_features), normal(rows, out_features, seed=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        emulated, real = (
+            products(make(replace(recipe, emulate=emulate), in_features, out_features), x, grad)
+            for emulate in (True, False)
+        )
+    assert all(torch.equal(*pair) for pair in zip(emulated, real, strict=True))
+
+
+@both_recipes
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
+def test_it_does_not_matter_where_the_weight_is_kept(
+    recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource], emulate: bool
+) -> None:
+    recipe = replace(recipe, emulate=emulate)
+    x, grad = normal(37, 50), normal(37, 20, seed=2)
+    want = products(make(recipe, 50, 20), x, grad)
+    linear = make(recipe, 50, 20)
+    linear.source = source(linear, recipe)
+    for _ in range(2):
+        found = products(linear, x, grad)
+        assert all(torch.equal(value.to(have.dtype), have) for value, have in zip(want, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_noisier_than_torchao() -> None:
+    pytest.importorskip("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    x, grad = normal(256, 512), normal(256, 384, seed=2)
+    for name, recipe in (("tensorwise", TENSORWISE), ("rowwise", ROWWISE)):
+        ours = make(recipe, 512, 384)
+        config = replace(Float8LinearConfig.from_recipe_name(name), emulate=True)
+        theirs = nn.Sequential(nn.Linear(512, 384, bias=False))
+        theirs[0].weight = nn.Parameter(ours.weight.detach().bfloat16())
+        convert_to_float8_training(theirs, config=config)
+        exact = in_double(ours.weight, x, grad)
+        for own, other, reference in zip(products(ours, x, grad), products(theirs[0], x, grad), exact, strict=True):
+            assert decibels(own, reference) > decibels(other, reference) - 1.0
+
+
+non_finite = st.sampled_from([math.inf, -math.inf, math.nan])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.sampled_from(sorted(RECIPES)), st.sampled_from(["x", "weight", "grad"]), non_finite, st.data())
+def test_what_is_not_finite_is_seen_in_all_that_it_enters(
+    name: str, place: str, bad: float, data: st.DataObject
+) -> None:
+    """E4M3 has no Inf: a cast alone would make 448 of it, and the step would be applied."""
+    linear = make(RECIPES[name], 32, 16)
+    x, grad = normal(20, 32), normal(20, 16, seed=2)
+    tensor = {"x": x, "weight": linear.weight.data, "grad": grad}[place]
+    tensor[tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)] = bad
+    y, dx, dw = products(linear, x, grad)
+    entered = {"x": (y, dw), "weight": (y, dx), "grad": (dx, dw)}[place]
+    assert not any(product.isfinite().all() for product in entered)
+    others = [product for product in (y, dx, dw) if all(product is not one for one in entered)]
+    assert all(product.isfinite().all() for product in others)
+
+
+# -- what comes in -------------------------------------------------------------------------------------------------
+
+
+@both_recipes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inputs_of_any_16_or_32_bits(recipe: Recipe, dtype: torch.dtype) -> None:
+    """They are cast to FP8 as they are: FP32 is not rounded to BF16 first."""
+    linear = make(recipe, bias=True)
+    x = normal(8, 80, dtype=dtype).requires_grad_()
+    y = linear(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert (x.grad.dtype, linear.weight.grad.dtype) == (dtype, torch.float32)
+    assert linear.bias.grad.tolist() == [8.0] * 48
+    between = torch.full((16, 80), 1.0 + 2.0**-4 + 2.0**-12)  # rounds up in E4M3, and down where BF16 comes first
+    assert torch.equal(linear(between), linear(torch.full((16, 80), 1.125)))
+    assert not torch.equal(linear(between), linear(between.bfloat16()))
+
+
+@both_recipes
+@pytest.mark.parametrize("bias", [False, True])
+def test_shapes(recipe: Recipe, bias: bool) -> None:
+    linear = make(recipe, 50, 20, bias=bias)
+    x, grad = normal(6, 50), normal(6, 20, seed=2)
+    want = products(linear, x, grad)
+    deep = products(linear, x.view(2, 1, 3, 50), grad.view(2, 1, 3, 20))
+    assert torch.equal(deep[0].view(6, 20), want[0])
+    assert torch.equal(deep[1].view(6, 50), want[1])
+    assert torch.equal(deep[2], want[2])
+    one = products(linear, x[0], grad[0])
+    assert (one[0].shape, one[1].shape) == ((20,), (50,))
+    assert torch.equal(one[0], products(linear, x[:1], grad[:1])[0][0])
+    none = products(linear, x[:0].view(2, 0, 50), grad[:0].view(2, 0, 20))
+    assert [tuple(product.shape) for product in none] == [(2, 0, 20), (2, 0, 50), (20, 50)]
+    assert not none[2].any()
+
+
+@pytest.mark.parametrize("sizes", [(80, 48), (50, 20)], ids=["aligned", "padded"])
+@pytest.mark.parametrize("shape", [(16,), (2, 8)])
+def test_the_output_may_be_changed_in_place(sizes: tuple[int, int], shape: tuple[int, ...]) -> None:
+    x = normal(*shape, sizes[0])
+    gradients = []
+    for inplace in (False, True):
+        model = nn.Sequential(make(TENSORWISE, *sizes), nn.ReLU(inplace=inplace))
+        model(x).sum().backward()
+        gradients.append(model[0].weight.grad)
+    assert torch.equal(*gradients)
+
+
+@both_recipes
+def test_zeros_give_zeros(recipe: Recipe) -> None:
+    linear = make(recipe)
+    found = products(linear, torch.zeros(16, 80).bfloat16(), torch.zeros(16, 48).bfloat16())
+    assert not any(product.any() for product in found)
+
+
+@both_recipes
+def test_strides_change_nothing(recipe: Recipe) -> None:
+    linear = make(recipe)
+    x, grad = normal(24, 160), normal(48, 24, seed=2)
+    views = {"strided": (x[:, ::2], grad.t()), "expanded": (x[:1, :80].expand(24, 80), grad[:1, :1].expand(24, 48))}
+    for left, right in views.values():
+        dense = products(linear, left.contiguous(), right.contiguous())
+        assert all(torch.equal(*pair) for pair in zip(products(linear, left, right), dense, strict=True))
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 80).double(), torch.zeros(4, 80).int(), torch.zeros(4, 81)])
+def test_inputs_that_it_does_not_take(x: Tensor) -> None:
+    with pytest.raises(ModelError, match=r"an FP8 Linear takes FP32, BF16 or FP16 \[\.\.\., 80\]; got .* \[4, 8[01]\]"):
+        make(TENSORWISE)(x)
+
+
+def test_the_host_waits_for_nothing() -> None:
+    linear = make(ROWWISE, 50, 20)
+    x, grad = normal(6, 50).requires_grad_(), normal(6, 20)
+    with forbidden():
+        linear(x).backward(grad)
+
+
+def test_fast_accumulation_is_for_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda *a, **how: asked.append(how["use_fast_accum"]) or scaled_mm(*a, **how)
+    )
+    products(make(Recipe(emulate=False, fast_accumulation=True)), normal(16, 80), normal(16, 48))
+    assert asked == [True, False, False]
+
+
+# -- what is kept --------------------------------------------------------------------------------------------------
+
+
+@both_recipes
+@pytest.mark.parametrize(
+    ("trained", "bytes_saved"),
+    [(("x", "weight"), 32 * 80 + 48 * 80), (("x",), 48 * 80), (("weight",), 32 * 80), ((), 0)],
+    ids=["both", "input", "weight", "none"],
+)
+def test_only_fp8_is_saved_and_only_for_the_gradients_that_are_needed(
+    recipe: Recipe, trained: tuple[str, ...], bytes_saved: int
+) -> None:
+    saved: list[Tensor] = []
+    linear = make(recipe, bias=True)
+    linear.source = KeptWeights(recipe)
+    linear.weight.requires_grad_("weight" in trained)
+    x = normal(32, 80).requires_grad_("x" in trained)
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = linear(x)
+    matrices = [tensor for tensor in saved if tensor.dim() == 2]
+    assert all(tensor.dtype == E4M3 for tensor in matrices)
+    assert sum(tensor.numel() for tensor in matrices) == bytes_saved
+    grad = normal(32, 48, seed=2)
+    y.backward(grad)
+    assert (x.grad is not None, linear.weight.grad is not None) == ("x" in trained, "weight" in trained)
+    _, *wanted = products(make(recipe), x, grad)
+    for found, want in zip((x.grad, linear.weight.grad), wanted, strict=True):
+        assert found is None or torch.equal(found, want)
+
+
+def test_without_a_graph_the_transpose_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make(TENSORWISE)
+    x = normal(32, 80)
+    want = linear(x)
+    monkeypatch.setattr("dtrain.precision.float8.linear.quantize_both", None)
+    with torch.no_grad():
+        assert torch.equal(linear(x), want)
+    with pytest.raises(TypeError):
+        linear(x)
+
+
+def test_a_local_weight_is_saved_as_the_parameter_itself() -> None:
+    """A library that frees and gathers weights knows its parameter, and no FP8 copy of it."""
+    linear = make(TENSORWISE)
+    saved: list[Tensor] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        linear(normal(32, 80).requires_grad_())
+    assert sum(tensor.data_ptr() == linear.weight.data_ptr() for tensor in saved) == 1
+    assert {tensor.dtype for tensor in saved if tensor.dim() == 2} == {torch.float32, E4M3}
+
+
+@both_recipes
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe, use_reentrant: bool) -> None:
+    linear = make(recipe)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    want = products(linear, x, grad)
+    inputs = x.clone().requires_grad_()
+    checkpoint(linear, inputs, use_reentrant=use_reentrant).backward(grad)
+    assert torch.equal(inputs.grad, want[1])
+    assert torch.equal(linear.weight.grad, want[2])
+
+
+@both_recipes
+@pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
+def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -> None:
+    recipe = replace(recipe, emulate=emulate)
+    linear = make(recipe)
+    source = linear.source = KeptWeights(recipe)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    before = products(linear, x, grad)
+    kept = [tensor.data_ptr() for tensor in source.tensors()]
+    # copies, and what is made of them: decoded, or transposed
+    bytes_kept = {(False, True): 1 + 4, (False, False): 1 + 1, (True, True): 2 + 8, (True, False): 2 + 1}
+    want_bytes = linear.weight.numel() * bytes_kept[recipe.rowwise, emulate]
+    assert sum(tensor.nbytes for tensor in source.tensors()) == want_bytes
+    linear.weight.data.neg_()
+    assert torch.equal(products(linear, x, grad)[0], before[0])
+    assert [tensor.data_ptr() for tensor in source.tensors()] == kept
+    source.refresh()
+    assert not source.tensors()
+    after = products(linear, x, grad)
+    assert torch.equal(after[0], -before[0])
+    assert torch.equal(after[1], -before[1])
+
+
+def test_writes_that_pytorch_counts_are_seen() -> None:
+    """A swap of weights for an evaluation, or weights clipped after a step, need nobody to say so."""
+    linear = make(TENSORWISE)
+    source = linear.source = KeptWeights(TENSORWISE)
+    x = normal(16, 80)
+    before = linear(x)
+    kept = source.tensors()[0]
+    with torch.no_grad():
+        assert torch.equal(linear(x), before)
+        assert source.tensors()[0] is kept
+        linear.weight.neg_()
+        assert torch.equal(linear(x), -before)
+        linear.load_state_dict({"weight": torch.zeros(48, 80)})
+        assert not linear(x).any()
+
+
+@both_recipes
+@pytest.mark.parametrize("source", [LocalWeights, KeptWeights])
+def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: type[KeptWeights]) -> None:
+    linear = make(recipe)
+    linear.source = source(recipe)
+    x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
+    own = linear(x)
+    for other in (linear.weight.detach().neg(), torch.zeros(48, 80)):  # where one lay, the next may lie
+        weight = other.clone().requires_grad_()
+        y = functional_call(linear, {"weight": weight}, (x,))
+        assert torch.equal(linear(x), own)
+        want = products(make(recipe), x, grad) if other.any() else (own * 0,) * 2
+        assert torch.equal(y.abs(), want[0].abs())
+        assert not (y * own > 0).any()
+        dx, dw = torch.autograd.grad(y, (x, weight), grad)
+        assert torch.equal(dx.abs(), want[1].abs() if other.any() else torch.zeros_like(dx))
+        assert dw.any()
+        with torch.inference_mode():
+            assert torch.equal(functional_call(linear, {"weight": other.clone()}, (x,)), y)
+        del y, weight
+
+
+def test_a_graph_older_than_a_refresh_leaves_nothing_behind() -> None:
+    """Its copies are freed after it; what was kept for their address would be taken for that of others."""
+    linear = make(TENSORWISE)
+    source = linear.source = KeptWeights(TENSORWISE)
+    x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
+    want = products(linear, x, grad)
+    y = linear(x)
+    source.refresh()
+    (dx,) = torch.autograd.grad(y, x, grad)
+    assert torch.equal(dx, want[1])
+    assert not source.tensors()
+
+
+def test_what_an_evaluation_has_cast_serves_training() -> None:
+    linear = make(TENSORWISE)
+    linear.source = KeptWeights(TENSORWISE)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    with torch.inference_mode():
+        linear(x)
+    found, want = products(linear, x, grad), products(make(TENSORWISE), x, grad)
+    assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
+# -- the module ----------------------------------------------------------------------------------------------------
+
+
+def test_whoever_reads_the_weight_gets_numbers_and_gradients() -> None:
+    linear = make(TENSORWISE)
+    want = linear.weight.detach().clone()
+    linear.source = NativeLike(linear, TENSORWISE)
+    weight = linear.weight
+    assert weight.dtype == torch.bfloat16
+    assert decibels(weight, want.double()) > SQNR[E4M3]
+    weight.square().sum().backward()
+    assert torch.equal(linear._parameters["weight"].grad, 2 * weight.detach())
+    assert torch.equal(linear.state_dict()["weight"], weight)
+    assert isinstance(make(TENSORWISE).weight, nn.Parameter)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda weight: weight.register_hook(lambda grad: grad),
+        lambda weight: weight.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda weight: weight.requires_grad_(False),
+    ],
+    ids=["hook", "post-accumulate", "freeze"],
+)
+def test_what_would_be_lost_on_a_dequantised_weight_is_refused(setting: Callable[[Tensor], object]) -> None:
+    linear = make(TENSORWISE)
+    setting(linear.weight)
+    linear.source = NativeLike(linear, TENSORWISE)
+    with pytest.raises(UsageError, match=r"a copy for reading; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
+        setting(linear.weight)
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@both_recipes
+def test_a_copy_owns_its_weight(recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    linear = make(recipe, bias=True)
+    linear.source = source(linear, recipe)
+    model = nn.Sequential(linear, nn.ReLU())
+    x = normal(16, 80)
+    want = model(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), want)
+    assert torch.equal(copied[0].weight, linear.weight)
+    assert [name for name, _ in copied.named_parameters()] == ["0.weight", "0.bias"]
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    assert not copied(torch.ones_like(x))[:, copied[0].bias <= 0].any()
+    assert torch.equal(model(x), want)
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_an_exempt_region_computes_in_fp32(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    linear = make(TENSORWISE, bias=True)
+    linear.source = source(linear, TENSORWISE)
+    x = normal(16, 80).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = linear(x)
+        with dtrain.full_precision():
+            y = linear(x)
+    assert (low.dtype, y.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(y, F.linear(x.float(), linear.weight.float(), linear.bias))
+    y.sum().backward()
+    assert linear._parameters["weight"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_autocast_is_the_engines(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    """Switched off by the model, it says FP32 as for any Linear; outside an engine it says nothing of FP8."""
+    linear = make(TENSORWISE, bias=True)
+    linear.source = source(linear, TENSORWISE)
+    x = normal(16, 80)
+    low, want = linear(x), F.linear(x.float(), linear.weight.float(), linear.bias)
+    off, half = torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.float16)
+    for region in (off, half):
+        with region:
+            assert torch.equal(linear(x), low)
+    with autocast_ops.enabled("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(linear(x), low)
+        with off:
+            assert torch.equal(linear(x), want)
+        with (
+            half,
+            pytest.raises(ContractError, match=r"\[48, 80\] that gives torch.bfloat16 .* autocast of torch.float16"),
+        ):
+            linear(x)
+    fp32 = make(replace(TENSORWISE, out_dtype=torch.float32))
+    with autocast_ops.enabled("cpu"):
+        assert not torch.equal(fp32(x), F.linear(x.float(), fp32.weight)), "FP8 by a rule where all else is FP32"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_compiled_code_calls_it_as_it_is(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    """Its padding, kept tensors and hooks are not for a compiler to trace."""
+    torch._dynamo.reset()
+    recipe = Recipe(emulate=False)
+    found = []
+    for backend in (None, "aot_eager"):
+        block = nn.Sequential(make(recipe, 50, 50, bias=True), nn.Tanh(), make(recipe, 50, 50))
+        for linear in (block[0], block[2]):
+            linear.source = source(linear, recipe)
+        parameters = [*block.parameters()]
+        if backend is not None:
+            block.forward = torch.compile(block.forward, backend=backend)
+        for _ in range(2):
+            x = normal(20, 50).requires_grad_()
+            y = block(x)
+            found.append([y, *torch.autograd.grad(y.sum(), [x, *parameters])])
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+
+
+def test_selective_checkpointing_may_keep_the_product() -> None:
+    linear = make(TENSORWISE)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    kept = functools.partial(create_selective_checkpoint_contexts, ops)
+    inputs = x.clone().requires_grad_()
+    checkpoint(linear, inputs, use_reentrant=False, context_fn=kept).backward(grad)
+    assert torch.equal(inputs.grad, products(linear, x, grad)[1])
+
+
+def test_what_it_says_of_itself() -> None:
+    linear = make(TENSORWISE)
+    assert repr(linear) == (
+        "Float8Linear(in_features=80, out_features=48, bias=False, float8=(tensorwise, E5M2 gradients, emulated))"
+    )
+    everything = Recipe(rowwise=True, grad_dtype=E4M3, emulate=False, fast_accumulation=True, compile=True)
+    assert everything.describe() == "rowwise, E4M3 gradients, fast accumulation, compiled casts"

@@ -1,0 +1,282 @@
+"""The dtypes that a model's operations really run in under a contract."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.precision.contract import Contract, resolve
+from dtrain.precision.forward import Autocast, find_loss
+from dtrain.precision.policy import PrecisionPolicy
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Ops(TorchDispatchMode):
+    """Notes the dtype of the first floating argument of every kernel that runs, casts left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[torch.dtype]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        floating = [a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()]
+        if floating:
+            self.seen.setdefault(func.overloadpacket.__name__, set()).add(floating[0])
+        return func(*args, **(kwargs or {}))
+
+
+def prepared(model: nn.Module, name: str = "bf16", in_fp32: tuple[str, ...] = ()) -> tuple[Autocast, Contract]:
+    """The forward rules, with replicas cast as the engine casts them."""
+    contract = resolve(PrecisionPolicy.named(name, rules=dict.fromkeys(in_fp32, "fp32")), model)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(contract.replica_dtypes[parameter_name])
+    contract.check_parameters(model)
+    return Autocast(contract, model, CPU), contract
+
+
+def dtypes_of(call: Callable[[], Any], autocast: Autocast) -> tuple[Any, dict[str, set[torch.dtype]]]:
+    with Ops() as ops, autocast():
+        output = call()
+    return output, ops.seen
+
+
+def low(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(BF16)
+
+
+class Free(nn.Module):
+    """Runs ``function`` between nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+# -- what really runs --------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_runs_low() -> None:
+    model = nn.Linear(8, 4)
+    autocast, _ = prepared(model)
+    output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
+    assert output.dtype == BF16
+    assert seen["addmm"] == {BF16}
+
+
+def test_an_fp16_linear_runs_fp16() -> None:
+    model = nn.Linear(8, 4)
+    autocast, _ = prepared(model, "fp16")
+    output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
+    assert (output.dtype, seen["addmm"]) == (FP16, {FP16})
+
+
+def test_fp32_leaves_everything_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(-1))
+    before = [module.forward for module in model]
+    autocast, _ = prepared(model, "fp32")
+    assert [module.forward for module in model] == before
+    output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
+    assert set().union(*seen.values()) == {FP32}
+    assert autocast.cast_output(output) is output
+
+
+NORMS: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.LayerNorm(8), (3, 8)),
+    (nn.RMSNorm(8), (3, 8)),
+    (nn.GroupNorm(2, 8), (3, 8, 4)),
+    (nn.BatchNorm1d(8), (3, 8)),
+    (nn.InstanceNorm1d(8, affine=True), (3, 8, 4)),
+    (nn.Softmax(-1), (3, 8)),
+    (nn.LogSoftmax(-1), (3, 8)),
+    (nn.Softmin(-1), (3, 8)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), NORMS, ids=lambda value: type(value).__name__)
+def test_a_norm_module_computes_in_fp32(module: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(copy.deepcopy(module))
+    autocast, _ = prepared(model)
+    x = low(*shape)
+    output, _ = dtypes_of(lambda: model(x), autocast)
+    assert output.dtype == FP32
+    assert torch.equal(output, module(x.float()))
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F.softmax": lambda x: F.softmax(x, -1),
+    "torch.softmax": lambda x: torch.softmax(x, -1),
+    "Tensor.softmax": lambda x: x.softmax(-1),
+    "F.log_softmax": lambda x: F.log_softmax(x, -1),
+    "Tensor.log_softmax": lambda x: x.log_softmax(-1),
+    "F.softmin": lambda x: F.softmin(x, -1),
+    "F.layer_norm": lambda x: F.layer_norm(x, (8,), torch.ones(8, dtype=x.dtype), torch.zeros(8, dtype=x.dtype)),
+    "F.rms_norm": lambda x: F.rms_norm(x, (8,), torch.ones(8, dtype=x.dtype)),
+    "F.group_norm": lambda x: F.group_norm(x, 2, torch.ones(8, dtype=x.dtype)),
+    "F.batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "F.instance_norm": lambda x: F.instance_norm(x.unflatten(1, (2, 4))),
+    "F.cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(3, dtype=torch.long)),
+    "F.mse_loss": lambda x: F.mse_loss(x, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_computes_in_fp32(name: str) -> None:
+    function = FUNCTIONS[name]
+    autocast, _ = prepared(Free(function))
+    x = low(3, 8)
+    output, _ = dtypes_of(lambda: function(x), autocast)
+    assert output.dtype == FP32
+    assert torch.equal(output, function(x.float()))
+
+
+def test_softmax_inside_a_composite_function_is_fp32() -> None:
+    """MultiheadAttention with weights, and gumbel_softmax, call softmax inside a function of torch."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    autocast, _ = prepared(attention)
+    x = torch.randn(2, 3, 8)
+    _, seen = dtypes_of(lambda: attention(x, x, x, need_weights=True), autocast)
+    assert seen["_softmax"] == {FP32}
+    _, seen = dtypes_of(lambda: F.gumbel_softmax(low(3, 8)), autocast)
+    assert seen["_softmax"] == {FP32}
+
+
+def test_outside_the_forward_nothing_is_changed() -> None:
+    prepared(nn.Linear(2, 2))
+    assert F.softmax(low(2, 2), -1).dtype == BF16
+
+
+def test_a_function_inside_the_users_own_fp32_region_is_left_alone() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return F.softmax(x, -1)
+
+    autocast, _ = prepared(Free(forward))
+    output, _ = dtypes_of(lambda: forward(low(2, 2)), autocast)
+    assert output.dtype == BF16
+
+
+def test_an_fp32_linear_runs_in_fp32_exactly() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    autocast, _ = prepared(model, in_fp32=("1",))
+    x = torch.randn(3, 8)
+    output, seen = dtypes_of(lambda: model(x), autocast)
+    assert seen["addmm"] == {BF16, FP32}
+    hidden = F.linear(x.to(BF16), model[0].weight, model[0].bias).float()
+    assert torch.equal(output, F.linear(hidden, model[1].weight, model[1].bias))
+    # a control: what autocast alone makes of it
+    with torch.autocast("cpu", dtype=BF16):
+        assert not torch.equal(F.linear(hidden, model[1].weight, model[1].bias).float(), output)
+
+
+class Heads(nn.Module):
+    """Calls the elements of a ModuleList, and a child of a child, whose own forward never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(8, 4)])
+        self.wrapper = nn.Sequential(nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[0](x) + self.wrapper[0](x)
+
+
+def test_modules_inside_an_fp32_module_run_in_fp32_whoever_calls_them() -> None:
+    model = Heads()
+    autocast, contract = prepared(model, in_fp32=("heads", "wrapper"))
+    assert set(contract.replica_dtypes.values()) == {FP32}
+    x = torch.randn(3, 8)
+    output, seen = dtypes_of(lambda: model(x), autocast)
+    assert seen["addmm"] == {FP32}
+    head, inner = model.heads[0], model.wrapper[0]
+    assert torch.equal(output, F.linear(x, head.weight, head.bias) + F.linear(x, inner.weight, inner.bias))
+
+
+def test_keyword_and_nested_inputs_of_an_fp32_module_are_cast() -> None:
+    class Pair(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor], *, gain: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+            return (*pair, gain, index)
+
+    model = nn.ModuleDict({"pair": Pair()})
+    autocast, _ = prepared(model, in_fp32=("pair",))
+    index = torch.tensor(3)
+    with autocast():
+        output = model["pair"]((low(2), low(2)), gain=low(1), index=index)
+    assert [x.dtype for x in output] == [FP32, FP32, FP32, torch.int64]
+    assert output[3] is index
+
+
+def test_gradients_cross_the_islands_in_both_directions() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    autocast, contract = prepared(model)
+    with autocast():
+        output = autocast.cast_output(model(torch.randn(3, 8)))
+    output.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == contract.replica_dtypes[name]
+        assert parameter.grad.any() or name == "0.bias"
+
+
+def test_a_deep_copy_runs_its_own_weights() -> None:
+    """An average of the weights, say, that is evaluated beside the model."""
+    model = nn.Sequential(nn.LayerNorm(4))
+    prepared(model)
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(twin[0].weight)
+    nn.init.constant_(twin[0].bias, 3.0)
+    assert torch.equal(twin(torch.randn(2, 4)), torch.full((2, 4), 3.0))
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Output:
+    loss: Tensor
+    logits: Tensor
+
+
+def test_outputs_are_cast_to_fp32() -> None:
+    autocast, _ = prepared(nn.Linear(2, 2))
+    assert autocast.cast_output(low(3)).dtype == FP32
+    nested = autocast.cast_output({"a": [low(2), torch.arange(2)], "b": (low(1), None, "text")})
+    assert nested["a"][0].dtype == FP32
+    assert nested["a"][1].dtype == torch.int64
+    assert nested["b"][0].dtype == FP32
+    assert nested["b"][1:] == (None, "text")
+
+
+def test_outputs_that_carry_a_loss_are_left_alone() -> None:
+    autocast, _ = prepared(nn.Linear(2, 2))
+    for output in ({"loss": torch.tensor(1.0), "logits": low(3)}, Output(torch.tensor(1.0), low(3))):
+        assert autocast.cast_output(output) is output
+
+
+def test_a_low_loss_is_not_dressed_up() -> None:
+    autocast, _ = prepared(nn.Linear(2, 2))
+    loss = low(3).sum()
+    assert autocast.cast_output(loss) is loss
+    assert autocast.cast_output({"loss": loss})["loss"].dtype == BF16
+    assert autocast.cast_output((loss, low(3)))[0].dtype == BF16
+
+
+def test_find_loss() -> None:
+    loss = torch.tensor(1.0)
+    assert find_loss(loss) is loss
+    assert find_loss({"loss": loss}) is loss
+    assert find_loss(Output(loss, loss)) is loss
+    for other in (torch.ones(1), {"loss": torch.ones(2)}, {"loss": 1.0}, {}, (loss,), None, 3.0):
+        assert find_loss(other) is None

@@ -1,0 +1,291 @@
+"""The formats against PyTorch's own, and ``dtrain formats`` as users run it."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.__main__ import main
+from dtrain.precision.formats import (
+    BF16,
+    EXACT,
+    FORMATS,
+    FP8_E4M3,
+    FP8_E5M2,
+    FP16,
+    FP32,
+    INF,
+    NAN,
+    ROUNDED,
+    SATURATED,
+    SUBNORMAL,
+    TF32,
+    ZERO,
+    FloatFormat,
+    gamma,
+)
+from dtrain.precision.tensor_cores import GPUS, RATED, rate
+from dtrain.tools.formats.picture import worst_errors
+
+ROOT = Path(__file__).parents[3]
+DTYPES = {
+    FP32: torch.float32,
+    BF16: torch.bfloat16,
+    FP16: torch.float16,
+    FP8_E4M3: torch.float8_e4m3fn,
+    FP8_E5M2: torch.float8_e5m2,
+}
+LOW = [floats for floats in DTYPES if floats != FP32]
+names = [floats.name for floats in DTYPES]
+
+
+def all_codes(floats: FloatFormat) -> torch.Tensor:
+    """Every number of a format of 8 or 16 bits as PyTorch decodes it, FP64, NaN included."""
+    integers = {8: torch.uint8, 16: torch.int16}[floats.bits]
+    return torch.arange(2**floats.bits).to(integers).view(DTYPES[floats]).double()
+
+
+def cast(value: float, floats: FloatFormat) -> float:
+    return float(torch.tensor(value, dtype=torch.float32).to(DTYPES[floats]).double())
+
+
+def same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+# -- what follows from the bits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("floats", DTYPES, ids=names)
+def test_ranges_are_those_of_pytorch(floats: FloatFormat) -> None:
+    info = torch.finfo(DTYPES[floats])
+    assert (floats.bits, floats.max, floats.min_normal, floats.epsilon) == (
+        info.bits,
+        info.max,
+        info.smallest_normal,
+        info.eps,
+    )
+
+
+@pytest.mark.parametrize("floats", LOW, ids=names[1:])
+def test_every_number_is_counted_and_is_exact(floats: FloatFormat) -> None:
+    values = all_codes(floats)
+    finite = values[values.isfinite()].unique().tolist()  # zero once
+    assert floats.num_finite == len(finite)
+    assert floats.min_subnormal == min(value for value in finite if value > 0)
+    assert values.isinf().any() == floats.ieee
+    some = finite if floats.bits == 8 else finite[::97]
+    for value in some:
+        rounded = floats.rounded(value)
+        assert (rounded.value, rounded.event) == (value, EXACT)
+
+
+def test_what_only_a_formula_gives() -> None:
+    assert (TF32.bits, TF32.max_exponent, TF32.min_normal, TF32.epsilon) == (19, 127, FP32.min_normal, FP16.epsilon)
+    assert [floats.needs_scaling for floats in FORMATS] == [False, False, False, True, True, True]
+    assert [floats.binades for floats in (FP16, FP8_E4M3, FP8_E5M2)] == [40, 18, 32]
+    assert f"{FP32.decimal_digits:.1f}" == "7.2"
+
+
+@pytest.mark.parametrize("floats", LOW, ids=names[1:])
+def test_a_sum_of_ones_stops_where_it_is_said_to(floats: FloatFormat) -> None:
+    total = 0.0
+    while (larger := cast(total + 1.0, floats)) != total:
+        total = larger
+    assert total == floats.ones_add_up_to
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("floats", [FP8_E4M3, FP8_E5M2], ids=["e4m3", "e5m2"])
+def test_fp8_between_all_neighbours(floats: FloatFormat) -> None:
+    """Every number, every midpoint, and the FP32 numbers beside them, both signs; then far beyond."""
+    values = all_codes(floats)
+    finite = values[values.isfinite()].unique()
+    middles = (finite[1:] + finite[:-1]) / 2
+    exact = torch.cat([finite, middles, torch.tensor([floats.max * 1.03, floats.max * 1.5, 1e30, 1e-30])]).float()
+    beside = [torch.nextafter(exact, torch.full_like(exact, end)) for end in (-math.inf, math.inf)]
+    numbers = torch.cat([exact, *beside])
+    want = numbers.to(DTYPES[floats]).double().tolist()
+    for number, expected in zip(numbers.tolist(), want, strict=True):
+        assert floats.rounded(number).value == expected, number
+
+
+fp32_bits = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(number=st.one_of(fp32_bits, st.floats(width=32, min_value=-7e4, max_value=7e4)))
+def test_rounding_is_pytorchs_cast(number: float) -> None:
+    for floats in DTYPES:
+        assert same(floats.rounded(number).value, cast(number, floats)), floats.name
+
+
+@settings(max_examples=150, deadline=None)
+@given(bits=st.integers(0, 2**32 - 1))
+def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
+    """Nearest even by integer arithmetic: a half and the last bit that stays are added, the rest is masked."""
+    number = struct.unpack("<f", struct.pack("<I", bits))[0]
+    if math.isnan(number):
+        assert math.isnan(TF32.rounded(number).value)
+        return
+    low = (bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000
+    assert TF32.rounded(number).value == struct.unpack("<f", struct.pack("<I", low))[0]
+
+
+@pytest.mark.parametrize(
+    ("floats", "number", "value", "event"),
+    [
+        (FP16, 0.0, 0.0, EXACT),
+        (FP16, 300.0 * 300.0, math.inf, INF),
+        (FP16, 65519.99, 65504.0, ROUNDED),
+        (FP16, 65520.0, math.inf, INF),
+        (FP16, -65520.0, -math.inf, INF),
+        (FP16, 1e-8, 0.0, ZERO),
+        (FP16, 2.0**-24, 2.0**-24, EXACT),
+        (FP16, 1e-7, 2 * 2.0**-24, SUBNORMAL),
+        (BF16, 1 + 1e-4, 1.0, ROUNDED),
+        (FP8_E4M3, 70000.0, 448.0, SATURATED),
+        (FP8_E4M3, -math.inf, -448.0, SATURATED),
+        (FP8_E5M2, math.inf, math.inf, EXACT),
+        (FP8_E5M2, math.nan, math.nan, NAN),
+        (FP32, Fraction(1, 3), float(torch.tensor(1 / 3)), ROUNDED),
+        (FP32, Fraction(2) ** 200, math.inf, INF),
+    ],
+)
+def test_what_happens_is_named(floats: FloatFormat, number: Fraction | float, value: float, event: str) -> None:
+    rounded = floats.rounded(number)
+    assert same(rounded.value, value)
+    assert rounded.event == event
+
+
+def test_a_number_is_rounded_once() -> None:
+    """A hair above a midpoint of FP16 goes up; by way of FP32 the hair is lost, and the tie goes to the even one."""
+    number = 1 + Fraction(1, 2**11) + Fraction(1, 2**40)
+    assert FP16.rounded(number).value == 1 + 2.0**-10
+    assert FP16.rounded(FP32.rounded(number).value).value == 1.0
+
+
+def test_gamma_ends_where_it_proves_nothing() -> None:
+    assert gamma(0, 0.5) == 0
+    assert gamma(10, 2.0**-24) == pytest.approx(10 * 2.0**-24, rel=1e-5)
+    assert gamma(256, 2.0**-8) == math.inf
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+
+
+def test_rates_are_found_by_torchs_names() -> None:
+    assert rate("NVIDIA H200", "fp8") == 1978.9
+    assert rate("NVIDIA A100-SXM4-80GB", "fp8") is None
+    assert rate("NVIDIA H200 MIG 1g.18gb", "bf16") is None
+    device_names = [name for gpu in GPUS for name in gpu.device_names]
+    assert len(set(device_names)) == len(device_names)
+
+
+def test_narrower_formats_are_never_slower() -> None:
+    for gpu in GPUS:
+        assert gpu.rates.keys() <= set(RATED)
+        known = [value for name in ("fp32", "tf32", "fp16", "fp8") if (value := gpu.rates.get(name)) is not None]
+        assert known == sorted(known), gpu.name
+        assert gpu.rates.get("bf16") in (None, gpu.rates["fp16"])
+        assert gpu.url.startswith("https://")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The rows of Markdown tables by their first cell."""
+    lines = [line for line in output.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {first: rest for first, *rest in cells}
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats"]) == 0
+    output = capsys.readouterr().out
+    table = rows(output)
+    assert table["sign + exponent + mantissa"][3:] == ["1 + 5 + 10", "1 + 4 + 3", "1 + 5 + 2"]
+    assert table["largest"][3:] == ["65,504", "448", "57,344"]
+    assert table["finite numbers"][4] == "253"
+    assert table["what is too large becomes"] == ["Inf", "Inf", "Inf", "Inf", "448", "Inf"]
+    assert table["needs scaling"] == ["no", "no", "no", "yes", "yes", "yes"]
+    assert table["A100"] == ["19.5", "156", "312", "312", "-", "A100 datasheet"]
+    assert table["B200"][:3] == ["unknown", "unknown", "2250"]
+    for gpu in GPUS:
+        assert f"{gpu.source}: {gpu.url}" in output
+
+
+def test_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", "0.1", "-70000"]) == 0
+    output = capsys.readouterr().out
+    assert re.findall("^## (.*)$", output, re.M) == ["0.1", "-70000"]
+    first, second = (rows(part) for part in output.split("## -70000"))
+    assert first["fp32"] == ["0.100000001", "1.49e-09", "1.49e-08", "rounded"]
+    assert first["fp8 e4m3"] == ["0.1015625", "0.00156", "0.0156", "rounded"]
+    assert second["bf16"] == ["-70144", "144", "0.00206", "rounded"]
+    assert second["fp16"] == ["-inf", "-", "-", "overflow to Inf"]
+    assert second["fp8 e4m3"][3] == "saturated"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["abc"], "got 'abc'; valid: failures, picture"),
+        (["failure"], "got 'failure'; did you mean 'failures'?"),
+        (["0.1", "1e999999999"], "got '1e999999999'"),
+        (["0.1", "1/3"], "got '1/3'"),
+        (["failures", "0.1"], "got 'failures'"),
+        (["picture", "formats.pdf"], "one file that ends in .png; got 'formats.pdf'"),
+        (["picture", "nowhere/formats.png"], "there is no folder 'nowhere'"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["formats", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_number_needs_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "dtrain", "formats", "1e-8"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "flushed to zero" in done.stdout
+    assert " torch" not in done.stderr
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.png"
+    assert main(["formats", "picture", str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("floats", [FP16, FP8_E4M3, FP8_E5M2], ids=["fp16", "e4m3", "e5m2"])
+def test_the_pictures_curve_is_the_worst_of_each_binade(floats: FloatFormat) -> None:
+    exponents = range(floats.min_exponent - floats.mantissa_bits - 2, floats.max_exponent)
+    starts, errors = worst_errors(floats, exponents)
+    for start, error in zip(starts, errors, strict=True):
+        numbers = torch.linspace(start, 2 * start, 4097, dtype=torch.float64)[:-1].float()
+        low = numbers.to(DTYPES[floats]).double()
+        worst = ((low - numbers.double()) / numbers.double()).abs().max()
+        assert float(worst) == pytest.approx(error, rel=2e-3)

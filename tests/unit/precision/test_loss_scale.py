@@ -1,0 +1,297 @@
+"""The loss scale against hand-written sequences and a model of what it promises."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.precision.loss_scale import LossScale, LossScaleState
+from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.one_rank import start
+
+
+def scales(rule: LossScale, overflows: str) -> list[float]:
+    """The scales after each step of ``overflows``, where ``x`` is an overflow and ``.`` a clean step."""
+    state, seen = rule.start(), []
+    for step in overflows:
+        state = state.update(found_inf=step == "x")
+        seen.append(state.scale)
+    return seen
+
+
+def calibrated(steps: list[float], **fields: Any) -> list[LossScaleState]:
+    """The states before and after each step: its largest gradient, or infinity for an overflow."""
+    state = LossScale("calibrated", **fields).start()
+    states = [state]
+    for largest in steps:
+        state = state.update(found_inf=math.isinf(largest), max_abs_grad=largest)
+        states.append(state)
+    return states
+
+
+def test_backs_off_at_once_and_grows_after_the_interval() -> None:
+    rule = LossScale("dynamic", init=8.0, growth_interval=2)
+    assert scales(rule, "x..x....") == [4, 4, 8, 4, 4, 8, 8, 16]
+
+
+def test_an_overflow_starts_the_interval_anew() -> None:
+    rule = LossScale("dynamic", init=8.0, growth_interval=3)
+    assert scales(rule, "..x...") == [8, 8, 4, 4, 4, 8]
+
+
+def test_stays_between_floor_and_ceiling() -> None:
+    rule = LossScale("dynamic", init=4.0, growth_interval=1, min=2.0, max=16.0)
+    assert scales(rule, "....xxxxx.") == [8, 16, 16, 16, 8, 4, 2, 2, 2, 4]
+
+
+def test_hysteresis_tolerates_overflows_until_the_scale_grows() -> None:
+    rule = LossScale("dynamic", init=8.0, growth_interval=2, hysteresis=3)
+    # two are tolerated, clean steps between them or not; from the third on every one backs off
+    assert scales(rule, "x.xxx") == [8, 8, 8, 4, 2]
+    # growth gives the tolerance back
+    assert scales(rule, "xxx..xx") == [8, 8, 4, 4, 8, 8, 8]
+
+
+@pytest.mark.parametrize(("rule", "constant"), [(LossScale("none"), 1.0), (LossScale("static", init=128.0), 128.0)])
+@given(st.text(alphabet="x.", max_size=30))
+def test_none_and_static_never_move(rule: LossScale, constant: float, steps: str) -> None:
+    assert rule.start().scale == constant
+    assert set(scales(rule, steps)) <= {constant}
+
+
+rules = st.builds(
+    LossScale,
+    mode=st.just("dynamic"),
+    init=st.sampled_from([1.0, 16.0, 65536.0]),
+    growth_factor=st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+    backoff_factor=st.sampled_from([0.25, 0.5, 0.75, 1.0]),
+    growth_interval=st.integers(1, 4),
+    hysteresis=st.integers(1, 3),
+    min=st.sampled_from([2.0**-14, 1.0]),
+    max=st.sampled_from([65536.0, 2.0**24]),
+)
+
+
+class Machine(RuleBasedStateMachine):
+    """Keeps the whole history, and derives from it what the scale must be."""
+
+    state: LossScaleState
+    rule: LossScale
+
+    @initialize(rule=rules)
+    def start(self, rule: LossScale) -> None:
+        self.rule, self.state = rule, rule.start()
+        self.clean, self.since_growth = 0, 0
+        self.expected = rule.init
+
+    @rule(times=st.integers(1, 4))
+    def clean_steps(self, times: int) -> None:
+        for _ in range(times):
+            self.state = self.state.update(found_inf=False)
+            self.clean += 1
+            if self.clean == self.rule.growth_interval:
+                self.expected = min(self.expected * self.rule.growth_factor, self.rule.max)
+                self.clean = self.since_growth = 0
+
+    @rule()
+    def overflow(self) -> None:
+        self.state = self.state.update(found_inf=True)
+        self.since_growth += 1
+        self.clean = 0
+        if self.since_growth >= self.rule.hysteresis:
+            self.expected = max(self.expected * self.rule.backoff_factor, self.rule.min)
+
+    @rule()
+    def save_and_restore(self) -> None:
+        self.state = self.rule.start().restored(json.loads(json.dumps(self.state.to_dict())))
+
+    @invariant()
+    def is_as_expected(self) -> None:
+        if hasattr(self, "state"):
+            assert self.state.scale == self.expected
+            assert self.rule.min <= self.state.scale <= self.rule.max
+
+
+def test_any_sequence_of_steps_and_restores() -> None:
+    run_state_machine_as_test(Machine, settings=settings(deadline=None, max_examples=60, stateful_step_count=30))
+
+
+# -- calibrated --------------------------------------------------------------------------------------------------------
+
+
+def test_a_calibrated_scale_is_chosen_once() -> None:
+    states = calibrated([0.01, 0.031, 0.02, 5.0, 1e-9], calibration_steps=3)
+    # 65,504 / (8 x 0.031) = 264,129, and 2^18 = 262,144
+    assert [state.scale for state in states] == [65536, 65536, 65536, 2.0**18, 2.0**18, 2.0**18]
+    assert [state.is_calibrating for state in states] == [True, True, True, False, False, False]
+    assert states[-1].max_abs_grad == 0.031, "later gradients are not measured"
+    assert states[3].describe_change_since(states[2]) == (
+        "loss scale calibrated to 262144: largest gradient 3.1e-02 x 262144 x margin 8 = 6.5e+04 <= 65,504"
+    )
+    assert not any(after.describe_change_since(before) for after, before in zip(states[4:], states[3:], strict=False))
+    assert not states[2].describe_change_since(states[1])
+
+
+def test_calibration_backs_off_until_gradients_can_be_measured() -> None:
+    inf = math.inf
+    states = calibrated([inf, inf, 1.0, inf, 2.0], calibration_steps=2, init=2.0**16)
+    assert [state.scale for state in states] == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**13, 2.0**11]
+    assert [state.num_measured for state in states] == [0, 0, 0, 1, 1, 2]
+
+
+def test_an_overflow_lowers_a_calibrated_scale_for_good() -> None:
+    states = calibrated([1.0, *[1e-3] * 3, math.inf, *[1e-3] * 5000], calibration_steps=1, growth_interval=1)
+    assert states[1].scale == states[4].scale == 2.0**12
+    assert {state.scale for state in states[5:]} == {2.0**11}
+    assert "lowered from 4096 to 2048 for good" in states[5].describe_change_since(states[4])
+
+
+def test_without_any_gradient_the_scale_stays() -> None:
+    *_, before, after = calibrated([0.0, 0.0], calibration_steps=2, init=32.0)
+    assert (after.scale, after.is_calibrated) == (32.0, True)
+    assert after.describe_change_since(before) == "loss scale stays 32: all gradients of the 2 measured steps were 0"
+
+
+def test_a_calibrated_scale_keeps_to_its_limits() -> None:
+    assert calibrated([1e-30], calibration_steps=1)[-1].scale == 2.0**24
+    states = calibrated([1e9], calibration_steps=1, min=1.0)
+    assert states[-1].scale == 1.0
+    assert "= 8e+09 > 65,504" in states[-1].describe_change_since(states[0])
+
+
+@given(st.floats(2.0**-149, 2.0**120), st.sampled_from([1.0, 2.0, 3.0, 8.0, 10.5]))
+def test_a_calibrated_scale_is_the_largest_power_of_two_that_fits(largest: float, margin: float) -> None:
+    limits = {"min": 2.0**-200, "init": 1.0, "max": 2.0**200}
+    scale = calibrated([largest], calibration_steps=1, margin=margin, **limits)[-1].scale
+    assert math.frexp(scale)[0] == 0.5
+    product = Fraction(largest * margin)  # rounded once
+    assert product * Fraction(scale) <= 65504 < product * Fraction(scale) * 2
+
+
+@given(st.lists(st.one_of(st.just(math.inf), st.just(0.0), st.floats(1e-9, 1e3)), max_size=12), st.integers(0, 12))
+def test_a_calibration_goes_on_where_it_was_saved(steps: list[float], save_after: int) -> None:
+    fields: dict[str, Any] = {"calibration_steps": 4, "hysteresis": 2, "growth_interval": 2}
+    states = calibrated(steps, **fields)
+    rule = LossScale("calibrated", **fields)
+    state = rule.start().restored(json.loads(json.dumps(states[min(save_after, len(steps))].to_dict())))
+    for largest in steps[save_after:]:
+        state = state.update(found_inf=math.isinf(largest), max_abs_grad=largest)
+    assert state == states[-1]
+
+
+def test_states_saved_before_there_was_calibration_are_read() -> None:
+    saved = {"rule": {"mode": "dynamic", "init": 65536.0}, "scale": 512.0, "clean_steps": 3, "overflows_left": 1}
+    assert LossScale("dynamic").start().restored(saved) == LossScaleState(LossScale("dynamic"), 512.0, 3, 1)
+    fresh = LossScale("calibrated").start()
+    assert fresh.restored(saved) == fresh
+
+
+def test_fewer_calibration_steps_after_a_load_end_it_at_the_next() -> None:
+    saved = calibrated([0.5] * 4, calibration_steps=9)[-1].to_dict()
+    state = LossScale("calibrated", calibration_steps=2).start().restored(saved)
+    assert state.is_calibrating
+    assert state.update(found_inf=False, max_abs_grad=0.25).scale == 2.0**13
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_calibration_without_need_is_told(dtype: torch.dtype, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger=logger.name):
+        rule = LossScale("calibrated").resolved(dtype)
+    assert rule == LossScale("calibrated")
+    assert ("no harm and no good" in caplog.text) == says
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode"), [(torch.float16, "dynamic"), (torch.bfloat16, "none"), (torch.float32, "none")]
+)
+def test_auto_follows_the_compute_dtype(dtype: torch.dtype, mode: str) -> None:
+    assert LossScale("auto", init=32.0).resolved(dtype) == LossScale(mode, init=32.0)
+    assert LossScale("dynamic").resolved(dtype) == LossScale("dynamic")
+
+
+def test_of_takes_what_initialize_takes() -> None:
+    record = LossScale("dynamic", init=2.0)
+    assert LossScale.of(record) is record
+    assert LossScale.of("none") == LossScale("none")
+    for number in (8, 8.0, 2.0**30, 2.0**-30):
+        assert LossScale.of(number).start().scale == number
+
+
+def test_restored_keeps_to_the_rule_in_force() -> None:
+    saved = LossScaleState(LossScale("dynamic", hysteresis=2), 2.0**20, 7, 1).to_dict()
+    assert LossScale("dynamic", hysteresis=2).start().restored(saved).to_dict() == saved
+    narrower = LossScale("dynamic", max=2.0**17)
+    assert narrower.start().restored(saved).scale == 2.0**17
+    for other in (LossScale("none"), LossScale("static", init=4.0)):
+        assert other.start().restored(saved) == other.start()
+    assert LossScale("dynamic").start().restored(LossScale("static").start().to_dict()) == LossScale("dynamic").start()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "dynamc"}, "'dynamc' is not one of auto, none, static, dynamic, calibrated"),
+        ({"init": 0.0}, "0 < min <= init <= max"),
+        ({"init": 2.0**25}, "0 < min <= init <= max"),
+        ({"min": 0.0}, "0 < min <= init <= max"),
+        ({"init": math.nan}, "0 < min <= init <= max"),
+        ({"init": math.inf, "max": math.inf}, "0 < min <= init <= max"),
+        ({"growth_factor": 0.5}, "growth_factor >= 1"),
+        ({"growth_factor": math.nan}, "growth_factor >= 1"),
+        ({"growth_factor": math.inf}, "growth_factor >= 1"),
+        ({"backoff_factor": 0.0}, "backoff_factor <= 1"),
+        ({"backoff_factor": 1.5}, "backoff_factor <= 1"),
+        ({"growth_interval": 0}, "at least 1; got 0 and 1"),
+        ({"hysteresis": 0}, "at least 1; got 2000 and 0"),
+        ({"calibration_steps": 0}, "calibration_steps and margin of at least 1, the margin finite; got 0 and 8"),
+        ({"margin": 0.5}, "got 10 and 0.5"),
+        ({"margin": math.inf}, "got 10 and inf"),
+    ],
+)
+def test_senseless_rules_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LossScale(**{"mode": "dynamic", **fields})
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1024", "of"])
+def test_senseless_values_are_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="loss scale"):
+        LossScale.of(value)
+
+
+def test_auto_does_not_start_unresolved() -> None:
+    with pytest.raises(ConfigError, match="must be resolved"):
+        LossScale("auto").start()
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss_scale", "is_said"),
+    [
+        ("fp16", "none", True),
+        ("fp16", 1.0, True),
+        ("fp16", 2.0, False),
+        ("fp16", "auto", False),
+        ("fp16", "calibrated", False),
+        (PrecisionPolicy.named("bf16", rules={"0": "fp16"}), "none", True),
+        ("bf16", "none", False),
+    ],
+)
+def test_gradients_that_may_vanish_are_announced(
+    precision: Any, loss_scale: Any, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(precision=precision, loss_scale=loss_scale)
+    said = [message for message in caplog.messages if "gradients are FP16: those below 6e-8 vanish" in message]
+    assert len(said) == is_said

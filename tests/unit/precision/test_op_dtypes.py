@@ -1,0 +1,231 @@
+"""What every operation of a model really ran in under an engine, against expectations written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.engine.step import StepEngine
+from dtrain.errors import ConfigError
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.op_dtypes import OpDtypes
+from tests.helpers.ranks import run_ranks
+from tests.helpers.zoo import make
+
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+OPS = (
+    *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", ATTENTION, f"{ATTENTION}_backward"),
+    *("native_layer_norm", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
+    *("_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "mse_loss"),
+    *("embedding_dense_backward", "sum", "mean", "var", "std", "prod", "cumsum", "logsumexp", "linalg_vector_norm"),
+    *("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "linalg_qr"),
+    *("_linalg_svd", "_linalg_eigh", "linalg_lstsq", "linalg_pinv", "linalg_lu_solve", "linalg_solve_triangular"),
+)
+"""Products, and what is never low; elementwise operations and copies run in what they are given."""
+
+BF16, FP32 = {"bf16"}, {"fp32"}
+
+
+def start(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native", **options: Any) -> StepEngine:
+    built = dtrain.initialize(model, engine=engine, precision=precision, seed=0, **options)
+    assert isinstance(built, StepEngine)
+    return built
+
+
+def recorded(engine: StepEngine, loss: Callable[[], Tensor]) -> OpDtypes:
+    """One forward and backward."""
+    ops = OpDtypes(engine.module)
+    with ops.recording():
+        engine.backward(loss())
+    assert engine.step().applied
+    return ops
+
+
+class Algebra(nn.Module):
+    """Matrices that a Linear computes, taken apart; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        gram = x.t() @ x + torch.eye(4, dtype=x.dtype)
+        assert gram.dtype in (torch.bfloat16, torch.float32)
+        linalg = torch.linalg
+        parts = (
+            *(linalg.det(gram), linalg.slogdet(gram)[1], linalg.inv(gram), linalg.solve(gram, x.t())),
+            *(linalg.cholesky(gram), linalg.qr(gram)[1], linalg.svdvals(gram), linalg.eigvalsh(gram)),
+            *(linalg.lstsq(gram, x.t())[0], linalg.pinv(gram), linalg.matrix_norm(gram), x.norm(dim=1)),
+            *(x.sum(1), x.mean(1), x.var(0), x.std(), x.prod(1), x.cumsum(0), x.logsumexp(0)),
+        )
+        return torch.stack([part.mean() for part in parts]).sum()
+
+
+ALGEBRA = {
+    "addmm": BF16,
+    "mm": BF16,
+    **dict.fromkeys(
+        ("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex"), FP32
+    ),
+    **dict.fromkeys(("linalg_qr", "_linalg_svd", "_linalg_eigh", "linalg_lstsq", "linalg_pinv"), FP32),
+    **dict.fromkeys(("linalg_vector_norm", "sum", "mean", "var", "std", "prod", "cumsum", "logsumexp"), FP32),
+}
+CROSS_ENTROPY = {"_log_softmax": FP32, "nll_loss_forward": FP32}
+ITS_BACKWARD = {"_log_softmax_backward_data": FP32, "nll_loss_backward": FP32}
+# beside products' own gradients: "sum" is that of a bias, summed in FP32 and rounded to the dtype of the bias
+EXPECTED: dict[str, tuple[dict[str, set[str]], dict[str, set[str]]]] = {
+    "transformer": (
+        {"addmm": BF16, ATTENTION: BF16, "native_layer_norm": FP32, **CROSS_ENTROPY, "mm": BF16},
+        {
+            **ITS_BACKWARD,
+            **{"mm": BF16, "sum": BF16, f"{ATTENTION}_backward": {"bf16", "fp32"}},  # FP32: the log of its softmax
+            **{"native_layer_norm_backward": FP32, "embedding_dense_backward": FP32},
+        },
+    ),
+    "gru": (
+        {"addmm": BF16, "mm": BF16, "native_layer_norm": FP32, **CROSS_ENTROPY},
+        {
+            **ITS_BACKWARD,
+            **{"mm": BF16, "sum": BF16, "native_layer_norm_backward": FP32, "embedding_dense_backward": FP32},
+        },
+    ),
+    "conv_batch_norm": (
+        {"convolution": BF16, "addmm": BF16, "native_batch_norm": FP32, "mean": FP32, **CROSS_ENTROPY},
+        {
+            **ITS_BACKWARD,
+            **{"mm": BF16, "sum": BF16, "convolution_backward": BF16, "native_batch_norm_backward": FP32},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_under_bf16_products_are_low_and_the_rest_is_not(name: str) -> None:
+    entry = make(name)
+    model = entry.build(0)
+    engine, micro = start(model, "bf16"), entry.batch(0)
+    ops = recorded(engine, lambda: entry.loss(engine, micro))
+    forward, backward = EXPECTED[name]
+    assert ops.table(OPS, forward=True) == forward
+    assert ops.table(OPS, forward=False) == backward
+
+
+def test_under_bf16_linalg_and_reductions_are_fp32() -> None:
+    torch.manual_seed(0)
+    engine, x = start(Algebra(), "bf16"), torch.randn(8, 4)
+    ops = recorded(engine, lambda: engine(x))
+    assert ops.table(OPS, forward=True) == ALGEBRA
+    backward = ops.table(OPS, forward=False)
+    # the gradients of the two products are low; those of linalg are products too, in FP32
+    assert backward.pop("mm") == {"bf16", "fp32"}
+    assert backward.pop("sum") >= BF16
+    assert set().union(*backward.values()) == FP32
+
+
+@pytest.mark.parametrize("name", [*EXPECTED, "algebra"])
+def test_under_fp32_everything_is_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 4)
+    if name == "algebra":
+        engine = start(Algebra(), "fp32")
+        ops = recorded(engine, lambda: engine(x))
+    else:
+        entry = make(name)
+        engine, micro = start(entry.build(0), "fp32"), entry.batch(0)
+        ops = recorded(engine, lambda: entry.loss(engine, micro))
+    assert {dtype for ran in ops.ran for dtype in (*ran.inputs, *ran.outputs)} == FP32
+
+
+def test_tf32_is_refused_where_it_could_not_run() -> None:
+    """Its products take FP32 tensors: that they may round is a mode of the process, refused where there is none."""
+    with pytest.raises(ConfigError, match="tf32 needs an NVIDIA GPU"):
+        start(nn.Linear(2, 2), "tf32")
+
+
+# -- FP8, rules and regions --------------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """Four Linears; the third within a region, if so asked."""
+
+    def __init__(self, *, region: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(16, 16) for _ in range(4))
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        if self.region:
+            with dtrain.full_precision():
+                x = self.third(x)
+            assert x.dtype == torch.float32
+        else:
+            x = self.third(x)
+        return self.last(x)
+
+
+def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native") -> tuple[OpDtypes, Any]:
+    """What the four Linears multiplied, by name."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    trained = start(model, precision, engine)
+    ops = recorded(trained, lambda: trained(x).square().mean())
+    names = ("first", "second", "third", "last")
+    return ops, [ops.dtypes(name, "mm", "addmm", "_scaled_mm") for name in names]
+
+
+def test_under_fp8_the_inner_products_take_fp8() -> None:
+    policy = PrecisionPolicy.named("fp8", float8=Float8Options(emulate=False, choice="all"))
+    ops, seen = products(Stack(), policy)
+    scaled = {"e4m3", "fp32"}  # FP32: the scales
+    assert seen == [BF16, scaled, scaled, BF16]
+    backward = [ran for ran in ops.ran if ran.op == "_scaled_mm" and ran.module is None]
+    assert [ran.inputs for ran in backward] == [("e4m3", "e5m2", "fp32")] * 4
+    assert {ran.outputs for ran in ops.ran if ran.op == "_scaled_mm"} == {("bf16",)}
+
+
+def test_an_emulated_product_multiplies_in_fp32_what_was_cast_to_fp8() -> None:
+    ops, seen = products(Stack(), "fp8")
+    assert seen == [BF16, FP32, FP32, BF16]
+    for name in ("second", "third"):
+        casts = [ran.outputs for ran in ops.ran if ran.module == name and ran.op == "_to_copy"]
+        assert ("e4m3",) in casts
+    assert sum(ran.outputs == ("e5m2",) for ran in ops.ran if ran.module is None and ran.op == "_to_copy") == 2
+
+
+def test_rules_give_each_module_its_format() -> None:
+    policy = PrecisionPolicy.named("bf16", rules={"first": "fp32", "second": "fp16", "third": "fp8"})
+    _, seen = products(Stack(), policy)
+    assert seen == [FP32, {"fp16"}, FP32, BF16], "the FP8 product is emulated"
+    _, seen = products(Stack(), PrecisionPolicy.named("fp32", rules={"second": "bf16"}))
+    assert seen == [FP32, BF16, FP32, FP32]
+
+
+def test_a_region_overrules_a_rule() -> None:
+    _, seen = products(Stack(region=True), PrecisionPolicy.named("bf16", rules={"third": "fp16", "last": "fp16"}))
+    assert seen == [BF16, BF16, FP32, {"fp16"}]
+
+
+def region_ran(rank: int, world: int, engine: str, precision: str) -> tuple[Any, set[Any], list[Any]]:
+    """What was multiplied; the sums of biases' gradients; the casts to FP8 in the region."""
+    ops, seen = products(Stack(region=True), precision, engine)
+    sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
+    casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
+    return seen, sums, casts
+
+
+@pytest.mark.parametrize("engine", ["native", "ddp", "fsdp2"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_full_precision_region_computes_in_fp32(engine: str, precision: str) -> None:
+    # in a process of its own: fsdp2 makes a process group
+    [(seen, sums, casts)] = run_ranks(1, region_ran, engine, precision)
+    assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16]
+    assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
+    assert not casts, "an FP8 Linear is exempt there"

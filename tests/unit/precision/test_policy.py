@@ -1,0 +1,294 @@
+"""Precision policies, the contracts they resolve to, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.errors import ConfigError, ContractError, ModelError
+from dtrain.precision.contract import Contract, resolve
+from dtrain.precision.forward import set_matmul_precision
+from dtrain.precision.policy import PrecisionPolicy, check_trainable
+from dtrain.precision.rules import is_fp32_class
+from tests.helpers.zoo import make
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def prepared(model: nn.Module) -> Contract:
+    """The BF16 contract of ``model``, whose parameters are cast as it says."""
+    contract = resolve(PrecisionPolicy.named("bf16"), model)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(contract.replica_dtypes[name])
+    contract.check_parameters(model)
+    return contract
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
+
+
+def test_norms_stay_fp32_and_the_rest_is_low() -> None:
+    contract = resolve(PrecisionPolicy.named("bf16"), make("transformer").build(0))
+    for name, dtype in contract.replica_dtypes.items():
+        assert dtype == (FP32 if "norm" in name else BF16), name
+    assert contract.fp32_modules == (
+        "blocks.0.attention_norm", "blocks.0.ffn_norm", "blocks.1.attention_norm", "blocks.1.ffn_norm", "norm"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "compute"), [("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16)])
+def test_names(name: str, compute: torch.dtype) -> None:
+    policy = PrecisionPolicy.named(name)
+    assert (policy.compute_dtype, policy.reduce_dtype, policy.master_dtype) == (compute, None, FP32)
+    assert policy.tf32 is (name == "tf32")
+    assert policy.is_reduced_precision is (compute != FP32)
+    dtypes = set(resolve(policy, make("mlp").build(0)).replica_dtypes.values())
+    assert dtypes == {compute}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reduces_every_micro_batch", "wire"),
+    [
+        ("bf16", "auto", True, BF16),  # the leaves are BF16 anyway
+        ("bf16", "auto", False, FP32),  # FP32 sums would be rounded
+        ("bf16", "bf16", False, BF16),
+        ("bf16", "fp32", True, FP32),
+        ("fp16", "auto", True, FP16),
+        ("fp16", "fp16", False, FP16),  # the loss scale keeps them in range
+        ("fp16", "bf16", False, BF16),
+        ("fp32", "auto", True, FP32),
+        ("fp32", "bf16", True, BF16),
+    ],
+)
+def test_the_dtype_on_the_wire(name: str, asked: str, reduces_every_micro_batch: bool, wire: torch.dtype) -> None:
+    policy = PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
+    assert policy.dtype_during_reduction(policy.compute_dtype) == wire
+    assert policy.compute_dtype == FP32 or policy.dtype_during_reduction(FP32) == FP32, "FP32 fp32_modules stay FP32"
+    assert policy.reducing("auto", reduces_every_micro_batch=reduces_every_micro_batch) == policy, (
+        "what was decided stays"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "reduces_every_micro_batch", "message"),
+    [
+        ("bf16", "fp16", True, "reduce dtype float16 under compute dtype torch.bfloat16: no loss scale .* range"),
+        ("bf16", "fp16", False, "no loss scale"),
+        ("fp32", "fp16", True, "no loss scale"),
+        ("fp16", "bf16", True, "three bits of each lost"),
+        ("bf16", "bf61", True, "unknown reduce dtype 'bf61'; did you mean 'bf16'"),
+    ],
+)
+def test_a_senseless_dtype_on_the_wire_is_refused(
+    name: str, asked: str, reduces_every_micro_batch: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
+
+
+class LlamaRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class PreNorm(nn.Module):
+    """The common name of a block that normalises and then does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.fn = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("module", "kept"),
+    [
+        (nn.LayerNorm(4), True),
+        (nn.RMSNorm(4), True),
+        (nn.BatchNorm2d(4), True),
+        (nn.InstanceNorm3d(4), True),
+        (nn.GroupNorm(2, 4), True),
+        (LlamaRMSNorm(), True),
+        (nn.Softmax(-1), True),
+        (nn.LogSoftmax(-1), True),
+        (nn.CrossEntropyLoss(), True),
+        (nn.MSELoss(), True),
+        (nn.Linear(4, 4), False),
+        (PreNorm(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_classes_kept_in_fp32(module: nn.Module, kept: bool) -> None:
+    assert is_fp32_class(module) is kept
+
+
+def test_a_block_named_after_its_norm_is_not_a_norm() -> None:
+    contract = resolve(PrecisionPolicy.named("bf16"), nn.Sequential(PreNorm()))
+    assert contract.replica_dtypes == {
+        "0.norm.weight": FP32, "0.norm.bias": FP32, "0.fn.weight": BF16, "0.fn.bias": BF16
+    }  # fmt: skip
+
+
+def test_patterns_keep_whole_modules_in_fp32() -> None:
+    model = make("transformer").build(0)
+    contract = resolve(
+        PrecisionPolicy.named("bf16", rules={"blocks.1": "fp32", "*.qkv": "fp32", "head": "fp32"}), model
+    )
+    for name, dtype in contract.replica_dtypes.items():
+        kept = "norm" in name or "qkv" in name or name.startswith(("blocks.1.", "head."))
+        assert dtype == (FP32 if kept else BF16), name
+
+
+def test_a_star_keeps_everything() -> None:
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"*": "fp32"}), make("transformer").build(0))
+    assert set(contract.replica_dtypes.values()) == {FP32}
+
+
+def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
+    policy = PrecisionPolicy.named("bf16", rules={"embeding": "fp32"})
+    with pytest.raises(ConfigError, match=r"rule 'embeding' matches no module; did you mean 'embedding'\?"):
+        resolve(policy, make("transformer").build(0))
+
+
+def test_a_parameter_tied_between_fp32_and_low_is_fp32() -> None:
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"head": "fp32"}), make("tied").build(0))
+    assert contract.replica_dtypes["embedding.weight"] == FP32
+    assert "head.weight" not in contract.replica_dtypes
+
+
+def test_a_second_name_of_a_module_is_a_name() -> None:
+    model = nn.ModuleDict({"first": nn.Linear(4, 4)})
+    model["second"] = model["first"]
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"second": "fp32"}), model)
+    assert contract.replica_dtypes == {"first.weight": FP32, "first.bias": FP32}
+
+
+def test_frozen_parameters_that_are_no_floats_keep_their_dtype() -> None:
+    model = nn.Linear(4, 4)
+    for name, dtype in (("quantized", torch.int8), ("phase", torch.complex64)):
+        model.register_parameter(name, nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False))
+    dtypes = resolve(PrecisionPolicy.named("bf16"), model).replica_dtypes
+    assert dtypes == {"weight": BF16, "bias": BF16, "quantized": torch.int8, "phase": torch.complex64}
+
+
+def test_check_parameters_names_the_one_that_was_changed() -> None:
+    model = make("transformer").build(0)
+    contract = prepared(model)
+    model.blocks[1].qkv.half()
+    with pytest.raises(ContractError, match=r"'blocks\.1\.qkv\.weight' is torch\.float16, the contract says torch\.bf"):
+        contract.check_parameters(model)
+
+
+def test_the_contract_says_everything_once() -> None:
+    policy = PrecisionPolicy.named("bf16").reducing("auto", reduces_every_micro_batch=True)
+    contract = resolve(policy, make("mlp").build(0))
+    said = contract.to_dict()
+    kinds = ("precision", "master", "compute", "accumulate", "reduce", "output", "optimizer_state")
+    assert [said[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
+    assert said["replicas"] == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"], "bf16")
+    assert "parameters computed: 6 in bf16, 0 in fp32" in contract.describe()[-1]
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "name", "why"),
+    [
+        (True, False, "bf16", "multiplies BF16 matrices in hardware"),
+        (False, True, "bf16", "multiplies BF16 matrices in hardware"),
+        (False, False, "fp32", "no BF16 matrix instructions"),
+    ],
+)
+def test_auto_on_a_cpu(monkeypatch: pytest.MonkeyPatch, amx: bool, avx512_bf16: bool, name: str, why: str) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    policy = PrecisionPolicy.named("auto", rules={"head": "fp32"}).on(CPU)
+    assert (policy.name, policy.rules) == (name, (("head", "fp32"),))
+    first = resolve(policy, make("transformer").build(0)).describe()[0]
+    assert first.startswith(f"precision auto: {name}, because ")
+    assert why in first
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 0), "fp16"), ((7, 5), "fp16")]
+)
+def test_auto_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    policy = PrecisionPolicy.named("auto").on(torch.device("cuda"))
+    assert policy.name == name
+    assert f"NVIDIA Test (compute capability {capability[0]}.{capability[1]})" in policy.reason
+
+
+def test_tf32_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = PrecisionPolicy.named("tf32")
+    with pytest.raises(
+        ConfigError, match=r"precision=tf32 needs an NVIDIA GPU of Ampere or later, this is cpu; use fp32"
+    ):
+        policy.on(CPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match="Ampere"):
+        policy.on(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert policy.on(torch.device("cuda")) is policy
+
+
+def test_matmul_precision_follows_the_policy() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        set_matmul_precision(PrecisionPolicy.named("tf32"))
+        assert torch.get_float32_matmul_precision() == "high"
+        set_matmul_precision(PrecisionPolicy.named("bf16"))
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: PrecisionPolicy.named("bf61"), "unknown precision 'bf61'; did you mean 'bf16'"),
+        (lambda: PrecisionPolicy("x", torch.float64), "compute dtype must be .*float64"),
+        (lambda: PrecisionPolicy("x", BF16, master_dtype=BF16), "master and output dtype are FP32"),
+        (lambda: PrecisionPolicy("x", BF16, output_dtype=BF16), "master and output dtype are FP32"),
+        (lambda: PrecisionPolicy("x", BF16, reduce_dtype=FP16), "reduce dtype float16 under compute dtype"),
+        (lambda: PrecisionPolicy("x", BF16, reduce_dtype=torch.float64), "reduce dtype must be float32, bfloat16 or"),
+    ],
+)
+def test_senseless_policies_are_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+# -- models that cannot be trained -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+        (nn.LazyLinear(2), "'weight' is a lazy parameter"),
+        (nn.Linear(2, 2, dtype=torch.float64), "'weight' is torch.float64"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"),
+        (nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient"),
+        (nn.ReLU(), "no parameter that requires a gradient"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_untrainable_models_are_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check_trainable(model)
+
+
+def test_frozen_parameters_may_have_any_dtype() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False))
+    check_trainable(model)

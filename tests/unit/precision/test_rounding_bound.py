@@ -1,0 +1,176 @@
+"""The rounding-error bound of a product of length n holds in every format, and low-precision sums break it.
+
+|fl(x.y) - x.y| <= ((1 + u)^2 (1 + gamma_n) (1 + v) - 1) |x|.|y|: operands rounded with u, summed in FP32, the sum
+rounded with v. The exact products are those of FP64, whose own error is far below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.precision.float8.linear import convert
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, product_bound
+
+LENGTHS = (1, 2, 17, 64, 300, 1024)
+NUM_OUT = 16
+ENGINES = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "fp16": (FP16, FP16)}
+
+seeds = st.integers(0, 2**32 - 1)
+lengths = st.sampled_from(LENGTHS)
+num_rows = st.sampled_from((1, 3, 16))
+one_sided = st.booleans()
+
+
+def numbers(*shape: int, seed: int, one_sided: bool = False) -> Tensor:
+    """FP32 in the normal range of every format, even scaled by its largest: magnitudes from 1/8 to 4."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitudes = torch.exp2(torch.rand(*shape, generator=generator) * 5 - 3)
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return magnitudes if one_sided else magnitudes * signs
+
+
+def share_of_bound(got: Tensor, x: Tensor, y: Tensor, bound: float) -> float:
+    """The largest error of ``got``, which stands for ``x @ y``, over what is allowed."""
+    exact = x.double() @ y.double()
+    allowed = bound * (x.double().abs() @ y.double().abs())
+    return float(((got.double() - exact).abs() / allowed).max())
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[tuple[str, int], dtrain.Engine]:
+    built = {}
+    for name in ENGINES:
+        for length in LENGTHS:
+            model = nn.Linear(length, NUM_OUT, bias=False)
+            model.weight.data = numbers(NUM_OUT, length, seed=length)
+            built[name, length] = dtrain.initialize(model, precision=name, seed=0)
+    return built
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=lengths, rows=num_rows, seed=seeds, one_sided=one_sided, name=st.sampled_from(sorted(ENGINES)))
+def test_a_linear_under_an_engine(
+    engines: dict[tuple[str, int], dtrain.Engine], length: int, rows: int, seed: int, one_sided: bool, name: str
+) -> None:
+    operands, output = ENGINES[name]
+    x = numbers(rows, length, seed=seed, one_sided=one_sided)
+    engine = engines[name, length]
+    with engine.eval(), torch.no_grad():
+        y = engine(x)
+    weight = numbers(NUM_OUT, length, seed=length)
+    assert share_of_bound(y, x, weight.t(), product_bound(length, operands, output=output)) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(length=lengths, seed=seeds, one_sided=one_sided)
+def test_tf32_by_rounding_what_enters_the_product(length: int, seed: int, one_sided: bool) -> None:
+    """No CPU has it: to the nearest, as tests/unit/precision/test_formats.py holds the format to."""
+
+    def rounded(x: Tensor) -> Tensor:
+        bits = x.view(torch.int32)
+        return ((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF).view(torch.float32)
+
+    x, y = numbers(2, length, seed=seed, one_sided=one_sided), numbers(length, 2, seed=seed + 1, one_sided=one_sided)
+    assert share_of_bound(rounded(x) @ rounded(y), x, y, product_bound(length, TF32)) <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.sampled_from((16, 64, 304)),
+    rows=st.sampled_from((16, 48)),
+    seed=seeds,
+    one_sided=one_sided,
+    rowwise=st.booleans(),
+    grad_dtype=st.sampled_from((torch.float8_e4m3fn, torch.float8_e5m2)),
+)
+def test_fp8_forward_and_both_gradients(
+    length: int, rows: int, seed: int, one_sided: bool, rowwise: bool, grad_dtype: torch.dtype
+) -> None:
+    layer = nn.Linear(length, NUM_OUT, bias=False)
+    weight = numbers(NUM_OUT, length, seed=seed + 1, one_sided=one_sided)
+    layer.weight.data = weight.clone()
+    convert(layer, Recipe(rowwise=rowwise, grad_dtype=grad_dtype, out_dtype=torch.float32, emulate=True))
+    x = numbers(rows, length, seed=seed, one_sided=one_sided)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    grad = numbers(rows, NUM_OUT, seed=seed + 2, one_sided=one_sided)
+    y.backward(grad)
+    gradients = FP8_E4M3 if grad_dtype == torch.float8_e4m3fn else FP8_E5M2
+    assert leaf.grad is not None
+    assert layer.weight.grad is not None
+    assert share_of_bound(y.detach(), x, weight.t(), product_bound(length, FP8_E4M3)) <= 1
+    assert share_of_bound(leaf.grad, grad, weight, product_bound(NUM_OUT, gradients)) <= 1
+    assert share_of_bound(layer.weight.grad, grad.t(), x, product_bound(rows, gradients)) <= 1
+
+
+def test_products_are_summed_in_fp32_on_a_gpu_too() -> None:
+    """By default PyTorch lets cuBLAS add the parts of a split product in their own low format."""
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_fp16_reduced_precision_reduction = True
+    matmul.allow_fp16_accumulation = True
+    dtrain.initialize(nn.Linear(1, 1), precision="bf16", seed=0)
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
+    assert not matmul.allow_fp16_accumulation
+
+
+# -- controls: the bound is one that wrong arithmetic breaks -----------------------------------------------------------
+
+
+def added_one_by_one(x: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=x.dtype)
+    for value in x:
+        total = total + value
+    return total.view(1, 1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(extra=st.integers(20, 1000))
+@pytest.mark.parametrize("floats", [BF16, FP16, FP8_E4M3], ids=["bf16", "fp16", "e4m3"])
+def test_low_precision_sums_break_it(floats: FloatFormat, extra: int) -> None:
+    """Of more ones than a format's sum can count."""
+    length = floats.ones_add_up_to + extra
+    ones = torch.ones(1, length)
+    if floats == FP8_E4M3:  # PyTorch adds no FP8
+        total = 0.0
+        for _ in range(length):
+            total = floats.rounded(total + 1.0).value
+        got = torch.tensor([[total]])
+    else:
+        got = added_one_by_one(ones[0].to(torch.bfloat16 if floats == BF16 else torch.float16))
+    assert float(got) == floats.ones_add_up_to
+    bound = product_bound(length, floats, output=floats)
+    assert share_of_bound(got, ones, ones.t(), bound) > 1
+    assert share_of_bound(ones @ ones.t(), ones, ones.t(), bound) <= 1
+
+
+def test_random_numbers_summed_low_break_it_too() -> None:
+    """And hold it, the same products, summed in FP32."""
+    length = LENGTHS[-1]
+    x, weight = numbers(1, length, seed=1, one_sided=True), numbers(1, length, seed=2, one_sided=True)
+    products = x.bfloat16() * weight.bfloat16()
+    bound = product_bound(length, BF16, output=BF16)
+    assert share_of_bound(added_one_by_one(products[0]), x, weight.t(), bound) > 3
+    assert share_of_bound(products.float().sum().view(1, 1), x, weight.t(), bound) <= 1
+
+
+@pytest.mark.parametrize("floats", [BF16, FP16, TF32, FP8_E4M3, FP8_E5M2], ids=lambda floats: floats.name)
+def test_it_is_not_loose(floats: FloatFormat) -> None:
+    """A product of the worst numbers of a binade comes near it; of a narrower format it breaks it."""
+    worst = 1 + floats.unit_roundoff
+    rounded = floats.rounded(worst).value
+    x, low = torch.full((1, 64), worst, dtype=torch.float64), torch.full((1, 64), rounded, dtype=torch.float64)
+    product = (low.float() @ low.float().t()).double()
+    share: Callable[[float], float] = lambda bound: share_of_bound(product, x, x.t(), bound)  # noqa: E731
+    assert 0.7 < share(product_bound(64, floats)) <= 1
+    narrower = FloatFormat("one bit more", 8, floats.mantissa_bits + 1)
+    assert share(product_bound(64, narrower)) > 1

@@ -1,0 +1,574 @@
+"""Rules: which format each module gets and why, against expectations written by hand; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dtrain.engine.observation import observe_forward
+from dtrain.errors import ConfigError, ContractError
+from dtrain.precision.contract import Contract, earlier_decisions, float8_products, resolve
+from dtrain.precision.float8.choice import Decision, Product
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.forward import Autocast
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.regions import full_precision
+from dtrain.precision.rules import is_compiled
+from tests.helpers.op_dtypes import OpDtypes
+from tests.helpers.zoo import make
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """A transformer without attention: what rules see of one."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 48, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3))
+        self.classify = nn.Sequential(nn.Linear(32, 32), nn.Softmax(-1))
+        self.loss = nn.CrossEntropyLoss()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.gru = nn.GRU(16, 16)
+        self.out = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 16)
+
+
+class Energy(nn.Module):
+    """Code that multiplies and solves with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coupling = nn.Parameter(torch.eye(16))
+        self.attend = nn.MultiheadAttention(32, 2)
+        self.small = nn.Linear(8, 32)
+        self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+        self.mine = nn.Linear(32, 32)
+        self.mine.forward = lambda x: x  # type: ignore[method-assign]
+        self.compiled = nn.Sequential(nn.Linear(32, 32))
+        self.compiled.compile()
+        self.wide = nn.Linear(32, 32)
+        self.last = nn.Linear(32, 16)
+
+
+def resolved(
+    model: nn.Module, name: str, rules: dict[str, str] | None = None, weights: str = "quantized", **options: object
+) -> Contract:
+    policy = PrecisionPolicy.named(name, rules=rules, float8=Float8Options(**options))  # type: ignore[arg-type]
+    return resolve(policy.on(CPU), model, weights)
+
+
+def table(contract: Contract) -> dict[str, str]:
+    """``format: reason`` by module, where something else than the policy decided."""
+    return {m.name: m.format if m.reason == "policy" else f"{m.format}: {m.reason}" for m in contract.modules}
+
+
+PLAIN = "bf16: only a plain nn.Linear has FP8 products"
+TABLES = [
+    (
+        Net,
+        "fp8",
+        {},
+        {
+            "embed": PLAIN,
+            **{f"blocks.{i}.norm": "fp32: norm" for i in range(3)},
+            **{f"blocks.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")},
+            "norm": "fp32: norm",
+            "head": "bf16: last product",
+        },
+    ),
+    (
+        Net,
+        "bf16",
+        {"blocks.0": "fp32", "blocks.*.down": "fp8", "blocks.2.*": "fp16", "blocks.1.norm": "bf16", "head": "fp8"},
+        {
+            "embed": "bf16",
+            "blocks.0.norm": "fp32: rule 'blocks.0'",
+            "blocks.0.up": "fp32: rule 'blocks.0'",
+            "blocks.0.down": "fp8: rule 'blocks.*.down'",
+            "blocks.1.norm": "bf16: rule 'blocks.1.norm'",
+            "blocks.1.up": "bf16",
+            "blocks.1.down": "fp8: rule 'blocks.*.down'",
+            "blocks.2.norm": "fp32: norm",
+            "blocks.2.up": "fp16: rule 'blocks.2.*'",
+            "blocks.2.down": "fp16: rule 'blocks.2.*'",
+            "norm": "fp32: norm",
+            "head": "fp8: rule 'head'",
+        },
+    ),
+    (
+        lambda: Net(tied=True),
+        "fp8",
+        {"*": "fp8", "blocks.[01]": "fp32", "blocks.1": "bf16"},
+        {
+            "embed": PLAIN,
+            "blocks.0.norm": "fp32: rule 'blocks.[01]'",
+            "blocks.0.up": "fp32: rule 'blocks.[01]'",
+            "blocks.0.down": "fp32: rule 'blocks.[01]'",
+            "blocks.1.norm": "fp32: rule 'blocks.[01]'",  # of a container's name, as of a pattern: norms are not meant
+            "blocks.1.up": "bf16: rule 'blocks.1'",
+            "blocks.1.down": "bf16: rule 'blocks.1'",
+            "blocks.2.norm": "fp32: norm",
+            "blocks.2.up": "fp8: rule '*'",
+            "blocks.2.down": "fp8: rule '*'",
+            "norm": "fp32: norm",
+            "head": "bf16: weight tied to 'embed.weight'",
+        },
+    ),
+    (
+        Recurrent,
+        "fp8",
+        {},
+        {"embed": PLAIN, "gru": PLAIN, "out": "fp8", "head": "bf16: last product"},
+    ),
+    (
+        Recurrent,
+        "fp16",
+        {"gru": "bf16", "head": "fp32"},
+        {"embed": "fp16", "gru": "bf16: rule 'gru'", "out": "fp16", "head": "fp32: rule 'head'"},
+    ),
+    (
+        Vision,
+        "bf16",
+        {"features.3": "fp32", "*": "bf16"},
+        {
+            "features.0": "bf16: rule '*'",
+            "features.1": "fp32: norm",
+            "features.3": "bf16: rule '*'",
+            "classify.0": "bf16: rule '*'",
+            "classify.1": "fp32: softmax",
+            "loss": "fp32: loss",
+        },
+    ),
+    (
+        Vision,
+        "fp32",
+        {"features.*": "bf16", "classify.1": "bf16"},
+        {
+            "features.0": "bf16: rule 'features.*'",
+            "features.1": "fp32: norm",
+            "features.3": "bf16: rule 'features.*'",
+            "classify.0": "fp32",
+            "classify.1": "bf16: rule 'classify.1'",
+            "loss": "fp32: loss",
+        },
+    ),
+    (
+        Energy,
+        "fp8",
+        {},
+        {
+            "": PLAIN,
+            "attend": PLAIN,
+            "attend.out_proj": PLAIN,
+            "small": "bf16: too small for FP8: a dimension below 16",
+            "frozen": "bf16: its weight is frozen",
+            "normed": PLAIN,
+            "normed.parametrizations.weight": PLAIN,
+            "normed.parametrizations.weight.0": "fp32: norm",
+            "mine": "bf16: its forward is replaced",
+            "compiled.0": "bf16: inside the compiled module 'compiled'",
+            "wide": "fp8",
+            "last": "bf16: last product",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "name", "rules", "expected"), TABLES)
+def test_tables(build: Callable[[], nn.Module], name: str, rules: dict[str, str], expected: dict[str, str]) -> None:
+    assert table(resolved(build(), name, rules)) == expected
+
+
+def test_a_forward_that_is_compiled_by_itself_is_seen() -> None:
+    """No class is replaced and no hook called inside such a forward."""
+
+    class Compiled(Block):
+        forward = torch.compile(Block.forward, backend="eager")
+
+    class Excluded(Block):
+        forward = torch.compiler.disable(Block.forward)
+
+    model = Net()
+    model.blocks[0] = Compiled()
+    model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="eager")
+    model.blocks[2] = Excluded()
+    found = table(resolved(model, "fp8"))
+    for i in range(2):
+        assert found[f"blocks.{i}.up"] == f"bf16: inside the compiled module 'blocks.{i}'"
+    assert found["blocks.2.up"] == "fp8"
+    prepared(model, "bf16", {"blocks": "fp32"})
+    assert [is_compiled(block) for block in model.blocks] == [True, True, False], "through the forwards of regions"
+
+
+def test_the_order_of_rules_decides_not_how_exact_they_are() -> None:
+    for rules, expected in [
+        ({"head": "fp32", "*": "fp16"}, "fp16"),
+        ({"*": "fp16", "head": "fp32"}, "fp32"),
+    ]:
+        (found,) = [m.format for m in resolved(Net(), "bf16", rules).modules if m.name == "head"]
+        assert found == expected
+
+
+def names_above(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["*", "blocks", "blocks.*", "blocks.0", "blocks.[12].up", "*.up", "*.down", "head", "?ead"]
+            ),
+            st.sampled_from(["fp32", "bf16", "fp16"]),
+        ),
+        max_size=5,
+        unique_by=lambda rule: rule[0],
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_the_last_rule_that_covers_a_module_decides(rules: list[tuple[str, str]]) -> None:
+    """Against a second writing of the rule of rules, on what no class protects."""
+    with torch.device("meta"):
+        model = Net()
+    contract = resolved(model, "bf16", dict(rules))
+    for module in contract.modules:
+        covering = [f for p, f in rules if any(fnmatchcase(name, p) for name in ["", *names_above(module.name)])]
+        if "norm" in module.name:
+            assert module.format == "fp32"
+        else:
+            assert module.format == (covering[-1] if covering else "bf16"), module
+
+
+# -- what follows from a format ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "fp8", "fp16"), [("quantized", E4M3, FP16), ("policy", BF16, FP32), ("fp32", FP32, FP32)]
+)
+def test_replicas_by_the_way_that_weights_are_held(weights: str, fp8: torch.dtype, fp16: torch.dtype) -> None:
+    rules = {"blocks.0.up": "fp8", "blocks.1.up": "fp16", "blocks.2.up": "fp32"}
+    contract = resolved(Net(), "bf16", rules, weights)
+    low = FP32 if weights == "fp32" else BF16
+    found = contract.replica_dtypes
+    assert [found[f"blocks.{i}.up.weight"] for i in range(3)] == [fp8, fp16, FP32]
+    assert [found[f"blocks.{i}.up.bias"] for i in range(3)] == [low, fp16, FP32], "only the weight is quantized"
+    assert contract.parameter_dtype("blocks.0.up.weight") == low
+    assert found["head.weight"] == low
+    assert contract.policy.dtype_during_reduction(FP16) == FP32
+
+
+def test_a_weight_of_two_formats_is_fp32() -> None:
+    contract = resolved(Net(tied=True), "bf16", {"head": "fp16"})
+    assert contract.replica_dtypes["embed.weight"] == FP32
+
+
+def test_a_module_used_twice_is_one_module() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 32), "first": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
+    model["second"] = model["first"]
+    model = nn.ModuleDict(dict(model.items()) | {"last": nn.Linear(32, 32)})
+    contract = resolved(model, "fp8", {"second": "fp32"})
+    assert table(contract)["first"] == "fp32: rule 'second'"
+    assert resolved(model, "fp8").float8_modules == ("first", "head"), "it is not tied to itself"
+
+
+def test_fp16_anywhere_needs_a_loss_scale() -> None:
+    assert not resolved(Net(), "bf16").needs_loss_scale
+    assert resolved(Net(), "fp16").needs_loss_scale
+    assert resolved(Net(), "bf16", {"head": "fp16"}).needs_loss_scale
+    assert resolved(Net(), "fp32", {"head": "fp16"}).needs_loss_scale
+
+
+def test_a_model_on_meta_resolves_like_one_with_weights() -> None:
+    with torch.device("meta"):
+        model = Net()
+    assert resolved(model, "fp8").to_dict() == resolved(Net(), "fp8").to_dict()
+
+
+def test_the_lines_for_people() -> None:
+    lines = resolved(Net(), "fp8", {"blocks.0": "bf16"}, recipe="rowwise").describe()
+    assert lines[2:] == [
+        "modules: 4 in bf16, 4 in fp32, 4 in fp8",
+        "  1 in bf16 (only a plain nn.Linear has FP8 products): embed",
+        "  4 in fp32 (norm): blocks.0.norm, blocks.1.norm, blocks.2.norm, ...",
+        "  2 in bf16 (rule 'blocks.0'): blocks.0.up, blocks.0.down",
+        "  4 in fp8 (policy): blocks.1.up, blocks.1.down, blocks.2.up, ...",
+        "  1 in bf16 (last product): head",
+        "float8: rowwise, E4M3 gradients, emulated, current weight scales",
+    ]
+    assert "4 in fp8" in lines[1]
+    assert len(resolved(Net(), "bf16").describe()) == 2, "nothing to explain"
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "message"),
+    [
+        ("bf16", {"hed": "fp32"}, "precision rule 'hed' matches no module; did you mean 'head'?"),
+        (
+            "bf16",
+            {"head": "fp4"},
+            "precision rule 'head': 'fp4' is not one of fp32, bf16, fp16, fp8; did you mean 'fp8'?",
+        ),
+        ("bf16", {"*": "nvfp4"}, "precision rule '*': nvfp4 needs the FP4 Tensor Cores of Blackwell"),
+        ("bf16", {"*": "tf32"}, "precision rule '*': tf32 is a mode of the whole process"),
+        ("fp16", {"head": "fp8"}, "an fp8 rule under precision=fp16: FP8 products give BF16"),
+        ("tf32", {"head": "fp8"}, "an fp8 rule under precision=tf32: FP8 products give BF16"),
+        ("fp8", {"embed": "fp8"}, "precision rule 'embed: fp8': only a plain nn.Linear has FP8 products; give it bf16"),
+        ("fp8", {"blocks.0.norm": "fp8"}, "precision rule 'blocks.0.norm: fp8': only a plain nn.Linear has FP8"),
+        ("fp8", {"*norm": "fp8"}, "precision rule '*norm: fp8' reaches no Linear that can be FP8"),
+        ("mxfp8", {}, "mxfp8 has a scale for each block of 32 elements"),
+        ("fp7", {}, "unknown precision 'fp7'; did you mean 'fp8'?"),
+    ],
+)
+def test_refusals(name: str, rules: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolved(Net(), name, rules)
+    assert str(raised.value).startswith(message)
+
+
+def test_an_fp8_rule_on_a_tied_head_says_why_not() -> None:
+    with pytest.raises(ConfigError, match=r"^precision rule 'head: fp8': weight tied to 'embed.weight'; give it bf16"):
+        resolved(Net(tied=True), "fp8", {"head": "fp8"})
+    with pytest.raises(
+        ConfigError, match=r"reaches no Linear that can be FP8 \('head': weight tied to 'embed.weight'\)"
+    ):
+        resolved(Net(tied=True), "fp8", {"h*": "fp8"})
+
+
+def test_a_part_of_attention_has_no_format_of_its_own() -> None:
+    for rules in ({"attend.out_proj": "fp16"}, {"attend.*": "fp32"}, {"*": "fp32", "attend": "bf16", "*proj": "fp32"}):
+        with pytest.raises(ConfigError, match=r"'attend.out_proj' cannot be fp.* reads its weights and never calls it"):
+            resolved(Energy(), "bf16", rules)
+    found = table(resolved(Energy(), "bf16", {"attend": "fp16"}))
+    assert found["attend"] == found["attend.out_proj"] == "fp16: rule 'attend'"
+
+
+def test_auto_with_an_fp8_rule_needs_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    with pytest.raises(ConfigError, match="an fp8 rule under precision=fp32"):
+        resolved(Net(), "auto", {"blocks.*": "fp8"})
+
+
+# -- decisions ---------------------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_asked_for_what_no_rule_decides() -> None:
+    policy = PrecisionPolicy.named("fp8", rules={"blocks.0": "bf16", "blocks.1": "fp8"}).on(CPU)
+    model = Net()
+    assert float8_products(policy, model) == [Product("blocks.2.up", 64, 32), Product("blocks.2.down", 32, 64)]
+    decisions = (Decision("blocks.2.up", False, "timed 1.2 of BF16"), Decision("blocks.2.down", True, "timed 0.8"))
+    found = table(resolve(policy, model, "quantized", decisions))
+    assert found["blocks.2.up"] == "bf16: timed 1.2 of BF16"
+    assert found["blocks.2.down"] == "fp8: timed 0.8"
+    assert found["blocks.1.up"] == "fp8: rule 'blocks.1'"
+
+
+def test_a_run_that_goes_on_keeps_its_decisions() -> None:
+    policy = PrecisionPolicy.named("fp8").on(CPU)
+    decisions = (Decision("blocks.2.up", False, "timed 1.2 of BF16", 1.0, 1.2),)
+    saved = resolve(policy, Net(), "quantized", decisions).to_dict()
+    assert earlier_decisions(saved, policy) == decisions
+    rowwise = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise")).on(CPU)
+    assert earlier_decisions(saved, rowwise) == (), "of other products"
+    assert earlier_decisions({}, policy) == ()
+    assert earlier_decisions(resolve(PrecisionPolicy.named("bf16"), Net()).to_dict(), policy) == ()
+
+
+# -- what modules then do ----------------------------------------------------------------------------------------------
+
+
+def prepared(model: nn.Module, name: str, rules: dict[str, str], weights: str = "policy") -> tuple[Autocast, Contract]:
+    contract = resolved(model, name, rules, weights)
+    for key, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(contract.parameter_dtype(key))
+    return Autocast(contract, model, CPU), contract
+
+
+def test_regions_of_other_16_bit_formats() -> None:
+    model = Net()
+    autocast, contract = prepared(model, "bf16", {"blocks.0.up": "fp16", "blocks.1": "fp32", "blocks.1.up": "bf16"})
+    assert {name: dtype for name, dtype in contract.regions.items() if "norm" not in name} == {
+        "blocks.0.up": FP16,
+        "blocks.1": FP32,
+        "blocks.1.up": BF16,
+        "blocks.1.down": FP32,
+    }
+    inner = torch.randn(2, 3, 32, dtype=BF16)
+    with autocast():
+        half = model.blocks[0].up(inner)
+        block = model.blocks[1](inner)
+        inside = model.blocks[1].up(inner.float())
+    assert half.dtype == BF16, "as what is round it"
+    up = model.blocks[0].up
+    want = torch.nn.functional.linear(inner.half(), up.weight.half(), up.bias.half()).to(BF16)
+    assert torch.equal(half, want), "computed in FP16"
+    assert block.dtype == FP32
+    assert inside.dtype == BF16
+    with torch.autocast("cpu", enabled=False), autocast.backward():
+        assert model.blocks[1].up(inner.float()).dtype == FP32, "cast back to what is round it"
+
+
+def test_low_modules_in_an_fp32_model() -> None:
+    model = Net()
+    autocast, contract = prepared(model, "fp32", {"blocks.1": "bf16"})
+    assert contract.is_mixed
+    assert not contract.policy.is_reduced_precision
+    tokens = torch.arange(6).view(2, 3)
+    reference = copy.deepcopy(model)
+    with autocast():
+        output = autocast.cast_output(model(tokens))
+    assert output.dtype == FP32
+    plain = Net()
+    plain.load_state_dict(reference.state_dict())
+    assert not torch.equal(output, plain(tokens)), "the block is low"
+    x = torch.randn(2, 32)
+    with autocast():
+        assert model.blocks[0].up(x).dtype == FP32
+        low = model.blocks[1].up(x)
+    block = model.blocks[1].up
+    want = torch.nn.functional.linear(x.to(BF16), block.weight.to(BF16), block.bias.to(BF16))
+    assert low.dtype == FP32
+    assert torch.equal(low, want.float())
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
+
+
+class Heads(nn.Module):
+    """What its class keeps in FP32, with parameters, buffers, without either, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        self.norm = nn.LayerNorm(32)
+        self.batch = nn.BatchNorm1d(32)
+        self.soft = nn.Softmax(-1)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.soft(self.batch(self.norm(self.inner(x))))
+        self.between = y.dtype
+        return self.loss(y, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize("weights", ["quantized", "policy", "fp32"])
+@pytest.mark.parametrize(("name", "low"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")])
+def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(name: str, low: str, weights: str) -> None:
+    model = Heads()
+    rules = dict.fromkeys(("norm", "batch", "soft", "loss"), low)
+    autocast, contract = prepared(model, name, rules, weights)
+    assert contract.forced == tuple(rules)
+    x = torch.randn(4, 32)
+    with autocast(), observe_forward(model, contract), OpDtypes(model) as ops:
+        loss = model(x)
+    assert loss.dtype == FP32
+    assert model.between == {"bf16": BF16, "fp32": FP32}[name], "cast back to what is round it"
+    kernels = {"native_layer_norm", "native_batch_norm", "_softmax", "_log_softmax", "nll_loss_forward"}
+    seen = {ran.op.partition(".")[0]: ran.outputs for ran in ops.ran if ran.op.partition(".")[0] in kernels}
+    assert seen.keys() == kernels
+    assert all(outputs[0] == low for outputs in seen.values()), seen
+    with autocast.backward():
+        loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+    with autocast(), full_precision(), OpDtypes(model) as ops:
+        model.norm(x)
+    (norm,) = [ran for ran in ops.ran if "layer_norm" in ran.op]
+    exempt = name == "bf16"  # without autocast the region has no effect, as it says
+    assert norm.outputs == ("fp32",) or not exempt, "code that says FP32 knows better than a rule"
+
+
+def test_a_deep_copy_of_a_low_module_runs_its_own_weights() -> None:
+    model = Net()
+    autocast, _ = prepared(model, "fp32", {"head": "bf16"})
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.head.weight.zero_()
+    with autocast():
+        assert not other.head(torch.randn(2, 32)).any()
+        assert model.head(torch.randn(2, 32)).any()
+
+
+def test_regions_compile_without_a_break() -> None:
+    model = Net()
+    autocast, _ = prepared(model, "bf16", {"blocks.1": "fp16", "blocks.2": "fp32"})
+    tokens = torch.arange(6).view(2, 3)
+    with autocast():
+        want = model(tokens)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(tokens), want)
+
+
+def test_float8_modules_are_made_and_named() -> None:
+    model = Net()
+    autocast, contract = prepared(model, "fp8", {"blocks.0": "fp32", "blocks.0.up": "fp8"})
+    made = [name for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    linears = [f"blocks.{i}.{name}" for i in (1, 2) for name in ("up", "down")]
+    assert tuple(made) == contract.float8_modules == ("blocks.0.up", *linears)
+    assert {model.get_submodule(name).recipe for name in made} == {contract.recipe}
+    tokens = torch.arange(6).view(2, 3)
+    with autocast():
+        output = model(tokens)
+        assert model.blocks[1].up(torch.randn(2, 32)).dtype == BF16
+    output.float().sum().backward()
+    contract.check_parameters(model)
+    model.blocks[1].up = nn.Linear(32, 64).to(BF16)
+    with pytest.raises(
+        ContractError, match=r"module 'blocks\.1\.up' is a Linear, the contract says that its products are"
+    ):
+        contract.check_parameters(model)
+
+
+def test_the_zoo_resolves_in_fp8() -> None:
+    """No model of the zoo is wide enough: FP8 must leave it alone, and say why."""
+    for name in ("transformer", "gru", "attention", "conv_group_norm", "weight_norm", "nested"):
+        contract = resolved(make(name).build(0), "fp8")
+        assert not contract.float8_modules
+        assert contract.recipe is None
+        assert {m.format for m in contract.modules} <= {"bf16", "fp32"}

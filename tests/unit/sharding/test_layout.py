@@ -1,0 +1,228 @@
+"""The layout is pure arithmetic, so its promises are checked on arbitrary shapes, world sizes and stretches."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.sharding.layout import (
+    ALIGNMENT,
+    CHUNK,
+    ArenaLayout,
+    FlatLayout,
+    ParameterSlot,
+    ParamSpec,
+    flat_layouts,
+    round_up,
+)
+
+LOW = torch.bfloat16
+worlds = st.integers(1, 8)
+shapes = st.one_of(
+    st.just(()),
+    st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
+    st.integers(0, 5000).map(lambda n: (n,)),
+)
+dtypes = st.sampled_from([torch.float32, LOW, torch.float16, torch.float8_e4m3fn])
+many_specs = st.lists(st.tuples(shapes, dtypes, st.booleans()), max_size=8).map(
+    lambda rows: [ParamSpec(f"p{i}", shape, dtype, decayed) for i, (shape, dtype, decayed) in enumerate(rows)]
+)
+few = settings(deadline=None, max_examples=100)
+
+
+def tiles(pieces: list[tuple[int, int]], numel: int) -> bool:
+    """Whether the half-open ``pieces``, sorted, cover 0 to ``numel`` without gap or overlap."""
+    cursor = 0
+    for start, stop in sorted(pieces):
+        if start != cursor or stop <= start:
+            return False
+        cursor = stop
+    return cursor == numel
+
+
+@few
+@given(many_specs, worlds)
+def test_every_parameter_has_one_aligned_slot_of_its_own(specs: list[ParamSpec], world: int) -> None:
+    layouts = flat_layouts("g", specs, world)
+    assert sorted(slot.spec.name for layout in layouts for slot in layout.slots) == sorted(s.name for s in specs)
+    dtypes = [layout.dtype for layout in layouts]
+    assert len(dtypes) == len(set(dtypes)), "one buffer a dtype"
+    assert dtypes == sorted(dtypes, key=lambda dtype: dtype.itemsize)
+    for layout in layouts:
+        assert all(slot.spec.replica_dtype == layout.dtype and slot.start % ALIGNMENT == 0 for slot in layout.slots)
+        for before, after in itertools.pairwise(layout.slots):
+            assert before.stop <= after.start
+        assert all(slot.stop - slot.start == math.prod(slot.spec.shape) for slot in layout.slots)
+        assert all(slot.stop <= layout.real_numel <= layout.numel for slot in layout.slots)
+
+
+@few
+@given(many_specs, worlds)
+def test_classes_are_whole_chunks_and_hold_only_their_own(specs: list[ParamSpec], world: int) -> None:
+    for layout in flat_layouts("g", specs, world):
+        cursor = 0
+        for decayed, start, stop in layout.classes:
+            assert start == cursor
+            assert stop % CHUNK == 0
+            cursor = stop
+            for slot in layout.slots:
+                inside = start <= slot.start and slot.stop <= stop
+                assert inside == (slot.spec.decayed is decayed) or not slot.spec.numel
+        assert cursor == layout.real_numel
+        flags = [decayed for decayed, _, _ in layout.classes]
+        assert flags == sorted(set(flags), reverse=True), "decayed first, each class once"
+
+
+@few
+@given(many_specs, worlds)
+def test_padding_is_bounded(specs: list[ParamSpec], world: int) -> None:
+    """Less than an alignment a parameter, less than a chunk a class, less than a chunk a rank at the end."""
+    for layout in flat_layouts("g", specs, world):
+        payload = sum(slot.spec.numel for slot in layout.slots)
+        inner = layout.real_numel - payload
+        assert 0 <= inner <= len(layout.slots) * (ALIGNMENT - 1) + len(layout.classes) * (CHUNK - 1)
+        assert 0 <= layout.numel - layout.real_numel <= (world - 1) * CHUNK
+        assert layout.shard_numel % CHUNK == 0
+        assert layout.numel == world * layout.shard_numel
+
+
+@few
+@given(many_specs, worlds, worlds)
+def test_places_do_not_depend_on_the_world_size(specs: list[ParamSpec], one: int, other: int) -> None:
+    for a, b in zip(flat_layouts("g", specs, one), flat_layouts("g", specs, other), strict=True):
+        assert (a.slots, a.classes, a.extents, a.real_numel) == (b.slots, b.classes, b.extents, b.real_numel)
+
+
+@few
+@given(many_specs, worlds)
+def test_shards_tile_every_parameter(specs: list[ParamSpec], world: int) -> None:
+    for layout in flat_layouts("g", specs, world):
+        pieces: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
+        places = {slot.spec.name: slot.start for slot in layout.slots}
+        for rank in range(world):
+            start, stop = layout.shard(rank)
+            for part in layout.intervals(start, stop):
+                pieces[part.spec.name].append((part.start, part.stop))
+                # the same element, seen from the buffer and from the parameter
+                assert start + part.offset == places[part.spec.name] + part.start
+                assert start + part.offset + part.stop - part.start <= stop
+        for slot in layout.slots:
+            assert tiles(pieces[slot.spec.name], slot.spec.numel)
+        assert layout.shard(0)[0] == 0
+        assert layout.shard(world - 1)[1] == layout.numel
+
+
+@few
+@given(many_specs, worlds, st.data())
+def test_intervals_of_any_stretch_say_what_each_element_is(
+    specs: list[ParamSpec], world: int, data: st.DataObject
+) -> None:
+    for layout in flat_layouts("g", specs, world):
+        start = data.draw(st.integers(0, layout.numel))
+        stop = data.draw(st.integers(start, layout.numel))
+        owner: list[tuple[str, int] | None] = [None] * layout.numel
+        for slot in layout.slots:
+            owner[slot.start : slot.stop] = [(slot.spec.name, i) for i in range(slot.spec.numel)]
+        found: list[tuple[str, int] | None] = [None] * (stop - start)
+        for part in layout.intervals(start, stop):
+            assert part.start < part.stop
+            length = part.stop - part.start
+            assert found[part.offset : part.offset + length] == [None] * length
+            found[part.offset : part.offset + length] = [(part.spec.name, i) for i in range(part.start, part.stop)]
+        assert found == owner[start:stop]
+
+
+@few
+@given(many_specs, worlds)
+def test_arena_segments_tile_and_map_back(specs: list[ParamSpec], world: int) -> None:
+    layouts = [*flat_layouts("a", specs, world), *flat_layouts("b", specs[::2], world)]
+    held: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for rank in range(world):
+        arena = ArenaLayout.of(layouts, rank, sharded=True)
+        cursor = 0
+        for segment, layout in zip(arena.segments, layouts, strict=True):
+            assert (segment.arena_start, segment.layout) == (cursor, layout)
+            assert (segment.flat_start, segment.flat_start + segment.numel) == layout.shard(rank)
+            cursor = segment.arena_stop
+            for part in segment.intervals():
+                held.setdefault((layout.group, part.spec.name), []).append((part.start, part.stop))
+            covered = sum(high - low for _, low, high in segment.class_ranges())
+            real = min(max(layout.real_numel - segment.flat_start, 0), segment.numel)
+            assert covered == real, "hyper-parameters for every chunk but those of the end's padding"
+            assert all(low % CHUNK == 0 and high % CHUNK == 0 for _, low, high in segment.class_ranges())
+            classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
+            found: list[bool] = []
+            for slot, low, high in segment.slot_ranges():
+                assert (low, low % ALIGNMENT) == (len(found), 0), "between weights, with the padding after each"
+                found += [slot.spec.decayed] * (high - low)
+            assert found == classes
+        assert arena.numel == cursor
+    for group, chosen in (("a", specs), ("b", specs[::2])):
+        for spec in chosen:
+            assert tiles(held.get((group, spec.name), []), spec.numel)
+
+
+@few
+@given(many_specs, worlds, st.integers(0, 7))
+def test_a_replicated_arena_holds_the_whole_buffers(specs: list[ParamSpec], world: int, rank: int) -> None:
+    layouts = flat_layouts("g", specs, world)
+    arena = ArenaLayout.of(layouts, rank % world, sharded=False)
+    assert arena.numel == sum(layout.numel for layout in layouts)
+    for segment, layout in zip(arena.segments, layouts, strict=True):
+        assert (segment.flat_start, segment.numel) == (0, layout.numel)
+        assert segment.class_ranges() == tuple(c for c in layout.classes if c[1] < c[2])
+
+
+def test_by_hand() -> None:
+    specs = [
+        ParamSpec("bias", (10,), LOW, False),
+        ParamSpec("w", (30, 40), LOW, True),
+        ParamSpec("v", (7, 7), LOW, True),
+        ParamSpec("norm", (10,), torch.float32, False),
+    ]
+    low, high = flat_layouts("blocks.0", specs, 4)
+    assert [(slot.spec.name, slot.start, slot.stop) for slot in low.slots] == [
+        ("w", 0, 1200),
+        ("v", 1216, 1265),  # aligned to 64
+        ("bias", 2048, 2058),  # a new class starts on a chunk
+    ]
+    assert low.classes == ((True, 0, 2048), (False, 2048, 3072))
+    assert (low.real_numel, low.shard_numel, low.numel) == (3072, 1024, 4096)
+    assert (low.name, high.name) == ("blocks.0/bfloat16", "blocks.0/float32")
+    assert (high.real_numel, high.numel) == (1024, 4096)
+    assert [(i.spec.name, i.start, i.stop, i.offset) for i in low.intervals(1100, 1230)] == [
+        ("w", 1100, 1200, 0),
+        ("v", 0, 14, 116),
+    ]
+    assert low.class_ranges(1024, 3072) == ((True, 0, 1024), (False, 1024, 2048))
+    assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
+
+
+def test_nothing_makes_no_buffer() -> None:
+    assert flat_layouts("g", [], 4) == ()
+    assert ArenaLayout.of([], 0, sharded=True).numel == 0
+
+
+@given(st.integers(0, 10**9), st.integers(1, 4096))
+def test_round_up_is_the_smallest_multiple(value: int, multiple: int) -> None:
+    up = round_up(value, multiple)
+    assert up % multiple == 0
+    assert value <= up < value + multiple
+
+
+def test_an_inconsistent_layout_is_refused() -> None:
+    spec = ParamSpec("w", (100,), LOW, True)
+    chunk = ((True, 0, CHUNK),)
+    with pytest.raises(ValueError, match="slot 'w' starts at 3"):
+        FlatLayout("g", LOW, (ParameterSlot(spec, 3),), chunk, 1)
+    with pytest.raises(ValueError, match="slot 'w' starts at 64"):
+        FlatLayout("g", LOW, (ParameterSlot(spec, 0), ParameterSlot(spec, 64)), chunk, 1)
+    with pytest.raises(ValueError, match="do not cover whole chunks"):
+        FlatLayout("g", LOW, (ParameterSlot(spec, 0),), ((True, 0, 100),), 1)
+    with pytest.raises(ValueError, match="do not cover whole chunks"):
+        FlatLayout("g", LOW, (ParameterSlot(spec, CHUNK),), chunk, 1)

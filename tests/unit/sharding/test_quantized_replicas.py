@@ -1,0 +1,200 @@
+"""FP8 replicas: what each rank measures and casts of its shards is what one tensor would give, whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dtrain.precision.float8.cast import E4M3, cast, quantize, scale_of
+from dtrain.sharding import float8_scales
+from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales, Rectangle, ScaleTable, rectangles
+from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts
+
+CPU = torch.device("cpu")
+SHAPES = [(30, 90), (16, 700), (50, 17), (1, 16), (300, 1)]
+
+
+@given(st.integers(1, 12), st.integers(0, 60), st.integers(0, 60))
+def test_rectangles_tile_a_stretch(width: int, start: int, length: int) -> None:
+    found = list(rectangles(start, start + length, width))
+    assert len(found) <= 3
+    seen: list[int] = []
+    for box in found:
+        assert box.offset == len(seen)
+        assert box.columns == width or box.rows == 1, "row-major memory is a rectangle only so"
+        seen += [(box.row + i) * width + box.column + j for i in range(box.rows) for j in range(box.columns)]
+    assert seen == list(range(start, start + length))
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 20))
+def test_cut_rectangles_tile_it(rows: int, columns: int, limit: int) -> None:
+    whole = Rectangle(3, 2, rows, columns, 7)
+    seen = []
+    for box in whole.cut(limit):
+        assert box.rows * box.columns <= limit or (box.rows == 1 and rows > 1)
+        assert box.columns == columns or box.rows == rows == 1
+        assert box.offset == 7 + (box.row - 3) * columns + box.column - 2
+        seen += [(box.row + i, box.column + j) for i in range(box.rows) for j in range(box.columns)]
+    assert seen == [(3 + i, 2 + j) for i in range(rows) for j in range(columns)]
+
+
+class Shards:
+    """The arenas of all ranks in one process; the maximum over the ranks is taken by hand."""
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        world: int,
+        rowwise: bool,
+        scales_type: type[CurrentScales],
+        *,
+        compiled: bool = False,
+        **options: float,
+    ) -> None:
+        self.world = world
+        specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, True) for n, w in enumerate(weights)]
+        (self.layout,) = flat_layouts("g", specs, world)
+        self.tables, self.scales, self.copies = [], [], []
+        for rank in range(world):
+            arena = ArenaLayout.of([self.layout], rank, sharded=True)
+            table = ScaleTable([self.layout], rowwise, CPU)
+            master = torch.zeros(arena.numel)
+            own = [torch.zeros(arena.numel, dtype=E4M3) for _ in range(table.num_copies)]
+            for part in arena.segments[0].intervals():
+                source = weights[int(part.spec.name[1:])].reshape(-1)[part.start : part.stop]
+                master[part.offset : part.offset + source.numel()] = source
+            self.tables.append(table)
+            self.copies.append(own)
+            parts: list[Any] = [table, arena.segments, master, [own], None]
+            self.scales.append(scales_type(*parts, compiled=compiled, **options))
+
+    def refresh(self) -> None:
+        for scales in self.scales:
+            assert scales.begin(None) == [0]
+            scales.measure(0)
+        amax = torch.stack([table.amax.nan_to_num(nan=math.inf, posinf=math.inf) for table in self.tables]).amax(0)
+        for scales, table in zip(self.scales, self.tables, strict=True):
+            table.amax.copy_(amax)
+            scales.exchange().wait()
+            scales.cast(0)
+
+    def copy(self, number: int, slot: int) -> Tensor:
+        flat = torch.cat([own[number].view(torch.uint8) for own in self.copies])
+        place = self.layout.slots[slot]
+        return flat[place.start : place.stop].view(place.spec.shape)
+
+
+def weights_of(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 4)
+        for shape in SHAPES
+    ]
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 7), st.booleans(), st.sampled_from([100, 4000, 1 << 17]), st.integers(0, 2**31))
+def test_shards_give_the_planes_of_whole_weights(world: int, rowwise: bool, block: int, seed: int) -> None:
+    weights = weights_of(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8_scales, "_BLOCK", block)
+        shards = Shards(weights, world, rowwise, CurrentScales)
+    shards.refresh()
+    table = shards.tables[-1]
+    for number, weight in enumerate(weights):
+        rows = quantize(weight, E4M3, rowwise=rowwise)
+        assert torch.equal(shards.copy(0, number), bits(rows.values))
+        assert torch.equal(table.of_copy(table.scale, f"w{number}", 0), rows.scale.view(-1))
+        if rowwise:
+            columns = quantize(weight.t(), E4M3, rowwise=True)
+            assert torch.equal(shards.copy(1, number), bits(columns.values.t()))
+            assert torch.equal(table.of_copy(table.scale, f"w{number}", 1), columns.scale)
+
+
+def test_compiled_casts_give_the_same_bits() -> None:
+    weights = weights_of(8)[:2]
+    eager, compiled = (Shards(weights, 1, True, CurrentScales, compiled=on) for on in (False, True))
+    for shards in (eager, compiled):
+        shards.refresh()
+    for copy, want in zip(compiled.copies[0], eager.copies[0], strict=True):
+        assert torch.equal(bits(copy), bits(want))
+    assert torch.equal(compiled.tables[0].scale, eager.tables[0].scale)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_what_is_not_finite_is_never_a_number(bad: float, rowwise: bool) -> None:
+    """E4M3 has no Inf: a cast would make 448 of it, and nobody would see the overflow."""
+    weights = weights_of(3)
+    weights[0][7, 11] = bad
+    shards = Shards(weights, 3, rowwise, CurrentScales)
+    shards.refresh()
+    nan = 0x7F
+    if not rowwise:
+        assert (shards.copy(0, 0) & nan == nan).all()
+    else:
+        for copy, line in ((0, (7, slice(None))), (1, (slice(None), 11))):
+            is_nan = shards.copy(copy, 0) & nan == nan
+            assert is_nan[line].all()
+            assert is_nan.sum() == is_nan[line].numel()
+    assert not (shards.copy(0, 1) & nan == nan).any(), "the next weight is sound"
+
+
+def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
+    weights = weights_of(5)
+    (scales,) = (shards := Shards(weights, 1, False, DelayedScales, peak_lr=0.0)).scales
+    assert isinstance(scales, DelayedScales)
+    shards.refresh()
+    table = shards.tables[0]
+    fresh = scale_of(HEAD_ROOM * torch.stack([w.abs().amax() for w in weights]), E4M3)
+    assert torch.equal(table.scale, fresh)
+    # an update that multiplies all weights by 100 casts with the scale in force, and measures for the next one
+    largest = torch.stack([100 * w.abs().amax() for w in weights])
+    for skipped, want in ((0.0, fresh), (1.0, fresh), (0.0, scale_of(HEAD_ROOM * largest, E4M3))):
+        assert scales.begin(torch.tensor(skipped)) == []
+        assert torch.equal(table.scale, want), "the scale of the cast"
+        assert not table.amax.any()
+        table.amax.copy_(largest)
+        scales.exchange().wait()
+        assert torch.equal(table.scale, want), "in force until the next update"
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3, 0.1])
+def test_delayed_scales_leave_room_for_an_update_of_tiny_weights(lr: float) -> None:
+    """A factor alone is no room where a weight is 0, and little where the learning rate is larger than it."""
+    weights = [torch.zeros(4, 8), torch.full((4, 8), 1e-5), torch.full((4, 8), 0.5), torch.full((4, 8), 3 * lr)]
+    shards = Shards(weights, 1, False, DelayedScales, peak_lr=lr)
+    shards.refresh()
+    largest = (torch.tensor([w[0, 0] for w in weights]) + lr).tolist()
+    for scale, largest_after in zip(shards.tables[0].scale.tolist(), largest, strict=True):
+        updated = cast(torch.tensor([largest_after, -largest_after / 100]), torch.tensor(scale), E4M3).float() * scale
+        assert updated.tolist() == pytest.approx([largest_after, -largest_after / 100], rel=1 / 16), (scale, updated)
+
+
+def test_saved_scales_come_back_and_others_start_fresh() -> None:
+    weights = weights_of(6)
+    shards = Shards(weights, 1, False, DelayedScales, peak_lr=1e-3)
+    shards.refresh()
+    (scales,), (table,) = shards.scales, shards.tables
+    fresh = table.scale.clone()
+    saved = {name: 2.0**-number for number, name in enumerate(table.names)}
+    scales.restore(saved)
+    shards.refresh()
+    assert scales.saved() == saved
+    for other in (None, {}, {**saved, "another": 1.0}):
+        scales.restore(saved)
+        scales.restore(other)
+        shards.refresh()
+        assert torch.equal(table.scale, fresh), other
+    table.scale[0] = math.nan
+    assert table.names[0] not in (scales.saved() or {}), "a checkpoint holds plain numbers"

@@ -1,0 +1,159 @@
+"""Trackers: real wandb offline and real TensorBoard files, no prompt, no leak, and no failure that stops training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.telemetry import trackers
+from dtrain.telemetry.metrics import StepMetrics
+
+STEP = StepMetrics(
+    step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
+    tokens_per_s=100.0, step_ms=5.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No login of any kind; returns where the netrc file would be."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setattr(logger, "propagate", True)
+    return netrc
+
+
+@pytest.mark.parametrize(
+    ("asked", "mode", "key", "expected"),
+    [
+        ("auto", None, False, "offline"),
+        ("auto", None, True, "online"),
+        ("auto", "offline", True, "offline"),
+        ("auto", "disabled", True, "disabled"),
+        ("auto", "dryrun", True, "offline"),
+        ("auto", "online", True, "online"),
+        ("auto", "online", False, "offline"),
+        ("offline", "online", True, "offline"),
+        ("disabled", None, True, "disabled"),
+        ("online", "offline", True, "online"),
+        ("online", None, False, "offline"),
+    ],
+)
+def test_mode(
+    nobody: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str | None, key: bool, expected: str
+) -> None:
+    if mode is not None:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert trackers.wandb_mode(asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("machine api.wandb.ai login user password 0123\n", "online"),
+        ("machine example.org login user password 0123\n", "offline"),
+        ("machine without end", "offline"),
+    ],
+)
+def test_mode_reads_the_netrc_file(nobody: Path, text: str, expected: str) -> None:
+    nobody.write_text(text)
+    assert trackers.wandb_mode("auto") == expected
+
+
+_RUN = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from dtrain.config.schema import WandbConfig
+from dtrain.telemetry.trackers import open_tracker
+from tests.unit.telemetry.test_trackers import STEP
+[tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
+for step in (1, 2):
+    tracker.step(replace(STEP, step=step))
+tracker.validation(2, 2.5)
+tracker.close(0)
+"""
+
+
+def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", _RUN, str(tmp_path), "canary-5d1f"], check=True, timeout=120)
+    run_id = json.loads((tmp_path / "tracker.json").read_text())["wandb_run_id"]
+    runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
+    logs = [path.read_bytes() for run in runs for path in run.glob("*.wandb")]
+    assert logs
+    assert all(b"train/grad_norm" in log and b"val/loss" in log and b"seed" in log for log in logs)
+    everything = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"canary-5d1f" in content for content in everything)
+
+
+def test_a_tracker_that_fails_warns_once_and_is_silent(
+    nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __init__(self, *args: object) -> None: ...
+
+        def step(self, metrics: StepMetrics) -> None:
+            raise ConnectionError("no network")
+
+        def close(self, exit_code: int) -> None:
+            raise AssertionError("must not be called again")
+
+    monkeypatch.setattr(trackers, "WandbTracker", Broken)
+    [tracker] = trackers.open_tracker(WandbConfig(), tmp_path, settings={}, start_step=0)
+    with caplog.at_level(logging.WARNING):
+        tracker.step(STEP)
+        tracker.step(STEP)
+        tracker.close(0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb failed and is off from here, training goes on: ConnectionError: no network"
+    ]
+
+
+def test_a_tracker_that_cannot_start_is_left_out(
+    nobody: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tracker.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert trackers.open_tracker(WandbConfig(mode="offline"), tmp_path, settings={}, start_step=0) == []
+    assert "wandb failed" in caplog.text
+
+
+def test_no_tracker_is_no_sink(tmp_path: Path) -> None:
+    assert trackers.open_tracker(TrackerConfig(), tmp_path, settings={}, start_step=0) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start in (0, 2):
+        [tracker] = trackers.open_tracker(TensorboardConfig(), tmp_path, settings={}, start_step=start)
+        for step in range(start + 1, 5):
+            tracker.step(replace(STEP, step=step, loss=float(10 * start + step)))
+        tracker.validation(4, 2.5)
+        tracker.close(0)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
+    assert events.Scalars("val/loss")[-1].value == 2.5
+
+
+def test_a_missing_tensorboard_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install tensorboard"):
+        trackers.check_tracker(TensorboardConfig())
+    trackers.check_tracker(WandbConfig())

@@ -1,0 +1,197 @@
+"""Two checkpoints compared: which tensors differ, by how much, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint import Snapshot, save
+from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.reader import CheckpointReader
+from dtrain.distributed.communicator import Communicator
+from dtrain.errors import CheckpointError
+from dtrain.tools.checkpoint import diff
+from dtrain.tools.checkpoint.cli import main
+from dtrain.tools.checkpoint.diff import Difference, ValueDifference
+from tests.helpers.checkpoints import Tensors, make_tensors, on_threads, pieces_of
+
+STATE = {"engine": "native", "world_size": 2, "config": {"optim": {"lr": 0.1}}, "extra": {}}
+
+
+def write(directory: Path, tensors: Tensors, world: int = 2, step: int = 5, **state: Any) -> Path:
+    def work(comm: Communicator) -> Path:
+        snapshot = Snapshot(step, pieces_of(tensors, comm.rank, world), {**STATE, "world_size": world, **state})
+        return save(directory, snapshot, comm)
+
+    results = on_threads(world, work)
+    assert all(isinstance(result, Path) for result in results), results
+    return results[0]
+
+
+def compare(a: Path, b: Path, **options: Any) -> Difference:
+    return diff.diff(a, b, **options)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, dict[tuple[str, str], Tensor]]:
+    """A run with one checkpoint, and a copy of its tensors to change."""
+    write(tmp_path / "a" / "checkpoints", make_tensors(1))
+    return tmp_path, make_tensors(1)
+
+
+def test_equal_tensors_are_equal_at_another_world_size_and_without_being_read(
+    pair: tuple[Path, dict[tuple[str, str], Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensors = pair
+    write(path / "b", tensors, world=3, engine="fsdp2")
+    whole = compare(path / "a", path / "b", every_byte=True)
+    assert (whole.num_compared, whole.num_read) == (len(tensors), len(tensors))
+    monkeypatch.setattr(CheckpointReader, "read", None)
+    found = compare(path / "a", path / "b")
+    assert found.tensors_equal
+    assert whole.tensors_equal
+    assert (found.num_compared, found.num_read) == (len(tensors), 0)
+    assert [(item.path, item.a, item.b) for item in found.state] == [
+        ("engine", "native", "fsdp2"),
+        ("world_size", 2, 3),
+    ]
+
+
+def test_differing_values_are_measured(
+    pair: tuple[Path, dict[tuple[str, str], Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, tensors = pair
+    before = tensors["master", "weight"].clone()
+    changed = tensors["master", "weight"].view(-1)
+    changed[13] += 0.5
+    changed[30] *= 3
+    tensors["buffer", "num_batches"] += 4
+    write(path / "b", tensors)
+    monkeypatch.setattr(diff, "_BLOCK_ELEMENTS", 8)
+    found = compare(path / "a", path / "b")
+    count, weight = found.values
+    assert (count.label, count.num_different, count.max_abs) == ("buffer:num_batches", 1, 4.0)
+    distance = (before - tensors["master", "weight"]).double()
+    assert (weight.label, weight.numel, weight.num_different, weight.first) == ("master:weight", 35, 2, 13)
+    assert weight.max_abs == distance.abs().max()
+    assert weight.max_rel == pytest.approx((distance / tensors["master", "weight"].double()).abs().max().item())
+    assert weight.normwise == pytest.approx((distance.norm() / tensors["master", "weight"].double().norm()).item())
+    assert found.num_read == 2
+    assert not found.tensors_equal
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "max_abs", "max_rel", "normwise"),
+    [
+        (0.0, -0.0, 0.0, 0.0, 0.0),
+        (1.0, 0.0, 1.0, math.inf, math.inf),
+        (1.0, math.nan, math.nan, math.nan, math.nan),
+        (1.0, math.inf, math.inf, math.inf, math.inf),
+        (math.inf, 2.0, math.inf, math.inf, math.inf),
+        (-math.inf, math.inf, math.inf, math.inf, math.inf),
+    ],
+)
+def test_special_values(a: float, b: float, max_abs: float, max_rel: float, normwise: float, tmp_path: Path) -> None:
+    for name, value in (("a", a), ("b", b)):
+        write(tmp_path / name, {("master", "w"): torch.tensor([value])}, world=1)
+    (item,) = compare(tmp_path / "a", tmp_path / "b").values
+    assert (item.num_different, item.first) == (1, 0)
+    assert [item.max_abs, item.max_rel, item.normwise] == pytest.approx([max_abs, max_rel, normwise], nan_ok=True)
+
+
+def measured(folder: Path, a: Tensor, b: Tensor) -> ValueDifference:
+    for name, tensor in (("a", a), ("b", b)):
+        write(folder / name, {("buffer", "w"): tensor}, world=1)
+    (item,) = compare(folder / "a", folder / "b").values
+    return item
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype", "distance"),
+    [
+        (2**60, 2**60 + 1, torch.int64, 1),
+        (-(2**63), 2**63 - 1, torch.int64, 2**64 - 1),
+        (2**64 - 1, 2**64 - 2, torch.uint64, 1),
+        (0, 2**64 - 1, torch.uint64, 2**64 - 1),
+        (2**63 - 1, 2**63, torch.uint64, 1),
+        (255, 3, torch.uint8, 252),
+        (True, False, torch.bool, 1),
+    ],
+)
+def test_integers_are_subtracted_as_integers(a: int, b: int, dtype: torch.dtype, distance: int, tmp_path: Path) -> None:
+    item = measured(tmp_path, torch.tensor([0, a], dtype=dtype), torch.tensor([0, b], dtype=dtype))
+    assert (item.num_different, item.max_abs) == (1, float(distance))
+
+
+def test_infinite_values_of_both_hide_no_difference(tmp_path: Path) -> None:
+    item = measured(tmp_path, torch.tensor([math.inf, 3.0, 4.0]), torch.tensor([math.inf, 3.0, 5.0]))
+    assert (item.max_abs, item.max_rel, item.normwise) == (1.0, 0.2, pytest.approx(1 / math.sqrt(34)))
+
+
+def test_equal_nans_are_equal(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / name, {("master", "w"): torch.tensor([math.nan, 1.0])}, world=1)
+    assert compare(tmp_path / "a", tmp_path / "b", every_byte=True).tensors_equal
+
+
+def test_missing_and_reshaped_tensors_are_listed(pair: tuple[Path, dict[tuple[str, str], Tensor]]) -> None:
+    path, tensors = pair
+    tensors["master", "new"] = tensors.pop(("master", "weight"))
+    tensors["buffer", "running_mean"] = tensors["buffer", "running_mean"].float()
+    tensors["exp_avg", "weight"] = tensors["exp_avg", "weight"].t().contiguous()
+    write(path / "b", tensors)
+    found = compare(path / "a", path / "b")
+    assert (found.only_a, found.only_b) == (("master:weight",), ("master:new",))
+    assert found.reshaped == (
+        ("buffer:running_mean", "BF16 [6]", "F32 [6]"),
+        ("exp_avg:weight", "F32 [5, 7]", "F32 [7, 5]"),
+    )
+    assert not found.tensors_equal
+    assert compare(path / "a", path / "b", kinds=["exp_avg_sq"]).tensors_equal
+    with pytest.raises(
+        CheckpointError, match="neither checkpoint holds a tensor of kind 'masters'; did you mean 'master'"
+    ):
+        compare(path / "a", path / "b", kinds=["masters"])
+
+
+def test_each_side_must_verify(pair: tuple[Path, dict[tuple[str, str], Tensor]]) -> None:
+    path, tensors = pair
+    tensors["master", "weight"] += 1
+    good = write(path / "b", tensors)
+    bad = path / "a" / "checkpoints" / "step-00000005"
+    data = bytearray((bad / "r0000.safetensors").read_bytes())
+    data[-1] ^= 1
+    (bad / "r0000.safetensors").write_bytes(data)
+    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: sha256 differs"):
+        compare(good, path / "a")
+    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: sha256 differs"):
+        compare(path / "a", good)
+    (bad / "r0000.safetensors").unlink()
+    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: missing"):
+        compare(path / "a", good, kinds=["buffer"])
+
+
+def test_the_command_prints_it_and_exits_1(
+    pair: tuple[Path, dict[tuple[str, str], Tensor]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, tensors = pair
+    tensors["master", "weight"][2, 3] += 1
+    write(path / "b", tensors, step=6, config={"optim": {"lr": 0.2}, "new": "x" * 100})
+    arguments = ["diff", str(path / "a"), str(path / "b")]
+    assert main(arguments) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"a: {path}/a/checkpoints/step-00000005", f"b: {path}/b/step-00000006"]
+    assert lines[2:4] == ["state step: 5 | 6", "state config.optim.lr: 0.1 | 0.2"]
+    assert lines[4] == f"state config.new: - | {'x' * 57}..."
+    assert lines[5].startswith("master:weight: 1 of 35 differ, the first at 17; max abs 1, max rel ")
+    assert lines[6] == "9 of 10 tensors of both are equal bit for bit, 9 by their fingerprints alone"
+    assert main([*arguments, "--kind", "exp_avg", "--kind", "exp_avg_sq", "--bytes"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "4 of 4 tensors of both are equal bit for bit, 0 by their fingerprints alone"
+    assert main(["diff", str(path / "a"), "/no/such/place"]) == 2
+    assert capsys.readouterr().err.startswith("dtrain: /no/such/place does not exist")

@@ -1,0 +1,163 @@
+"""Checkpoints removed by hand: what goes, what stays, and when nothing may go."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.checkpoint import NoCheckpointError, Retention, Snapshot, save, storage
+from dtrain.checkpoint.lease import lease
+from dtrain.errors import CheckpointError
+from dtrain.tools.checkpoint.cli import _size, main
+from dtrain.tools.checkpoint.prune import prune
+from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of
+
+LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: None, 500: 2.5}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step, loss in LOSSES.items():
+        state = {} if loss is None else {"metrics": {"val_loss": loss}}
+        snapshot = Snapshot(step, pieces_of(make_tensors(step), 0, 1), state)
+        save(tmp_path / "checkpoints", snapshot, ALONE, retention=Retention(keep_last=99))
+    return tmp_path
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def damage(run: Path, step: int) -> None:
+    file = run / "checkpoints" / f"step-{step:08d}" / "r0000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (["--keep-last", "1"], [500]),
+        ([], [400, 500]),
+        (["--keep-every", "200"], [200, 400, 500]),
+        (["--keep-last", "1", "--keep-best", "2"], [200, 300, 500]),
+        (["--keep-last", "5"], [100, 200, 300, 400, 500]),
+    ],
+)
+def test_what_no_rule_keeps_goes(
+    rules: list[str], kept: list[int], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = [step for step in LOSSES if step not in kept]
+    assert main(["prune", str(run), "--dry-run", *rules]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[: len(gone)]] == [f"step-{step:08d}" for step in gone]
+    assert lines[-1].startswith("would free ")
+    assert steps(run) == list(LOSSES)
+    folders = [run / "checkpoints" / f"step-{step:08d}" for step in gone]
+    size = sum(file.stat().st_size for folder in folders for file in folder.glob("*.safetensors"))
+    assert main(["prune", str(run / "checkpoints"), *rules]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        *(["removed", f"step-{step:08d}"] for step in gone),
+        *(["kept", f"step-{step:08d}"] for step in kept),
+    ]
+    assert lines[-1] == f"freed {_size(size)}"
+    assert steps(run) == kept
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in kept]
+
+
+def test_nothing_goes_where_what_stays_is_damaged(run: Path) -> None:
+    damage(run, 500)
+    with pytest.raises(
+        CheckpointError, match=r"nothing was removed: .*step-00000500, which would stay, does not verify"
+    ):
+        prune(run, Retention(keep_last=1))
+    assert steps(run) == list(LOSSES)
+
+
+def test_what_is_visibly_damaged_neither_counts_nor_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-00000500" / "r0000.safetensors").unlink()
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert steps(run) == [400, 500]
+    kept = "kept step-00000500, which is BAD: r0000.safetensors: missing"
+    assert kept in capsys.readouterr().out
+
+
+def test_a_run_that_holds_the_lease_is_not_pruned(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lease, "PACE", lease.Pace(poll_s=0.02))
+    holder = f"""
+import sys
+from pathlib import Path
+from dtrain.checkpoint.lease import lease
+with lease.hold(Path({str(run / "checkpoints")!r}), lease.Pace(heartbeat_s=0.05)):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        assert main(["prune", str(run), "--keep-last", "1"]) == 2
+        assert f"is in use by process {other.pid} on " in capsys.readouterr().err
+        assert steps(run) == list(LOSSES)
+        assert main(["prune", str(run), "--keep-last", "1", "--dry-run"]) == 0
+    finally:
+        other.communicate("")
+    assert main(["prune", str(run), "--keep-last", "1"]) == 0
+    assert steps(run) == [500]
+
+
+def test_a_save_of_this_process_is_waited_for(run: Path) -> None:
+    directory, done = run / "checkpoints", threading.Event()
+
+    def work() -> None:
+        prune(run, Retention(keep_last=1))
+        done.set()
+
+    pruning = threading.Thread(target=work)
+    with lease.hold(directory) as held:  # as a run does
+        with held.one_save:  # a save is under way
+            pruning.start()
+            assert not done.wait(0.3)
+            assert steps(run) == list(LOSSES)
+        pruning.join()
+    assert steps(run) == [500]
+
+
+@pytest.mark.parametrize("operation", ["rename", "remove_file", "create"])
+def test_a_disk_that_refuses_is_one_line(
+    operation: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(storage, operation, refuse)
+    assert main(["prune", str(run), "--keep-last", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"dtrain: pruning {run}/checkpoints: Read-only file system (errno 30)")
+    assert 500 in steps(run)
+
+
+def test_mistakes_are_named_and_touch_nothing(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is one checkpoint; give the run directory"):
+        prune(run / "checkpoints" / "step-00000100", Retention())
+    with pytest.raises(CheckpointError, match="keep_last=0 would keep no checkpoint"):
+        prune(run, Retention(keep_last=0))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(NoCheckpointError, match="there is no checkpoint in"):
+        prune(empty, Retention())
+    assert list(empty.iterdir()) == []
+    assert steps(run) == list(LOSSES)

@@ -1,0 +1,412 @@
+"""`dtrain parity`: what is measured, its oracle, and real engines that agree, part, skip and fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.__main__ import main
+from dtrain.cli.resolve import compose, read_suite
+from dtrain.config.dump import config_from_dict, config_to_dict
+from dtrain.config.schema import GROUP_OPTIONS, PARITY, EngineSettings, OptimConfig, ParityConfig
+from dtrain.engine.rng import rng_key
+from dtrain.errors import ParityError
+from dtrain.tools.parity.compare import BOUNDS, YARDSTICKS, Bounds, Given, Parting, first_parting, limits, measure
+from dtrain.tools.parity.oracle import PlainTraining
+from dtrain.tools.parity.run import References, _choose_engines, check_oracle, run_engine
+from dtrain.tools.parity.trajectory import Point, Trajectory
+from tests.helpers.faulty_model import FACTORY
+from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
+from tests.helpers.zoo import Micro, make
+
+TINY = [
+    "model.num_layers=1",
+    "model.hidden_dim=32",
+    "model.num_heads=2",
+    "model.max_seq_len=16",
+    "schedule.warmup_steps=1",
+    "parity.device=cpu",
+    "parity.steps=4",
+    "parity.micro_batch_size=1",
+    "parity.global_batch_size=4",
+]
+
+NOTHING_GIVEN = Given()
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def trajectory(folder: Path, losses: Sequence[float], **weights: Sequence[float]) -> Trajectory:
+    """Losses of the steps; each weight is a vector of 2 equal elements, given at the start and after each step."""
+    run = Trajectory(folder)
+    rows = [
+        {name: torch.full((2,), series[step]) for name, series in weights.items()} for step in range(len(losses) + 1)
+    ]
+    run.start(rows[0])
+    for loss, row in zip(losses, rows[1:], strict=True):
+        run.add(Point(loss, 1.0), row)
+    return run
+
+
+@pytest.fixture
+def oracle(tmp_path: Path) -> Trajectory:
+    return trajectory(tmp_path / "oracle", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
+
+
+def test_deviations_are_shares_of_the_loss_and_of_the_way_of_a_tensor(oracle: Trajectory, tmp_path: Path) -> None:
+    run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.5, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
+    found = measure(run, oracle)
+    assert found.loss == pytest.approx([0.0, 0.1])
+    # `a` goes 2 away from its start, `b` 1; what never moves must not move at all
+    assert found.weights == {"a": [0.0, 0.0, 0.25], "b": [0.0, 0.25, 0.0], "still": [0.0, 0.0, 0.0]}
+    moved = trajectory(tmp_path / "moved", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.1, 5.1])
+    assert measure(moved, oracle).weights["still"] == [0.0, math.inf, math.inf]
+
+
+def parting(
+    run: Trajectory,
+    oracle: Trajectory,
+    bounds: Bounds,
+    *,
+    given: Given = NOTHING_GIVEN,
+    yardstick: Trajectory | None = None,
+) -> Parting | None:
+    yardstick_deviations = measure(yardstick, oracle) if yardstick else None
+    return first_parting(measure(run, oracle), limits(bounds, oracle, yardstick_deviations, given=given))
+
+
+def test_the_first_step_and_its_worst_tensor_are_named(oracle: Trajectory, tmp_path: Path) -> None:
+    run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.7, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
+    found = parting(run, oracle, Bounds(loss=0.01, weights=0.05))
+    assert found == Parting(1, "b", pytest.approx(0.25), 0.05, others=1)
+    assert str(found) == "parts from the oracle at step 1: 'b' is off by 0.25, allowed 0.05, and 1 more tensor"
+    # the loss of step 2 is of the weights before it, so it is named before those after it
+    found = parting(run, oracle, Bounds(loss=0.01, weights=0.5))
+    assert found == Parting(2, "loss", pytest.approx(0.1), 0.01)
+    assert str(found) == "parts from the oracle at step 2: loss is off by 0.1, allowed 0.01"
+    assert parting(run, oracle, Bounds(loss=0.2, weights=0.5)) is None
+
+
+def test_other_weights_at_the_start_are_beyond_every_bound(oracle: Trajectory, tmp_path: Path) -> None:
+    run = trajectory(tmp_path / "run", [4.0, 2.0], a=[1.0001, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
+    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert str(found) == "starts from other weights than the oracle: 'a'"
+
+
+@pytest.mark.parametrize("weights", [[1.0, math.nan, math.nan], [1.0, math.inf, math.inf]])
+def test_what_is_not_finite_is_beyond_every_bound(weights: list[float], oracle: Trajectory, tmp_path: Path) -> None:
+    run = trajectory(tmp_path / "run", [4.0, 2.0], a=weights, b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
+    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert (found.step, found.what) == (1, "a")  # type: ignore[union-attr]
+    run = trajectory(tmp_path / "loss", [4.0, math.nan], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
+    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert (found.step, found.what) == (2, "loss")  # type: ignore[union-attr]
+
+
+def test_a_tensor_may_part_some_yardsticks_far(oracle: Trajectory, tmp_path: Path) -> None:
+    still = [5.0, 5.0, 5.0]
+    plain = trajectory(tmp_path / "plain", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.1, 0.0], still=still)
+    near, far = (
+        trajectory(tmp_path / str(off), [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0 + off, off], still=still)
+        for off in (0.1 * YARDSTICKS, 0.1 * YARDSTICKS + 0.05)
+    )
+    bounds = Bounds(loss=0.01, weights=0.01)
+    assert parting(near, oracle, bounds) == Parting(1, "b", pytest.approx(0.1 * YARDSTICKS), 0.01)
+    # at step 2 the yardstick is back on the oracle, but what it has been off is allowed from then on
+    assert parting(near, oracle, bounds, yardstick=plain) is None
+    found = parting(far, oracle, bounds, yardstick=plain)
+    assert found == Parting(1, "b", pytest.approx(0.35), pytest.approx(0.31))
+    # a number that the user gives stands alone
+    assert parting(near, oracle, bounds, yardstick=plain, given=Given(weights=0.2)).what == "b"  # type: ignore[union-attr]
+    assert parting(far, oracle, bounds, given=Given(weights=0.4)) is None
+
+
+# -- the oracle --------------------------------------------------------------------------------------------------------
+
+
+class Called(nn.Module):
+    """A model of the zoo that takes its micro-batch, and its loss, as one keyword argument."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.entry = make(name)
+        self.inner = self.entry.build(0)
+
+    def forward(self, micro: Micro) -> Tensor:
+        return self.entry.loss(self.inner, micro)
+
+
+def batches(name: str, steps: int, size: int) -> list[list[dict[str, Any]]]:
+    return [[{"micro": make(name).batch(step * size + i)} for i in range(size)] for step in range(steps)]
+
+
+@pytest.mark.parametrize("name", ["transformer", "unused", "tied", "partly_frozen", "weight_norm"])
+def test_the_oracle_is_that_of_the_tests(name: str) -> None:
+    """Two that were written apart: one by torch's AdamW and clipping, the other by the formulas."""
+
+    def seed(step: int, index: int) -> object:
+        return torch.manual_seed(rng_key(7, step, index))
+
+    model = Called(name)
+    reference = Oracle(
+        model, optimizer=AdamWSettings(lr=3e-3), schedule=lambda n: 1 / (n + 1), max_grad_norm=0.05, before_forward=seed
+    )
+    plain = PlainTraining(model, OptimConfig(lr=3e-3, max_grad_norm=0.05), seed)
+    for step, micro_batches in enumerate(batches(name, 4, 3)):
+        want = reference.step([(micro_batch, 1.0) for micro_batch in micro_batches])
+        loss, grad_norm = plain.step(micro_batches, 3e-3 / (step + 1))
+        assert loss == pytest.approx(want.loss, rel=1e-5)
+        assert grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
+        assert grad_norm > 0.05, "clipping must be active"
+    trained = {key: p for key, p in reference.masters().items() if model.get_parameter(key).requires_grad}
+    # by torch's own order of sums a key's bias, whose gradient is nothing but rounding, goes its own way
+    sound = [key for key in trained if "qkv.bias" not in key]
+    assert normwise_error({k: plain.weights()[k] for k in sound}, {k: trained[k] for k in sound}) < 1e-5
+    assert list(plain.weights()) == list(trained)
+
+
+def test_a_skipped_step_of_the_oracle_changes_nothing() -> None:
+    model = Called("mlp")
+    plain = PlainTraining(model, OptimConfig(), lambda *_: None)
+    before = plain.weights()
+    plain.step(batches("mlp", 1, 2)[0], 1e-3, skip=True)
+    assert plain.applied_steps == 0
+    assert all(torch.equal(before[name], value) for name, value in plain.weights().items())
+
+
+def test_the_yardstick_shakes_what_a_forward_sees_and_not_the_weights() -> None:
+    losses, ends = [], []
+    for shake in (0.0, 1e-2):
+        plain = PlainTraining(Called("mlp"), OptimConfig(weight_decay=0.0), lambda *_: None, shake=shake)
+        before = plain.weights()
+        losses.append(plain.step(batches("mlp", 1, 2)[0], 0.0)[0])
+        ends.append(all(torch.equal(before[name], value) for name, value in plain.weights().items()))
+    assert ends == [True, True]
+    assert 0 < abs(losses[1] - losses[0]) < 0.1 * losses[0]
+
+
+def test_the_yardstick_in_fp16_lowers_its_scale_until_no_gradient_overflows() -> None:
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).float().sum() * 100.0
+
+    torch.manual_seed(0)
+    exact, low = (
+        PlainTraining(Steep(), OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=dtype)
+        for dtype in (None, torch.float16)
+    )
+    micro_batches = [{"x": torch.ones(2, 4)}]
+    norms = [plain.step(micro_batches, 1e-3)[1] for plain in (exact, low)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert low.applied_steps == 1
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 1e-6])
+def test_the_yardstick_in_fp8_rounds_the_operands_of_the_products_that_it_is_told(magnitude: float) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(32, 48), nn.Linear(48, 16, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x)).float().square().sum()
+
+    x = magnitude * torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    gradients = {}
+    for name, told in (("bf16", ()), ("fp8", ("first",))):
+        model = Two()
+        with torch.no_grad():
+            model.first.bias.zero_()
+        plain = PlainTraining(
+            model, OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=torch.bfloat16, float8_linears=told
+        )
+        plain.step([{"x": x}], 0.0)
+        gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    assert gradients["fp8"].keys() == gradients["bf16"].keys() == {"first.weight", "first.bias", "last.weight"}
+    for key, exact in gradients["bf16"].items():
+        error = float((gradients["fp8"][key] - exact).norm() / exact.norm())
+        # E4M3 rounds an operand by up to 6 %, E5M2 by up to 12 %; BF16 by 0.4 %
+        assert 0.01 < error < 0.15, key
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("parity.engines=[]", "parity.engines is empty; list some, or leave it null for all that can run here"),
+    ("parity.engines=[nativ]", "parity.engines=['nativ'] must list some of native, fsdp2, deepspeed, ddp, each once"),
+    ("parity.engine=[ddp]", "unknown key 'parity.engine'; did you mean 'parity.engines'?"),
+    ("parity.steps=1", "parity.steps=1 is too small; it must be at least 2"),
+    ("parity.weight_bound=-1", "parity.weight_bound=-1.0 is too small; it must be at least 0"),
+    (
+        "parity.global_batch_size=6",
+        "parity.global_batch_size=6 does not divide by parity.micro_batch_size=2 x 2 ranks; "
+        "the nearest that do: 4 or 8",
+    ),
+    (
+        "parity.steps=4",
+        "schedule.warmup_steps=5 is more than parity.steps=4; set schedule.warmup_steps to at most 4",
+    ),
+    ("engine=native", "no group 'engine' to override; did you mean 'engines'?"),
+    ("engines.native.zero_stage=4", "engines.native.zero_stage=4 is too large; it must be at most 3"),
+    (
+        "engines.native.prefetch=2",
+        "engines.native.prefetch=2 is used with engines.native.zero_stage=3 only, and engines.native.zero_stage=2; "
+        "remove it, or set engines.native.zero_stage=3",
+    ),
+    ("engines.native.name=ddp", "engines.native.name=ddp does not choose an option"),
+    ("-m seed=1,2", "dtrain parity runs once; remove --multirun"),
+    ("parity.engines=[ddp] engines.ddp.zero_stage=1", "engine=ddp cannot do engines.ddp.zero_stage=1"),
+    ("parity.engines=[deepspeed] precision=fp16 parity.device=cpu", "engine=deepspeed cannot do precision=fp16"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_mistakes_are_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["parity", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"dtrain: {message}")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "what is refused leaves no folder behind"
+
+
+def test_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_suite([], PARITY)
+    assert config is not None
+    assert config.parity == ParityConfig()
+    assert config.engines == EngineSettings()
+    assert set(config_to_dict(config.engines)) == set(GROUP_OPTIONS["engine"])
+    training = config.training("deepspeed")
+    assert (training.engine.name, training.train.steps, training.launch.threads_per_rank) == ("deepspeed", 20, 1)
+    monkeypatch.setenv("DTRAIN_PRECISION", "fp16")
+    assert read_suite([], PARITY).precision.name == "fp16"  # type: ignore[union-attr]
+
+
+def test_a_configuration_reads_back_as_the_same_records() -> None:
+    config = compose(["engine=deepspeed", "schedule=wsd", "schedule.decay_steps=9", "data=text", "data.files=*.txt"])
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_started_once_not_by_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["parity"]) == 2
+    assert "start it once, without a launcher" in capsys.readouterr().err
+
+
+def report_of(run_dir: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
+    return values
+
+
+def test_engines_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parity.engines=[native,ddp]", "precision=bf16", "model.dropout=0.1", "engines.native.zero_stage=3"]
+    assert main(["parity", *TINY, *words, f"run_dir={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    for engine in ("native", "ddp"):
+        assert f"{engine} agrees with the oracle" in said
+    report = report_of(tmp_path)
+    assert (report["agrees"], report["precision"], report["left_out"]) == (True, "bf16", {})
+    assert [(entry["engine"], entry["zero_stage"]) for entry in report["engines"]] == [
+        ("native", 3),
+        ("ddp", 0),
+    ]
+    for entry in report["engines"]:
+        assert entry["verdict"] == "agrees with the oracle"
+        assert len(entry["curve"]) == len(entry["deviations"]["loss"]) == 4
+        assert 0 < max(entry["deviations"]["loss"]) < BOUNDS["bf16"].loss
+        assert entry["deviations"]["weights"].keys() == entry["allowed"]["weights"].keys()
+        assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "the same start, bit by bit"
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "logs", "parity.png", "report.json"}
+    assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_an_engine_agrees_in_fp8_with_a_yardstick_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["parity.engines=[native]", "precision=fp8", "parity.ranks=1", f"run_dir={tmp_path}"]
+    assert main(["parity", *TINY, *words]) == 0
+    assert "native agrees with the oracle" in capsys.readouterr().out
+    report = report_of(tmp_path)
+    (entry,) = report["engines"]
+    off, expected = (max(run["loss"]) for run in (entry["deviations"], report["yardstick_deviations"]))
+    assert 0 < off < BOUNDS["fp8"].loss
+    assert 0 < expected < BOUNDS["fp8"].loss
+    # the products of FP8 move weights several times as far as those of BF16
+    assert max(max(series) for series in report["yardstick_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
+
+
+def test_an_engine_without_fp8_is_left_out_with_the_reason() -> None:
+    config = read_suite(["precision=fp8"], PARITY)
+    assert config is not None
+    chosen, left_out = _choose_engines(config, "fp8", torch.device("cpu"))
+    assert "deepspeed" not in chosen
+    assert {"native", "ddp"} <= set(chosen)
+    assert "cannot do precision=fp8" in left_out["deepspeed"]
+
+
+def test_the_step_and_tensor_of_a_fault_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank of two gives the gradient of one tensor with the wrong sign."""
+    name = "blocks.0.ffn.down.weight"
+    words = [FACTORY, f"model.args.flip={name}", "parity.engines=[native]", "precision=fp32", f"run_dir={tmp_path}"]
+    assert main(["parity", *TINY, *words]) == 1
+    assert f"native parts from the oracle at step 1: '{name}' is off by" in capsys.readouterr().out
+    report = report_of(tmp_path)
+    assert not report["agrees"]
+    assert report["engines"][0]["parting"] | {"deviation": None, "others": None} == {
+        "step": 1,
+        "what": name,
+        "deviation": None,
+        "bound": pytest.approx(BOUNDS["fp32"].weights, rel=10),
+        "others": None,
+        "reason": None,
+    }
+
+
+def test_skips_of_a_dynamic_loss_scale_and_a_bound_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle skips the steps that try out the scale; the first step that is applied is the first beyond 1e-12."""
+    words = ["parity.engines=[native]", "parity.ranks=1", "precision=fp16", "precision.loss_scale.init=524288"]
+    assert main(["parity", *TINY, *words, f"run_dir={tmp_path}", "parity.steps=7", "parity.weight_bound=1e-12"]) == 1
+    (entry,) = report_of(tmp_path)["engines"]
+    reasons = [point["reason"] for point in entry["curve"]]
+    applied = reasons.index(None)
+    assert applied > 0
+    assert set(reasons[:applied]) == {"overflow"}
+    assert (entry["parting"]["step"], entry["parting"]["bound"]) == (applied + 1, 1e-12)
+    assert f"native parts from the oracle at step {applied + 1}: '" in capsys.readouterr().out
+    # an oracle that took all steps would be half a way ahead
+    assert max(max(series) for series in entry["deviations"]["weights"].values()) < 0.05
+
+
+def test_an_engine_that_fails_is_named(tmp_path: Path) -> None:
+    config = read_suite([*TINY, FACTORY, "model.args.die=true", "precision=fp32"], PARITY)
+    assert config is not None
+    logs = tmp_path / "logs"
+    result = run_engine(config, "native", References(config.training("native"), tmp_path, logs), tmp_path, logs)
+    assert not result.agrees
+    assert result.verdict.startswith("failed: rank 1 was ended by SIGKILL")
+
+
+def test_an_oracle_that_goes_wild_is_no_reference() -> None:
+    check_oracle([Point(2.0, 1.0), Point(1.0, 0.5)])
+    with pytest.raises(ParityError, match=r"the oracle's own loss is nan and its gradient norm 1.0 at step 2"):
+        check_oracle([Point(2.0, 1.0), Point(math.nan, 1.0)])
+    with pytest.raises(ParityError, match=r"its gradient norm inf at step 1"):
+        check_oracle([Point(2.0, math.inf)])

@@ -1,0 +1,72 @@
+"""Ranks that dtrain starts by itself: their answers, who is blamed when one fails, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dtrain.errors import RankError
+from dtrain.tools.ranks import run_ranks
+
+RANK = """
+import os, signal, sys, time
+from dtrain.tools.ranks import open_answer, read_order
+order, answer = read_order().strip(), open_answer()
+print("a library says something")
+if order == "die":
+    os.kill(os.getpid(), signal.SIGTERM)
+if order == "fail":
+    answer.write("it says why")
+    answer.close()
+    sys.exit(3)
+if order == "wait":
+    open("waiting", "w").write(str(os.getpid()))
+    time.sleep(60)
+answer.write(order.upper())
+"""
+STARTER = "from pathlib import Path; from dtrain.tools.ranks import run_ranks; "
+STARTER += "run_ranks('own_rank', ['wait'], threads=1, folder=Path('logs'))"
+
+
+@pytest.fixture(autouse=True)
+def own_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rank.py").write_text(RANK, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_answers_come_by_rank_and_what_libraries_print_goes_to_the_log(tmp_path: Path) -> None:
+    assert run_ranks("own_rank", ["a", "b"], threads=1, folder=tmp_path / "logs") == ["A", "B"]
+    assert (tmp_path / "logs/1.log").read_text() == "a library says something\n"
+
+
+@pytest.mark.parametrize(
+    ("order", "reason"),
+    [("fail", "rank 1 ended with exit code 3: it says why"), ("die", "rank 1 was ended by SIGTERM")],
+)
+def test_the_rank_that_failed_is_named_and_the_others_are_ended(order: str, reason: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=reason):
+        run_ranks("own_rank", ["wait", order], threads=1, folder=tmp_path / "logs")
+    assert time.monotonic() - begin < 50
+
+
+def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER])
+    waiting = tmp_path / "waiting"
+    while not (waiting.exists() and waiting.read_text()):
+        assert starter.poll() is None
+        time.sleep(0.02)
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    rank = Path("/proc") / waiting.read_text()
+    deadline = time.monotonic() + 20
+    while rank.exists() and "Z" not in (rank / "stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "the rank is still there"
+        time.sleep(0.02)

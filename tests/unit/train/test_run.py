@@ -1,0 +1,271 @@
+"""Whole runs with the real engine: files, exit codes, resume, preemption, world sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.cli.resolve import compose
+from dtrain.errors import DtrainError
+from dtrain.precision.forward import REDUCED_SUMS
+from dtrain.telemetry.metrics import read_metrics
+from dtrain.train import run
+from dtrain.train.run import run_training
+from tests.helpers.ranks import run_ranks
+
+_SMALL = [
+    "experiment=smoke",
+    "precision=fp32",
+    "schedule=constant",  # the rate does not depend on train.steps
+    "train.sample_tokens=0",
+    "train.steps=4",
+    "train.eval_every=2",
+    "train.save_every=2",
+    "train.global_batch_size=4",
+    "train.eval_batches=3",
+    "model.hidden_dim=16",
+    "launch.threads_per_rank=1",
+    "engine.reproducible=true",
+]
+
+
+def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
+    return run_training(compose([*_SMALL, f"run_dir={run_dir}", *overrides]))
+
+
+def _curve(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without what depends on the clock."""
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
+
+
+def _fingerprints(run_dir: Path) -> dict[str, str]:
+    """Of all tensors of the newest checkpoint, which do not depend on sharding."""
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    manifest = json.loads((newest / "manifest.json").read_text().split("\n", 1)[1])
+    return {f"{t['kind']}:{t['name']}": t["fingerprint"] for t in manifest["tensors"]}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps on one rank."""
+    run_dir = tmp_path_factory.mktemp("whole")
+    assert run_ranks(1, _run, str(run_dir)) == [0]
+    return run_dir
+
+
+def test_a_run_leaves_what_it_promises(whole: Path) -> None:
+    assert sorted(path.name for path in whole.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "precision.json",
+        "summary.json",
+    ]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    curve = _curve(whole)
+    assert [line["step"] for line in curve] == [1, 2, 2, 3, 4, 4]
+    assert [line["step"] for line in curve if "val_loss" in line] == [2, 4]
+    summary = json.loads((whole / "summary.json").read_text())
+    assert json.loads((whole / "precision.json").read_text()) == summary["contract"]
+    assert (summary["finished"], summary["steps"], summary["skipped_steps"]) == (True, 4, 0)
+    assert summary["tokens"] == curve[-2]["tokens"] == 4 * 4 * 64
+    assert summary["val_loss"] == curve[-1]["val_loss"]
+    assert summary["train_loss"] == curve[-2]["loss"]
+    assert summary["mfu"] is None
+    assert summary["memory"]["master"] >= summary["memory_formula"]["master"] > 0
+    assert summary["contract"]["master"] == "fp32"
+
+
+def test_a_finished_run_says_so_and_can_be_prolonged(whole: Path, tmp_path: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    assert run_ranks(1, _run, str(whole)) == [0]
+    assert (whole / "metrics.jsonl").read_bytes() == before
+    assert run_ranks(1, _run, str(tmp_path), f"resume={whole}", "train.steps=5") == [0]
+    assert [line["step"] for line in _curve(tmp_path)] == [5, 5]
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=3", "train.save_every=0") == [0]
+    assert run_ranks(1, _run, str(tmp_path), "train.save_every=0") == [0]
+    assert _fingerprints(tmp_path) == _fingerprints(whole)
+    curve = [line for line in _curve(tmp_path) if (line["step"], "val_loss" in line) != (3, True)]
+    assert curve == _curve(whole)
+
+
+def test_two_ranks_have_the_bits_of_one_and_leave_the_same_files(whole: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, _run, str(tmp_path)) == [0, 0]
+    assert _curve(tmp_path) == _curve(whole)
+    assert _fingerprints(tmp_path) == _fingerprints(whole)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in whole.iterdir())
+
+
+def _refused(rank: int, world: int, run_dir: str, *overrides: str) -> tuple[str, str]:
+    try:
+        _run(rank, world, run_dir, *(override.replace("RANK", str(rank)) for override in overrides))
+    except DtrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None:
+    head = "the ranks were started with different configs: "
+    tail = "start every rank with the same configuration"
+    for key, difference in {
+        "seed=RANK": "'seed' is 0 on rank 0 and 1 on rank 1",
+        "optim.lr=1RANK": "optim: 'lr' is 10.0 on rank 0 and 11.0 on rank 1",
+    }.items():
+        refusals = run_ranks(2, _refused, str(tmp_path / "run"), key)
+        assert refusals == [("ConfigError", f"{head}{difference}; {tail}")] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Path) -> None:
+    """Not at the second launch either, which finds what the first has set aside."""
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    (checkpoint / "r0000.safetensors").write_bytes(b"")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    for _ in range(2):
+        ((name, message),) = run_ranks(1, _refused, str(tmp_path))
+        assert name == "CheckpointError"
+        assert "no checkpoint in" in message
+        assert "step-00000002" in message
+        assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("precision=tf32", "precision=tf32 needs an NVIDIA GPU"),
+        (
+            "engine.zero_stage=3 engine.keep_gathered=[hed]",
+            "keep_gathered pattern 'hed' matches no parameter and no module that has one; did you mean 'head'?",
+        ),
+        ("precision.rules={hed:fp32}", "precision rule 'hed' matches no module; did you mean 'head'?"),
+    ],
+)
+def test_what_the_model_or_the_device_refuses_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
+    ((name, said),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", *override.split())
+    assert name == "ConfigError"
+    assert message in said
+    assert not (tmp_path / "run").exists()
+
+
+def _in_slurm(rank: int, world: int, run_dir: str) -> tuple[str, str]:
+    os.environ["SLURM_NTASKS"] = "2"
+    return _refused(rank, world, run_dir)
+
+
+def test_slurm_tasks_without_a_launcher_are_refused(tmp_path: Path) -> None:
+    ((name, message),) = run_ranks(1, _in_slurm, str(tmp_path / "run"))
+    assert name == "ConfigError"
+    assert message.startswith("SLURM_NTASKS=2, but this process is not one of several tasks")
+    assert "start the ranks with srun (launch/slurm.sbatch) or launch.num_processes" in message
+    assert not (tmp_path / "run").exists()
+
+
+def _torch_settings() -> list[Any]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+        torch.get_float32_matmul_precision(),
+        [getattr(torch.backends.cuda.matmul, name) for name in REDUCED_SUMS],
+    ]
+
+
+def _settings_around_a_run(rank: int, world: int, run_dir: str) -> list[list[Any]]:
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    before = _torch_settings()
+    _run(rank, world, f"{run_dir}/run", "train.steps=2")
+    after = _torch_settings()
+    _refused(rank, world, f"{run_dir}/run", "model.hidden_dim=32")
+    return [before, after, _torch_settings()]
+
+
+def test_what_a_reproducible_run_asks_of_torch_ends_with_it(tmp_path: Path) -> None:
+    ((before, after, after_refusal),) = run_ranks(1, _settings_around_a_run, str(tmp_path))
+    assert before == after == after_refusal
+
+
+def _sample_of_a_broken_model(rank: int, world: int, run_dir: str) -> int:
+    def broken(*args: Any) -> Any:
+        raise ValueError("no text from me")
+
+    run.generate = broken  # type: ignore[assignment]
+    os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT), 2)
+    return _run(rank, world, run_dir, "train.sample_tokens=8")
+
+
+def test_a_finished_run_stays_finished_where_the_sample_fails(tmp_path: Path) -> None:
+    assert run_ranks(1, _sample_of_a_broken_model, str(tmp_path / "run")) == [0]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
+    said = (tmp_path / "run.log").read_text()
+    assert said.count("no sample, ") == 1
+    assert "ValueError: no text from me" in said
+    assert "done: 4 steps" in said
+    assert not (tmp_path / "run" / "sample.txt").exists()
+
+
+def test_tokens_are_counted_under_the_batch_size_that_they_had(tmp_path: Path) -> None:
+    assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
+    assert run_ranks(1, _run, str(tmp_path), "train.global_batch_size=8") == [0]
+    tokens = [line["tokens"] for line in _curve(tmp_path) if "loss" in line]
+    assert tokens == [4 * 64, 8 * 64, 16 * 64, 24 * 64]
+    assert json.loads((tmp_path / "summary.json").read_text())["tokens"] == 24 * 64
+    assert run_ranks(1, _run, str(tmp_path / "branch"), f"resume={tmp_path}", "train.steps=5") == [0]
+    assert _curve(tmp_path / "branch")[0]["tokens"] == 28 * 64
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**26])
+def test_a_constant_loss_scale_is_not_held_to_the_bounds_of_a_dynamic_one(tmp_path: Path, scale: float) -> None:
+    given = ["precision.loss_scale.mode=static", f"precision.loss_scale.init={scale}", "train.steps=2"]
+    assert run_ranks(1, _run, str(tmp_path), *given) == [0]
+    assert _curve(tmp_path)[0]["loss_scale"] == scale
+
+
+def _start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "dtrain", "train", *_SMALL, f"run_dir={run_dir}", *overrides]
+    root = Path(__file__).parents[3]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.Popen(command, cwd=run_dir, env=env, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    endless = ["train.steps=100000", "train.save_every=0", "train.eval_every=0"]
+    child = _start(tmp_path, *endless)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "metrics.jsonl").exists() or len(_curve(tmp_path)) < 3:
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    _, said = child.communicate(timeout=30)
+    assert child.returncode == 75, said
+    assert "by SIGTERM after saving" in said
+    curve = _curve(tmp_path)
+    last = curve[-1]["step"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{last:08d}"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["finished"], summary["steps"], summary["val_loss"]) == (False, last, None)
+
+    child = _start(tmp_path, *endless, f"train.steps={last + 2}")
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 0, said
+    resumed = _curve(tmp_path)
+    assert resumed[: len(curve)] == curve
+    assert [line["step"] for line in resumed[len(curve) :]] == [last + 1, last + 2, last + 2]
+    assert f"train.steps={last + 2} (was 100000)" in said

@@ -1,0 +1,247 @@
+"""Which run directory, and whether what is in it may be continued."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from dtrain.checkpoint.lease import lease
+from dtrain.checkpoint.lease.lease_file import Holder, path_of
+from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.errors import CommunicationError, ConfigError
+from dtrain.telemetry.metrics import write_summary
+from dtrain.train.run_dir import (
+    RunDir,
+    check_not_newer,
+    check_resume,
+    compare_configs,
+    decide_on_rank_0,
+    open_run_dir,
+    redacted,
+    write_config,
+)
+from tests.helpers.ranks import run_ranks
+from tests.unit.telemetry.test_metrics import SUMMARY
+
+ALONE = Communicator(None, torch.device("cpu"))
+
+
+def _checkpoint(run_dir: Path, step: int) -> Path:
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    return path
+
+
+def opened(config: RunConfig, comm: Communicator = ALONE, job: int | None = None) -> RunDir:
+    """What a job would find; it leaves again at once."""
+    with ExitStack() as held:
+        return open_run_dir(config, comm, job, held)
+
+
+def test_a_name_is_chosen_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = (opened(RunConfig()).path for _ in range(2))
+    assert first != second
+    assert {first.parent, second.parent} == {tmp_path / "runs"}
+
+
+def test_each_job_of_a_sweep_has_its_folder(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path / "sweep"))
+    assert opened(config, job=3).path == tmp_path / "sweep" / "3"
+
+
+def test_auto_continues_from_the_runs_own_checkpoints(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path))
+    assert opened(config) == RunDir(tmp_path, None, False)
+    _checkpoint(tmp_path, 100)
+    assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+
+
+def test_a_finished_run_is_finished_until_it_gets_more_steps(tmp_path: Path) -> None:
+    write_summary(tmp_path, replace(SUMMARY, steps=100))
+    config = RunConfig(run_dir=str(tmp_path), train=TrainConfig(steps=100))
+    assert opened(config).finished
+    assert not opened(replace(config, train=TrainConfig(steps=101))).finished
+    write_summary(tmp_path, replace(SUMMARY, steps=100, finished=False))
+    assert not opened(config).finished
+
+
+def test_none_never_overwrites(tmp_path: Path) -> None:
+    config = RunConfig(run_dir=str(tmp_path), resume="none")
+    assert opened(config).load_from is None
+    _checkpoint(tmp_path, 7)
+    with pytest.raises(ConfigError, match=r"already holds checkpoints up to step 7; continue it with resume=auto"):
+        opened(config)
+
+
+def test_a_path_is_a_checkpoint_a_directory_of_them_or_a_run(tmp_path: Path) -> None:
+    path = _checkpoint(tmp_path / "old", 5)
+    found = []
+    for resume in (path, path.parent, tmp_path / "old"):
+        config = RunConfig(run_dir=str(tmp_path / "new"), resume=str(resume))
+        check_resume(config)
+        found.append(opened(config).load_from)
+    assert found == [path, path.parent, path.parent]
+
+
+def test_a_missing_path_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such directory; expected auto, none, a checkpoint"):
+        check_resume(RunConfig(resume=str(tmp_path / "nix")))
+    with pytest.raises(ConfigError, match="it holds no step-<number>"):
+        check_resume(RunConfig(resume=str(tmp_path)))
+    check_resume(RunConfig(resume="none"))
+
+
+def test_a_branch_does_not_meet_its_own_future(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, 10)
+    run_dir = RunDir(tmp_path, tmp_path / "checkpoints" / "step-00000005", False)
+    check_not_newer(run_dir, 10)
+    with pytest.raises(ConfigError, match="goes on to step 10; use resume=auto"):
+        check_not_newer(run_dir, 5)
+
+
+def test_a_newest_checkpoint_that_was_passed_over_is_named(tmp_path: Path) -> None:
+    _checkpoint(tmp_path, 10)
+    run_dir = RunDir(tmp_path, tmp_path / "checkpoints", False)
+    check_not_newer(run_dir, 10)
+    with pytest.raises(
+        ConfigError, match=r"^\S+/checkpoints/step-00000010 cannot be read.* at step 5; make it"
+    ) as caught:
+        check_not_newer(run_dir, 5)
+    assert "resume=auto" not in str(caught.value)
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_a_run_whose_checkpoints_were_all_set_aside_does_not_begin_anew(tmp_path: Path, resume: str) -> None:
+    (tmp_path / "checkpoints" / "bad-step-00000100-sha256").mkdir(parents=True)
+    config = RunConfig(run_dir=str(tmp_path), resume=resume)
+    if resume == "auto":  # the engine will say that none verifies
+        assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+    else:
+        with pytest.raises(ConfigError, match="already holds bad-step-00000100-sha256"):
+            opened(config)
+
+
+def test_a_save_that_never_finished_is_no_place_to_resume_from(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000300.tmp-1f0c9a2b"
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"resume=.*tmp-1f0c9a2b: .* never finished"):
+        check_resume(RunConfig(resume=str(path)))
+
+
+def test_another_model_is_refused_and_other_changes_are_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    before = redacted(RunConfig())
+    now = RunConfig(
+        run_dir="x", train=TrainConfig(steps=300), model=ModelConfig(dropout=0.1), launch=LaunchConfig(device="cpu")
+    )
+    with caplog.at_level(logging.INFO):
+        compare_configs(before, redacted(now), 7)
+    assert [record.getMessage() for record in caplog.records] == [
+        "changed since the checkpoint at step 7: train.steps=300 (was 200)",
+        "changed since the checkpoint at step 7: model.dropout=0.1 (was 0.0)",
+    ]
+    with pytest.raises(ConfigError, match=r"holds another model: model.hidden_dim=256 \(now 512\)"):
+        compare_configs(before, redacted(RunConfig(model=ModelConfig(hidden_dim=512))), 7)
+
+
+def test_another_vocabulary_is_another_model_where_the_checkpoint_names_its_own() -> None:
+    now = redacted(RunConfig(model=ModelConfig(vocab_size=300)))
+    with pytest.raises(ConfigError, match=r"holds another model: model.vocab_size=257 \(now 300\)"):
+        compare_configs(redacted(RunConfig(model=ModelConfig(vocab_size=257))), now, 7)
+    unnamed = redacted(RunConfig())
+    del unnamed["model"]["vocab_size"]
+    compare_configs(unnamed, now, 7)
+
+
+def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path, None, False)
+    config = RunConfig(tracker=WandbConfig(), model=ModelConfig(args={"api_key": "canary", "depth": 3}))
+    write_config(run_dir, config, 0)
+    write_config(run_dir, config, 10)
+    written = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert written["train"]["steps"] == 200
+    assert written["model"]["args"] == {"api_key": "***", "depth": 3}
+    write_config(run_dir, replace(config, seed=4), 20)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config-until-step-20.yaml", "config.yaml"]
+    assert yaml.safe_load((tmp_path / "config-until-step-20.yaml").read_text())["seed"] == 0
+
+
+def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
+    comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+    run_dir = opened(RunConfig(run_dir=f"{folder}/run"), comm)
+
+    def refuse() -> None:
+        raise PermissionError(13, "Permission denied", "/closed")
+
+    def break_down() -> None:
+        raise KeyError("a mistake of ours")
+
+    with pytest.raises(ConfigError) as refusal:
+        decide_on_rank_0(comm, refuse)
+    with pytest.raises(KeyError if rank == 0 else CommunicationError) as breakdown:
+        decide_on_rank_0(comm, break_down)
+    return str(run_dir.path), str(refusal.value), str(breakdown.value)
+
+
+def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
+    answers = run_ranks(2, _decide, str(tmp_path))
+    assert answers[0][:2] == answers[1][:2] == (str(tmp_path / "run"), "Permission denied (errno 13): /closed")
+    assert answers[0][2] == "'a mistake of ours'"
+    assert answers[1][2] == "rank 0 failed, so this one ends too: KeyError: 'a mistake of ours'"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be created"):
+        opened(RunConfig(run_dir=str(tmp_path / "file" / "run")))
+
+
+def _open_in_a_hurry(rank: int, world: int, folder: str, pace: lease.Pace) -> tuple[float, str]:
+    """Opens a run directory with collectives that wait for 1.5 s only."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
+    lease.PACE = pace
+    began = time.monotonic()
+    try:
+        found = str(opened(RunConfig(run_dir=folder), Communicator(group, torch.device("cpu"))).load_from)
+    except ConfigError as error:
+        found = str(error)
+    return time.monotonic() - began, found
+
+
+def _claimed(run_dir: Path) -> Path:
+    (run_dir / "checkpoints").mkdir(parents=True)
+    path = path_of(run_dir / "checkpoints", 1)
+    path.write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
+    return path
+
+
+def test_a_stale_lease_is_waited_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
+    _claimed(tmp_path)
+    for seconds, found in run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=2.5, poll_s=0.1)):
+        assert found == "None"
+        assert seconds > 2.4
+
+
+def test_all_ranks_learn_that_a_waited_for_lease_is_held(tmp_path: Path) -> None:
+    path = _claimed(tmp_path)
+    beat = threading.Timer(2.5, lambda: path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1')))
+    beat.start()
+    answers = run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=60, poll_s=0.1))
+    beat.join()
+    for _, found in answers:
+        assert f"run_dir={tmp_path} is not free: {tmp_path}/checkpoints is in use by process " in found
