@@ -1,4 +1,4 @@
-"""Mixed-precision training you can trust: FP32 masters sharded over the ranks, every dtype and skipped step proven."""
+"""Mixed-precision training you can trust: FP32 masters sharded over the ranks, every dtype and skipped step checked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "initialize",
 ]
 
-# resolved at first use (PEP 562): torch takes seconds to import, and the command line must answer a mistake at once
+# resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
     "dtrain.engine.interface": ("Culprit", "Engine", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),

@@ -1,6 +1,7 @@
 """The command line: ``dtrain VERB ...``, also as ``python -m dtrain VERB ...``.
 
-Heavy imports wait inside the verbs, so that help and misspelt names answer at once.
+A run takes ``key=value`` (Hydra), a tool takes arguments (argparse). Verbs import what they need when they are called,
+so that help and misspelled names are answered at once.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
 from dtrain.version import version
 
-_RANK_0_SPEAKS_S = 5.0
+_RANK_0_PRINTS_FIRST_S = 5.0
 
 
 def train(argv: list[str]) -> int:
-    """train a model: dtrain train precision=bf16 train.steps=1000"""
+    """Runs ``dtrain train``."""
     from dtrain.cli.resolve import read_jobs, run_jobs
 
     follow_launcher()
@@ -25,65 +27,72 @@ def train(argv: list[str]) -> int:
         jobs = read_jobs(argv)
     except ConfigError as error:
         if _rank() != 0:
-            # all ranks read the same command line and one voice is enough; but a launcher ends the others as soon as
-            # one rank has left, so rank 0 must have had the time to speak
-            time.sleep(_RANK_0_SPEAKS_S)
+            # all ranks read the same command line, and a launcher ends the others as soon as one rank has left: rank 0
+            # must have had the time to print the mistake
+            time.sleep(_RANK_0_PRINTS_FIRST_S)
         return _fail(error)
     return run_jobs(jobs, argv)
 
 
-def checkpoint(argv: list[str]) -> int:
-    """look at checkpoints and move them: dtrain checkpoint list|verify|diff|prune|export|import PATH"""
-    from dtrain.tools.checkpoint.cli import main as checkpoint_main
-
-    return checkpoint_main(argv)
-
-
-def bench(argv: list[str]) -> int:
-    """measure speed and memory: dtrain bench engine|precision|optimizer|collectives|checkpoint|vote|report"""
-    from dtrain.tools.bench.cli import main as bench_main
-
-    return bench_main(argv)
-
-
-def doctor(argv: list[str]) -> int:
-    """what this machine can do, and what each engine can: dtrain doctor [engines]"""
-    from dtrain.tools.doctor.cli import main as doctor_main
-
-    return doctor_main(argv)
-
-
-def parity(argv: list[str]) -> int:
-    """hold the engines against an FP32 oracle: dtrain parity precision=bf16 model.factory=mine.net:build"""
-    from dtrain.tools.parity.cli import main as parity_main
-
-    return parity_main(argv)
-
-
-def formats(argv: list[str]) -> int:
-    """what each number format is and does to a number: dtrain formats [0.1 1e-8 70000|failures|picture]"""
-    from dtrain.tools.formats.cli import main as formats_main
-
-    return formats_main(argv)
-
-
 def plan(argv: list[str]) -> int:
-    """what a run will do, before it does: dtrain plan precision precision=fp8 model=llama-1b"""
+    """Runs ``dtrain plan``."""
     from dtrain.tools.plan.cli import main as plan_main
 
     return plan_main(argv)
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "train": train,
-    "plan": plan,
-    "checkpoint": checkpoint,
-    "bench": bench,
-    "parity": parity,
-    "formats": formats,
-    "doctor": doctor,
+def parity(argv: list[str]) -> int:
+    """Runs ``dtrain parity``."""
+    from dtrain.tools.parity.cli import main as parity_main
+
+    return parity_main(argv)
+
+
+def bench(argv: list[str]) -> int:
+    """Runs ``dtrain bench``."""
+    from dtrain.tools.bench.cli import main as bench_main
+
+    return bench_main(argv)
+
+
+def checkpoint(argv: list[str]) -> int:
+    """Runs ``dtrain checkpoint``."""
+    from dtrain.tools.checkpoint.cli import main as checkpoint_main
+
+    return checkpoint_main(argv)
+
+
+def doctor(argv: list[str]) -> int:
+    """Runs ``dtrain doctor``."""
+    from dtrain.tools.doctor.cli import main as doctor_main
+
+    return doctor_main(argv)
+
+
+def formats(argv: list[str]) -> int:
+    """Runs ``dtrain formats``."""
+    from dtrain.tools.formats.cli import main as formats_main
+
+    return formats_main(argv)
+
+
+class Verb(NamedTuple):
+    """A verb of the command line, and what the usage says about it."""
+
+    run: Callable[[list[str]], int]
+    meaning: str
+    example: str
+
+
+VERBS = {
+    "train": Verb(train, "train a model", "precision=bf16 train.steps=1000"),
+    "plan": Verb(plan, "show what a run would do", "precision precision=fp8 model=llama-1b"),
+    "parity": Verb(parity, "compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
+    "bench": Verb(bench, "measure speed and memory", "engine bench.ranks=2"),
+    "checkpoint": Verb(checkpoint, "list, verify, compare, prune, export, import", "verify runs/mine"),
+    "doctor": Verb(doctor, "show what this machine and the engines can do", "engines"),
+    "formats": Verb(formats, "show what each number format does to a number", "0.1 1e-8 70000"),
 }
-"""What ``dtrain`` can do; the docstring of each function is its line in the usage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,26 +111,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         return _fail(ConfigError(f"unknown verb '{verb}'{nearest(verb, VERBS)}"))
     try:
-        return VERBS[verb](rest)
+        return VERBS[verb].run(rest)
     except DtrainError as error:
         return _fail(error)
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:{width}}  {verb.__doc__}" for name, verb in VERBS.items())
-    return f"usage: dtrain VERB ...\n\n{verbs}\n\nMore on a verb: dtrain train --help. Version: dtrain --version."
+    widths = max(map(len, VERBS)), max(len(verb.meaning) for verb in VERBS.values())
+    lines = [
+        f"  {name:{widths[0]}}  {verb.meaning:{widths[1]}}  dtrain {name} {verb.example}"
+        for name, verb in VERBS.items()
+    ]
+    listed = "\n".join(lines)
+    return f"usage: dtrain VERB ...\n\n{listed}\n\nMore on a verb: dtrain VERB --help. Version: dtrain --version."
 
 
 def _fail(error: DtrainError) -> int:
     rank = _rank()
-    speaker = f"rank {rank}: " if rank else ""
-    print(f"dtrain: {speaker}{error}", file=sys.stderr, flush=True)
+    prefix = f"rank {rank}: " if rank else ""
+    print(f"dtrain: {prefix}{error}", file=sys.stderr, flush=True)
     return error.exit_code
 
 
 def _rank() -> int:
-    """This rank, or 0 where the environment of the launcher makes no sense: then each process says so."""
+    """This rank, or 0 if the launcher's environment is inconsistent: then every process prints that error."""
     try:
         return LaunchEnv.read().rank
     except ConfigError:

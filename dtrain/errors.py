@@ -1,7 +1,7 @@
-"""Every error dtrain raises on purpose.
+"""All errors that dtrain raises on purpose.
 
-Each message says what was expected, what was got (names, shapes, ranks, values) and what to do about it, so that the
-traceback is never the only help. The class decides the exit code of the command line.
+A message states what was expected, what was found (names, shapes, ranks, values) and what to do. The class decides the
+exit code of the command line.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable
 
 
 class DtrainError(Exception):
-    """Base of all errors raised by dtrain on purpose."""
+    """Base class of all errors that dtrain raises on purpose."""
 
     exit_code = 1
 
 
 class ConfigError(DtrainError):
-    """A configuration that cannot be honoured; raised before any process group exists wherever possible."""
+    """A configuration is invalid or cannot be satisfied; raised before any process group exists if possible."""
 
     exit_code = 2
 
@@ -27,30 +27,30 @@ class ContractError(DtrainError):
 
 
 class ModelError(DtrainError):
-    """The model cannot be trained as it stands (a parameter on ``meta``, an unsupported dtype, no parameter at all)."""
+    """The model cannot be trained: a parameter is on ``meta`` or has an unsupported dtype, or nothing is trainable."""
 
 
 class UsageError(DtrainError):
-    """The engine was called out of order (``step`` without ``backward``, a second ``backward`` on one micro-batch)."""
+    """The engine was called out of order (``step`` without ``backward``, or ``backward`` twice on a micro-batch)."""
 
 
 class DivergenceError(DtrainError):
-    """The ranks no longer do the same thing (config, step, data or order of collectives); nothing was updated."""
+    """The ranks have diverged in config, step, data or order of collectives; nothing was updated."""
 
 
 class CommunicationError(DtrainError):
-    """A collective failed: another rank has died, hangs, or issued another collective."""
+    """A collective failed because another rank died, hangs, or issued a different collective."""
 
 
 class LaunchError(DtrainError):
-    """A rank that this command has started ended before its work was done."""
+    """A rank started by this command exited before its work was done."""
 
 
 class NonFiniteError(DtrainError):
-    """Too many consecutive steps were skipped; the message carries the diagnosis.
+    """Too many consecutive steps were skipped; the message contains the diagnosis.
 
     Attributes:
-        outcome: the :class:`dtrain.StepOutcome` of the last of them.
+        outcome: the :class:`dtrain.StepOutcome` of the last skipped step.
     """
 
     def __init__(self, message: str, outcome: object = None) -> None:
@@ -59,26 +59,26 @@ class NonFiniteError(DtrainError):
 
 
 class BenchError(DtrainError):
-    """A measurement could not be taken: a contender's process failed, or a results file cannot be read."""
+    """A benchmark case failed in its process, or a results file could not be read."""
 
 
 class RankError(DtrainError):
-    """A process that dtrain started as a rank failed; the message has its last words."""
+    """A rank process started by dtrain failed; the message contains the end of its stderr."""
 
 
 class ParityError(DtrainError):
-    """Engines could not be compared: what they are compared with failed itself."""
+    """The engines could not be compared because the reference run failed."""
 
 
 class CheckpointError(DtrainError):
-    """A checkpoint could not be written, or none that verifies could be read; names the file at fault."""
+    """A checkpoint could not be written, or no valid one could be read; the message names the file."""
 
 
-_LISTED = 20  # names in a message: the modules of a model may be thousands
+_LISTED = 20  # names in a message: a model may have thousands of modules
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A hint ``; did you mean 'x'?`` with the valid name closest to ``name``, or the list of valid names."""
+    """Returns the hint ``; did you mean 'x'?`` with the closest valid name, or the list of valid names."""
     names = sorted(set(valid))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:

@@ -1,4 +1,4 @@
-"""The version of dtrain that runs."""
+"""The version of dtrain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def version() -> str:
-    """The installed version, or that of the checkout."""
+    """Returns the version of the installed package, or of the checkout."""
     try:
         return metadata.version("dtrain")
     except metadata.PackageNotFoundError:  # a checkout that is not installed

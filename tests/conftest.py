@@ -1,39 +1,109 @@
-"""What every test gets."""
+"""Options, selection of marked tests, and fixtures that hold for every test."""
 
 from __future__ import annotations
 
+import multiprocessing.process
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dtrain.distributed.logging import logger
-from tests.helpers.fault_counts import FaultCounts, FaultTally
+from tests.helpers.fault_counts import FaultCounts, FaultTotals
+
+_TESTS = Path(__file__).parent
+
+# -- which tests run ---------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The options of the fault suite."""
+    """Adds the options of the fault suite."""
     group = parser.getgroup("faults")
     group.addoption("--fault-counts", choices=("ci", "full"), default="ci", help="how many faults tests/faults tries")
     group.addoption("--fault-results", type=Path, metavar="DIR", help="where each of these tests writes what it found")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests by folder and by name; deselects ``soak``, and under ``-m`` also ``gpu``, unless ``-m`` names it."""
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder == "faults":
+            item.add_marker(pytest.mark.faults)
+            item.add_marker(pytest.mark.processes)
+        elif folder == "gpu":
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "deepspeed" in item.nodeid:
+            item.add_marker(pytest.mark.deepspeed)
+    expression = config.getoption("markexpr")
+    named = set(re.findall(r"\w+", expression))
+    unnamed = ({"soak", "gpu"} if expression else {"soak"}) - named
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in unnamed)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]
+
+
+# -- a test that starts a process says so ------------------------------------------------------------------------------
+
+_MARKERS_OF_PROCESSES = ("processes", "deepspeed", "compile", "faults", "gpu")
+_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "tests.Process.start"}
+_unmarked: str | None = None  # the test that runs, if it may start no process
+
+
+def _refuse_processes(event: str, args: tuple[Any, ...]) -> None:
+    if _unmarked is not None and event in _STARTS:
+        pytest.fail(
+            f"{_unmarked} starts a process ({event} {args!r:.100}) without a marker; add @pytest.mark.processes, or "
+            "pytestmark = pytest.mark.processes to its file"
+        )
+
+
+def _audited_start(self: multiprocessing.process.BaseProcess) -> None:
+    sys.audit("tests.Process.start", type(self).__name__)  # a running fork server forks without an event
+    _start(self)
+
+
+_start = multiprocessing.process.BaseProcess.start
+multiprocessing.process.BaseProcess.start = _audited_start  # type: ignore[method-assign]
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Lets only marked tests, and their fixtures, start processes."""
+    global _unmarked
+    if not any(item.get_closest_marker(name) for name in _MARKERS_OF_PROCESSES):
+        _unmarked = item.nodeid
+    yield
+    _unmarked = None
+
+
+# -- fixtures ----------------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="session")
-def tallies() -> dict[str, FaultTally]:
-    """What the tests of the fault suite have found so far."""
+def fault_totals() -> dict[str, FaultTotals]:
+    """Findings of the fault suite so far, by test."""
     return {}
 
 
 @pytest.fixture
-def faults(request: pytest.FixtureRequest, tallies: dict[str, FaultTally]) -> FaultCounts:
-    """How many faults a test tries, and where it says what it found."""
+def faults(request: pytest.FixtureRequest, fault_totals: dict[str, FaultTotals]) -> FaultCounts:
+    """Number of faults that a test tries, and the file that it writes its findings to."""
     full, folder = (request.config.getoption(name) for name in ("fault_counts", "fault_results"))
-    return FaultCounts(request.node.originalname, full=full == "full", folder=folder, tallies=tallies)
+    return FaultCounts(request.node.originalname, full=full == "full", folder=folder, totals=fault_totals)
 
 
 @pytest.fixture(autouse=True)
-def _logger_as_it_was() -> Iterator[None]:
-    """A run inside the test process sets the project's logger up for that process, and tests come in any order."""
+def _restore_logger() -> Iterator[None]:
+    """A run inside the test process sets up the project's logger for that process, and tests come in any order."""
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield
     logger.handlers[:], logger.propagate = handlers, propagate

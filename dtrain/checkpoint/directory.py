@@ -1,9 +1,12 @@
-"""Names in a directory of checkpoints, and what may be renamed or removed there.
+"""Names in a directory of checkpoints, and the renames and removals that are allowed there.
 
 step-00000200/              committed: it has this name only once it is complete on disk
-step-00000300.tmp-1f0c9a2b/ a save under way, or what a crash left of one; never read
-bad-step-00000100-sha256/   did not verify; renamed, never deleted
-lease-00000001.json         who may write here (dtrain.checkpoint.lease.lease)
+step-00000300.tmp-1f0c9a2b/ a save in progress, or leftovers of one; never read
+bad-step-00000100-sha256/   quarantined: it did not verify; renamed, never deleted
+lease-00000001.json         which process may write here (dtrain.checkpoint.lease.lease)
+
+A directory that must go is first renamed to a ``.tmp-...`` name, its tombstone, and the rename is synced: no crash can
+leave half of a checkpoint under a committed name.
 """
 
 from __future__ import annotations
@@ -25,35 +28,35 @@ _QUARANTINED = re.compile(r"bad-step-[0-9]{8,}-.+")
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at all, good or bad: a run that resumes by itself may start from the beginning."""
+    """No checkpoint exists, neither good nor damaged, so a run that resumes automatically may start from scratch."""
 
 
 def step_name(step: int) -> str:
-    """The directory's name for a step."""
+    """Returns the directory name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of a committed checkpoint, by its directory's name."""
+    """Returns the step in a committed checkpoint's directory name."""
     return int(path.name.removeprefix("step-"))
 
 
 def temporary_path(directory: Path, step: int) -> Path:
-    """A new name for a directory that is not, or no longer, a checkpoint."""
+    """Returns a new path for a save in progress or for a tombstone."""
     return directory / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
 
 
-def committed(directory: Path) -> list[Path]:
-    """The ``step-...`` entries of a directory of checkpoints, oldest step first; [] where it does not exist.
+def committed_checkpoints(directory: Path) -> list[Path]:
+    """Lists the ``step-...`` entries of a directory, oldest step first; [] if the directory does not exist.
 
     Raises:
-        OSError: it cannot be listed.
+        OSError: the directory cannot be listed.
     """
     return sorted(_matching(directory, STEP_NAME), key=step_of)
 
 
-def quarantined(directory: Path) -> list[Path]:
-    """The ``bad-step-...`` entries, by name; raises as :func:`committed` does."""
+def quarantined_checkpoints(directory: Path) -> list[Path]:
+    """Lists the ``bad-step-...`` entries by name; raises as :func:`committed_checkpoints` does."""
     return sorted(_matching(directory, _QUARANTINED))
 
 
@@ -64,11 +67,11 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
         return []
 
 
-def is_single(path: Path) -> bool:
-    """Whether a path means one checkpoint rather than a directory of them.
+def is_single_checkpoint(path: Path) -> bool:
+    """Whether a path is one checkpoint rather than a directory of them.
 
     Raises:
-        CheckpointError: it is a save that was never finished.
+        CheckpointError: the path is an unfinished save.
     """
     name = path.resolve().name
     if _TEMPORARY.fullmatch(name):
@@ -77,35 +80,35 @@ def is_single(path: Path) -> bool:
     return bool(known) or os.path.lexists(path / "manifest.json")
 
 
-def of_run(path: Path) -> Path:
-    """``path/checkpoints`` where ``path`` is a run directory that has one, else ``path``."""
+def checkpoints_dir(path: Path) -> Path:
+    """Returns ``path/checkpoints`` if it is a directory, else ``path``."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def make_directories(path: Path) -> None:
-    """Makes a directory and its missing parents, each one's name on disk before it is used.
+    """Creates a directory and its missing parents, and syncs each name before it is used.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
-    if path.is_dir():  # its name may not be on disk yet, where who made it was killed before its fsync
-        with suppress(OSError):  # such as of a parent that must not be read: not by who made it
+    if path.is_dir():  # its name may not be on disk yet: its creator may have been killed before the fsync
+        with suppress(OSError):  # a parent that may not be read was not created by us
             storage.sync_directory(path.parent)
         return
     make_directories(path.parent)
     try:
         storage.make_directory(path)
-    except FileExistsError:  # made by another job just now, or no directory
+    except FileExistsError:  # created by another job just now, or not a directory
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     storage.sync_directory(path.parent)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a directory and what is in it, or a file; a link is removed, never followed.
+    """Removes a file or a directory with its content; removes links without following them.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         storage.remove_file(path)
@@ -115,50 +118,50 @@ def remove_tree(path: Path) -> None:
     storage.remove_directory(path)
 
 
-def sweep(directory: Path) -> None:
-    """Removes what saves that never finished have left; for the holder of the directory's lease alone.
+def clean_up(directory: Path) -> None:
+    """Removes leftovers of unfinished saves and removals; only the holder of the directory's lease may call it.
 
-    Each loses its name first: where a job that has lost the lease is still at work in one, it cannot commit it from
-    then on, and opens no more files there. That is on disk before any file goes, as is the new name of a checkpoint
-    whose removal was cut short: no power cut gives it back its old one.
+    Each leftover is renamed first: a job that lost the lease but still writes there can then neither commit it nor open
+    more files in it. The renames are synced before any file is removed, so that no power cut can restore the committed
+    name of a checkpoint whose removal was interrupted.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
-    graves = []
+    tombstones = []
     for path in sorted(_matching(directory, _TEMPORARY)):
-        grave = path.with_suffix(f".tmp-{secrets.token_hex(4)}")
-        with suppress(FileNotFoundError):  # its own save has just removed it
-            storage.rename(path, grave)
-            graves.append(grave)
-    if graves:
+        tombstone = path.with_suffix(f".tmp-{secrets.token_hex(4)}")
+        with suppress(FileNotFoundError):  # the save that created it has just removed it
+            storage.rename(path, tombstone)
+            tombstones.append(tombstone)
+    if tombstones:
         storage.sync_directory(directory)
-    for grave in graves:
-        remove_tree(grave)
+    for tombstone in tombstones:
+        remove_tree(tombstone)
 
 
-def retire(path: Path) -> None:
-    """Removes a committed checkpoint: it loses its name first, so that no crash leaves half of one under it.
+def delete_checkpoint(path: Path) -> None:
+    """Deletes a committed checkpoint: renames it to a tombstone, syncs the rename, then removes the files.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
-    grave = temporary_path(path.parent, step_of(path))
-    storage.rename(path, grave)
+    tombstone = temporary_path(path.parent, step_of(path))
+    storage.rename(path, tombstone)
     storage.sync_directory(path.parent)
-    remove_tree(grave)
+    remove_tree(tombstone)
 
 
-def quarantine(path: Path, why: str) -> Path:
-    """Renames a checkpoint that does not verify to ``bad-step-...-WHY`` and returns its new path.
+def quarantine(path: Path, tag: str) -> Path:
+    """Renames a checkpoint that does not verify to ``bad-step-...-TAG`` and returns its new path.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
-    target, count = path.parent / f"bad-{path.name}-{why}", 1
+    target, count = path.parent / f"bad-{path.name}-{tag}", 1
     while os.path.lexists(target):
         count += 1
-        target = path.parent / f"bad-{path.name}-{why}-{count}"
+        target = path.parent / f"bad-{path.name}-{tag}-{count}"
     storage.rename(path, target)
     storage.sync_directory(path.parent)
     return target

@@ -1,4 +1,4 @@
-"""Where saved intervals of tensors go: straight into memory, or through a little staging memory."""
+"""Targets of a load: saved intervals are read straight into memory, or through a small staging buffer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STAGING_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class ReadTarget:
-    """A tensor to fill with as many row-major elements of a saved one.
+    """A tensor to fill with consecutive row-major elements of a saved tensor.
 
     Attributes:
-        kind: of the saved tensor.
-        name: of the saved tensor.
-        start: the first element.
-        data: of any shape, strides and device; values are cast to its dtype.
+        kind: kind of the saved tensor.
+        name: name of the saved tensor.
+        start: first row-major element to read; ``data.numel()`` elements are read.
+        data: any shape, strides and device; values are cast to its dtype.
     """
 
     kind: str
@@ -34,13 +34,13 @@ class ReadTarget:
 
 @dataclass(frozen=True)
 class PartialRead:
-    """A part of a place that lies in one chunk.
+    """The part of a read target that lies in one chunk of the manifest.
 
     Attributes:
-        dtype: as saved.
-        chunk: where it lies.
-        offset: bytes from the beginning of the chunk to its own.
-        data: what it fills: contiguous, or small enough for the staging memory.
+        dtype: saved dtype.
+        chunk: the chunk that holds it.
+        offset: its first byte, counted from the start of the chunk.
+        data: the tensor to fill: contiguous, or small enough for the staging buffer.
     """
 
     dtype: torch.dtype
@@ -50,17 +50,17 @@ class PartialRead:
 
 
 def partial_reads(entry: TensorEntry, start: int, data: Tensor) -> Iterator[PartialRead]:
-    """What fills ``data`` with the elements of ``entry`` from ``start`` on."""
+    """Yields the reads that fill ``data`` with the elements of ``entry`` from ``start`` on."""
     stop, itemsize = start + data.numel(), entry.dtype.itemsize
-    held = _overlapping(entry, start, stop)
+    chunks = _overlapping(entry, start, stop)
     if data.is_contiguous():
         flat = data.view(-1)
-        for chunk in held:
+        for chunk in chunks:
             low, high = max(start, chunk.start), min(stop, chunk.stop)
             part = flat[low - start : high - start]
             yield PartialRead(entry.dtype, chunk, (low - chunk.start) * itemsize, part)
-    elif len(held) == 1 and data.numel() * itemsize <= STAGING_BYTES:
-        yield PartialRead(entry.dtype, held[0], (start - held[0].start) * itemsize, data)
+    elif len(chunks) == 1 and data.numel() * itemsize <= STAGING_BYTES:
+        yield PartialRead(entry.dtype, chunks[0], (start - chunks[0].start) * itemsize, data)
     else:
         for part in data.unbind():
             yield from partial_reads(entry, start, part)
@@ -73,17 +73,17 @@ def _overlapping(entry: TensorEntry, start: int, stop: int) -> tuple[FileInterva
     return entry.chunks[first:end] if start < stop else ()
 
 
-def fill(segment: PartialRead, read: Callable[[int, memoryview], None]) -> None:
-    """Fills the segment's tensor; ``read(offset, target)`` gives the chunk's bytes from ``offset`` on."""
-    data, itemsize = segment.data, segment.dtype.itemsize
-    if data.device.type == "cpu" and data.dtype == segment.dtype and data.is_contiguous():
-        read(segment.offset, byte_view(data))
+def fill(part: PartialRead, read: Callable[[int, memoryview], None]) -> None:
+    """Fills ``part.data``; ``read(offset, target)`` reads the chunk's bytes from ``offset`` on."""
+    data, itemsize = part.data, part.dtype.itemsize
+    if data.device.type == "cpu" and data.dtype == part.dtype and data.is_contiguous():
+        read(part.offset, byte_view(data))
         return
     step = STAGING_BYTES // itemsize
     staging = torch.empty(min(step, data.numel()) * itemsize, dtype=torch.uint8, pin_memory=data.device.type == "cuda")
-    offset = segment.offset
-    for part in data.split(step) if data.is_contiguous() else (data,):
-        block = staging[: part.numel() * itemsize]
+    offset = part.offset
+    for values in data.split(step) if data.is_contiguous() else (data,):
+        block = staging[: values.numel() * itemsize]
         read(offset, byte_view(block))
-        part.copy_(block.view(segment.dtype).view(part.shape))
+        values.copy_(block.view(part.dtype).view(values.shape))
         offset += len(block)

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, milestones, and the best by validation loss."""
+"""Retention rules: keep the newest checkpoints, milestones, and the best by validation loss."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.checkpoint.directory import committed
-from dtrain.checkpoint.format.container import DamageError
-from dtrain.checkpoint.format.integrity import examine
+from dtrain.checkpoint.directory import committed_checkpoints
+from dtrain.checkpoint.format.integrity import verify_checkpoint
+from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
@@ -16,12 +16,13 @@ from dtrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Retention:
-    """A checkpoint stays where one of the three rules keeps it.
+    """Rules that decide which checkpoints stay; one rule is enough to keep a checkpoint.
 
     Attributes:
-        keep_last: the newest so many, 1 or more.
-        keep_every: those whose step is a multiple of it, for ever; 0: none.
-        keep_best: so many of the least validation loss; of equal ones the newer. 0: none.
+        keep_last: number of newest checkpoints to keep, at least 1.
+        keep_every: keep steps that are multiples of this number permanently; 0 disables the rule.
+        keep_best: number of checkpoints with the lowest validation loss to keep, the newer of equal ones; 0 disables
+            the rule.
 
     Raises:
         CheckpointError: a number is out of range.
@@ -38,37 +39,37 @@ class Retention:
             if getattr(self, name) < 0:
                 raise CheckpointError(f"{name}={getattr(self, name)}; expected 0 or more")
 
-    def retired(self, val_losses: Mapping[int, float | None]) -> list[int]:
-        """The steps that no rule keeps, in ascending order.
+    def expired(self, val_losses: Mapping[int, float | None]) -> list[int]:
+        """Returns the steps that no rule keeps, in ascending order.
 
         Args:
-            val_losses: the validation loss of every checkpoint by its step; None where it has none.
+            val_losses: step -> validation loss of every checkpoint; None if it has no validation loss.
         """
         steps = sorted(val_losses)
-        judged = [(loss, -step) for step, loss in val_losses.items() if loss is not None]
-        kept = {*steps[-self.keep_last :], *(-step for _, step in sorted(judged)[: self.keep_best])}
+        scored = [(loss, -step) for step, loss in val_losses.items() if loss is not None]
+        kept = {*steps[-self.keep_last :], *(-step for _, step in sorted(scored)[: self.keep_best])}
         return [step for step in steps if step not in kept and not (self.keep_every and step % self.keep_every == 0)]
 
 
-def find_retired(directory: Path, retention: Retention, *, newest: Path | None = None) -> list[Path]:
-    """The checkpoints in ``directory`` that ``retention`` does not keep, oldest step first; removes nothing.
+def find_expired(directory: Path, retention: Retention, *, newest: Path | None = None) -> list[Path]:
+    """Returns the checkpoints in ``directory`` that ``retention`` does not keep, oldest step first; removes nothing.
 
-    One that cannot be read, or is damaged by a look at its manifest, sizes and headers, is warned of; it neither counts
-    nor is returned.
+    A checkpoint that cannot be read, or whose manifest, sizes or headers are damaged, causes a warning and is neither
+    counted nor returned.
 
     Args:
-        directory: of the checkpoints.
+        directory: the directory of checkpoints.
         retention: the rules.
-        newest: one that stays whatever its step.
+        newest: a checkpoint that stays whatever its step is.
 
     Raises:
         OSError: the directory cannot be listed.
     """
     paths: dict[int, Path] = {}
     val_losses: dict[int, float | None] = {}
-    for path in committed(directory):
+    for path in committed_checkpoints(directory):
         try:
-            manifest = examine(path, fast=True)
+            manifest = verify_checkpoint(path, fast=True)
         except DamageError as damage:
             logger.warning("checkpoint %s is damaged: %s: %s", path, damage.file, damage.reason)
             continue
@@ -77,4 +78,4 @@ def find_retired(directory: Path, retention: Retention, *, newest: Path | None =
             continue
         paths[manifest.step] = path
         val_losses[manifest.step] = manifest.metric("val_loss")
-    return [paths[step] for step in retention.retired(val_losses) if paths[step] != newest]
+    return [paths[step] for step in retention.expired(val_losses) if paths[step] != newest]

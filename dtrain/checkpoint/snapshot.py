@@ -1,4 +1,4 @@
-"""What a rank hands over to be saved: pieces of logical tensors, and the state that is not a tensor."""
+"""Input of a save: this rank's shards of logical tensors, and the state that is not a tensor."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.format.container import require_dtype
+from dtrain.checkpoint.format.safetensors_file import require_dtype
 from dtrain.errors import CheckpointError
 
-_ALIGNMENT = 64  # bytes, of a piece in a host copy: a line of the cache
+_ALIGNMENT = 64  # bytes; alignment of a shard in the host copy: one cache line
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
 _SECRET_KEY = re.compile(
     r"secret|passw|passphrase|credential|webhook|bearer|(api|access|private|auth|encryption)[_-]?key|(^|[_-])tokens?$",
@@ -27,19 +27,19 @@ _URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 @dataclass(frozen=True)
 class TensorShard:
-    """An interval of one logical tensor that this rank holds: written by a save, proven after a load.
+    """An interval of one logical tensor that this rank holds; a save writes it, a load checks its fingerprint.
 
     Attributes:
-        name: of the logical tensor, such as ``blocks.0.attn.qkv.weight``.
+        name: name of the logical tensor, such as ``blocks.0.attn.qkv.weight``.
         kind: ``master``, ``exp_avg``, ``exp_avg_sq``, ``buffer``, ``frozen`` or another lower-case word.
-        shape: of the logical tensor.
-        dtype: of the logical tensor.
-        start: first element of the interval, row-major.
+        shape: shape of the logical tensor.
+        dtype: dtype of the logical tensor.
+        start: first row-major element of the interval.
         stop: one past the last element.
         data: [stop - start], contiguous, on any device.
 
     Raises:
-        CheckpointError: the attributes do not fit each other, or the dtype has no name in a safetensors file.
+        CheckpointError: the attributes are inconsistent, or safetensors does not support the dtype.
     """
 
     name: str
@@ -51,14 +51,14 @@ class TensorShard:
     data: Tensor
 
     def __post_init__(self) -> None:
-        label = f"piece {self.kind}:{self.name}"
+        label = f"shard {self.kind}:{self.name}"
         if not _KIND.fullmatch(self.kind):
             raise CheckpointError(f"{label}: a kind is a lower-case word such as 'master'; got {self.kind!r}")
         require_dtype(self.dtype, label)
         numel = math.prod(self.shape)
         if not 0 <= self.start <= self.stop <= numel:
             raise CheckpointError(
-                f"{label}: [{self.start}, {self.stop}) is no interval of its {numel} elements {list(self.shape)}"
+                f"{label}: [{self.start}, {self.stop}) is not an interval of its {numel} elements {list(self.shape)}"
             )
         if self.data.dtype != self.dtype or tuple(self.data.shape) != (self.stop - self.start,):
             raise CheckpointError(
@@ -74,30 +74,30 @@ class Snapshot:
     """One rank's part of a checkpoint.
 
     Attributes:
-        step: attempted steps; names the directory.
-        pieces: what this rank holds. All ranks' pieces together tile every tensor exactly: what several ranks hold
-            (buffers, frozen parameters, masters at stage 0) is given by one of them.
+        step: number of attempted steps; names the directory.
+        shards: this rank's shards. The shards of all ranks tile every tensor exactly, so a tensor that several ranks
+            hold (buffers, frozen parameters, masters at stage 0) comes from one of them.
         state: plain JSON values (rank 0's is stored): run id, engine, world size, contract, versions, config, counters,
-            RNG, data cursor, aliases, metrics, extra. Secrets in ``state["config"]`` are blanked; all else returns as
-            it was.
-        ready: returns when the pieces may be read.
+            RNG, data cursor, aliases, metrics, extra. Secrets in ``state["config"]`` are redacted; all else is stored
+            unchanged.
+        ready: blocks until the shards may be read.
     """
 
     step: int
-    pieces: tuple[TensorShard, ...]
+    shards: tuple[TensorShard, ...]
     state: Mapping[str, Any]
     ready: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.step < 0:
-            raise CheckpointError(f"a checkpoint's step counts from 0; got {self.step}")
+            raise CheckpointError(f"a checkpoint's step is 0 or more; got {self.step}")
 
 
 class HostCopy:
-    """Copies snapshots into memory of the host, which is kept from one to the next: only the first pays for new pages.
+    """Copies snapshots into host memory that is kept between saves, so only the first copy allocates pages.
 
     Args:
-        device: of the pieces; the memory is pinned where it is a GPU.
+        device: device of the shards; the memory is pinned if it is a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,43 +105,43 @@ class HostCopy:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, snapshot: Snapshot) -> None:
-        """Makes sure that there is memory for a copy of ``snapshot``.
+        """Allocates memory for a copy of ``snapshot`` if the present memory is too small.
 
         Raises:
-            RuntimeError: it cannot be had.
+            RuntimeError: out of memory.
         """
-        *_, numel = _places(snapshot.pieces)
+        *_, numel = _byte_offsets(snapshot.shards)
         if numel > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go of before there is more
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the larger allocation
             self._memory = torch.empty(numel, dtype=torch.uint8, pin_memory=self._on_gpu)
 
     def take(self, snapshot: Snapshot) -> Snapshot:
-        """The same with its pieces on the host, once there is memory for it; it holds until the next one is taken.
+        """Returns ``snapshot`` with its shards on the host; call :meth:`reserve` first. Valid until the next call.
 
-        On a GPU the copies are queued on the current stream; ``ready`` of the result waits for them.
+        On a GPU the copies are queued on the current stream, and ``ready`` of the result waits for them.
         """
-        pieces = []
-        for piece, start in zip(snapshot.pieces, _places(snapshot.pieces), strict=False):
-            data = self._memory[start : start + piece.data.nbytes].view(piece.dtype)
-            pieces.append(replace(piece, data=data.copy_(piece.data, non_blocking=True)))
+        shards = []
+        for shard, start in zip(snapshot.shards, _byte_offsets(snapshot.shards), strict=False):
+            data = self._memory[start : start + shard.data.nbytes].view(shard.dtype)
+            shards.append(replace(shard, data=data.copy_(shard.data, non_blocking=True)))
         ready = snapshot.ready
         if self._on_gpu:
             copied: Any = torch.cuda.Event()
             copied.record()
             ready = copied.synchronize
-        return replace(snapshot, pieces=tuple(pieces), ready=ready)
+        return replace(snapshot, shards=tuple(shards), ready=ready)
 
 
-def _places(pieces: Sequence[TensorShard]) -> list[int]:
-    """Where each piece begins, in bytes, and at last where they end."""
-    return list(accumulate((-(-piece.data.nbytes // _ALIGNMENT) * _ALIGNMENT for piece in pieces), initial=0))
+def _byte_offsets(shards: Sequence[TensorShard]) -> list[int]:
+    """Returns the byte offset of each shard in the host copy, then the total size."""
+    return list(accumulate((-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards), initial=0))
 
 
 def stored_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as the manifest stores it: checked to be plain JSON, with the secrets of ``config`` blanked.
+    """Returns the state as the manifest stores it: plain JSON, with the secrets of ``config`` redacted.
 
     Raises:
-        CheckpointError: a value would not come back as it was; names its path.
+        CheckpointError: a value would not survive a JSON round trip; names its path.
     """
     plain = {str(key): _plain(value, f"state[{key!r}]") for key, value in state.items()}
     if "config" in plain:
@@ -168,8 +168,8 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A copy of plain JSON with ``***`` for values under keys that look like secrets, and for users in URLs."""
-    if _SECRET_KEY.search(key) and not _harmless(key, value):
+    """Returns a copy of plain JSON with ``***`` for values under secret-like keys and for users in URLs."""
+    if _SECRET_KEY.search(key) and not _is_is_harmless(key, value):
         return "***"
     if isinstance(value, dict):
         return {name: redact(item, name) for name, item in value.items()}
@@ -178,7 +178,7 @@ def redact(value: Any, key: str = "") -> Any:
     return _URL_USER.sub("***", value) if isinstance(value, str) else value
 
 
-def _harmless(key: str, value: Any) -> bool:
+def _is_is_harmless(key: str, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return True
     return isinstance(value, int | float) and _COUNT_KEY.search(key) is not None

@@ -1,4 +1,4 @@
-"""How two states that are plain JSON differ."""
+"""Differences between two checkpoint states (plain JSON)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StateDifference:
-    """A value of the state that is not the same: its path in the manifest's JSON and both values, None where absent."""
+    """A value that differs: its path in the manifest's JSON and both values, None if absent."""
 
     path: str
     a: Any
@@ -17,7 +17,7 @@ class StateDifference:
 
 
 def state_differences(a: Any, b: Any, path: str = "") -> Iterator[StateDifference]:
-    """What differs between two plain JSON values; the paths begin with ``path``."""
+    """Yields the differences between two plain JSON values; their paths begin with ``path``."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in [*a, *(key for key in b if key not in a)]:
             yield from state_differences(a.get(key), b.get(key), f"{path}.{key}" if path else key)

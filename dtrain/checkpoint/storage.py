@@ -1,7 +1,7 @@
-"""Every change that a checkpoint makes to the file system, one system call each.
+"""All file system changes of the package, one system call each.
 
-The rest of the package changes nothing on disk but through these functions, called as ``storage.NAME``: a test can
-record them, make one fail or die at one of them, and so replay every state that a crash may leave behind.
+The rest of the package changes the disk only through these functions, called as ``storage.NAME``. A test can therefore
+record them, make one fail, or kill the process at one of them, and so replay every state that a crash may leave.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from pathlib import Path
 
 
 def make_directory(path: Path) -> None:
-    """Makes one directory; its parent exists and it does not.
+    """Creates one directory; its parent exists and it does not.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     os.mkdir(path)
 
 
 def create(path: Path) -> int:
-    """Opens a new file for writing and returns its descriptor; a file that exists, or a link, is refused.
+    """Creates a file for writing and returns its descriptor; fails if a file or link of that name exists.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Appends all of ``data``, however little each system call takes; the disk begins on it at once.
+    """Appends all of ``data``, completing short writes, and starts its writeback at once.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     view = memoryview(data)
     while view:
         written = os.write(descriptor, view)
         view = view[written:]
-        # a kernel left alone starts when it is told to sync, and the disk idles while the rest is copied to its cache
+        # left alone, the kernel starts writeback at fsync, and the disk idles while we fill the page cache
         end = os.lseek(descriptor, 0, os.SEEK_CUR)
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(descriptor, end - written, written, os.POSIX_FADV_DONTNEED)
 
 
 def overwrite(descriptor: int, data: bytes) -> None:
-    """Replaces the file's first bytes by ``data``, however little each system call takes.
+    """Replaces the file's first bytes by ``data``, completing short writes.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     offset = 0
     while offset < len(data):
@@ -57,24 +57,24 @@ def overwrite(descriptor: int, data: bytes) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Returns when the file's bytes are on the disk. Never tried again after a failure: the kernel forgets the pages.
+    """Syncs the file's bytes to disk. Never retry after a failure: the kernel drops the dirty pages.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     os.fsync(descriptor)
 
 
 def close(descriptor: int) -> None:
-    """Closes a descriptor of :func:`create`."""
+    """Closes a descriptor returned by :func:`create`."""
     os.close(descriptor)
 
 
 def sync_directory(path: Path) -> None:
-    """Returns when the names in the directory are on the disk.
+    """Syncs the directory's entries (names) to disk.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -84,10 +84,10 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Gives ``source`` its new name, which nothing has yet: rename(2) alone would replace an empty directory.
+    """Renames ``source``; refuses an existing ``target`` because rename(2) would replace an empty directory.
 
     Raises:
-        OSError: what the file system says; FileExistsError where ``target`` exists.
+        OSError: the system call failed; FileExistsError if ``target`` exists.
     """
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
@@ -95,10 +95,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Gives the file ``source`` a second name, which nothing has yet: of several that try, one succeeds.
+    """Adds the name ``target`` to the file ``source``; of several processes that try, exactly one succeeds.
 
     Raises:
-        OSError: what the file system says; FileExistsError where ``target`` exists.
+        OSError: the system call failed; FileExistsError if ``target`` exists.
     """
     os.link(source, target)
 
@@ -107,7 +107,7 @@ def remove_file(path: Path) -> None:
     """Removes one file or link.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     os.unlink(path)
 
@@ -116,6 +116,6 @@ def remove_directory(path: Path) -> None:
     """Removes one empty directory.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the system call failed.
     """
     os.rmdir(path)

@@ -1,4 +1,4 @@
-"""Checks of one resolved configuration that span several keys: what cannot work, and what would be ignored."""
+"""Checks of a resolved configuration across keys: values that contradict each other, or would be ignored."""
 
 from __future__ import annotations
 
@@ -7,34 +7,30 @@ from dataclasses import fields
 from typing import Any
 
 from dtrain.config.capabilities import SETTINGS, check
+from dtrain.config.fields import check_fields
+from dtrain.config.precision import Float8Config, LossScaleConfig, PrecisionConfig, check_rules
 from dtrain.config.schema import (
     DEFAULT_FACTORY,
     FACTORY_FORM,
     GPT2_FACTORY,
     GROUP_OPTIONS,
-    CheckpointBenchConfig,
     CheckpointConfig,
-    CheckpointSuiteConfig,
-    CollectivesBenchConfig,
-    CollectivesSuiteConfig,
     DataConfig,
-    Float8Config,
     LaunchConfig,
-    LossScaleConfig,
     ModelConfig,
     NativeEngineConfig,
     OptimConfig,
-    OptimizerSuiteConfig,
-    ParitySuiteConfig,
-    PrecisionBenchConfig,
-    PrecisionConfig,
     RunConfig,
-    SuiteConfig,
     TextDataConfig,
     TrainConfig,
     WSDConfig,
-    check_fields,
-    check_rules,
+)
+from dtrain.config.tool_schema import (
+    CheckpointBenchConfig,
+    CollectivesBenchConfig,
+    ParitySuiteConfig,
+    PrecisionBenchConfig,
+    SuiteConfig,
 )
 from dtrain.errors import ConfigError, nearest
 
@@ -63,7 +59,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
 
 
 def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
-    """Checks the training run that ``dtrain parity`` makes with one engine.
+    """Checks the training run of ``dtrain parity`` with one engine.
 
     Raises:
         ConfigError: as :func:`check_config`, in the keys of ``dtrain parity``.
@@ -75,10 +71,8 @@ def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
         raise ConfigError(re.sub(r"\bengine\.(?=\w)", f"engines.{engine}.", text)) from None
 
 
-def check_suite(
-    config: SuiteConfig | OptimizerSuiteConfig | CollectivesSuiteConfig | CheckpointSuiteConfig | ParitySuiteConfig,
-) -> None:
-    """Checks the configuration of a suite of ``dtrain bench``, or of ``dtrain parity``, likewise.
+def check_suite(config: Any) -> None:
+    """Checks the configuration of a suite of ``dtrain bench``, or of ``dtrain parity``.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
@@ -111,7 +105,7 @@ def _check_parity(config: ParitySuiteConfig) -> None:
     if engines == []:
         raise ConfigError("parity.engines is empty; list some, or leave it null for all that can run here")
     _check_list("parity.engines", engines or [], tuple(GROUP_OPTIONS["engine"]))
-    for engine in engines or ["native"]:  # of the others it is not known yet whether they can run here
+    for engine in engines or ["native"]:  # the others may not run here
         check_parity_engine(config, engine)
 
 
@@ -156,14 +150,15 @@ def _check_batch(train: TrainConfig, world_size: int) -> None:
 
 def _check_schedule(config: RunConfig) -> None:
     schedule, steps = config.schedule, config.train.steps
-    if schedule.warmup_steps > steps:
+    warmup = schedule.resolve_warmup_steps(steps)
+    if warmup > steps:
         raise ConfigError(
-            f"schedule.warmup_steps={schedule.warmup_steps} is more than train.steps={steps}; "
+            f"schedule.warmup_steps={warmup} is more than train.steps={steps}; "
             f"set schedule.warmup_steps to at most {steps}"
         )
-    if isinstance(schedule, WSDConfig) and schedule.warmup_steps + schedule.decay_steps > steps:
+    if isinstance(schedule, WSDConfig) and warmup + schedule.decay_steps > steps:
         raise ConfigError(
-            f"schedule.warmup_steps={schedule.warmup_steps} + schedule.decay_steps={schedule.decay_steps} is more than "
+            f"schedule.warmup_steps={warmup} + schedule.decay_steps={schedule.decay_steps} is more than "
             f"train.steps={steps}; their sum must be at most {steps}"
         )
 
@@ -178,7 +173,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
     by_rule = "fp8" in precision.rules.values()
     if by_rule and precision.name not in ("auto", "bf16", "fp8"):
         raise ConfigError(
-            f"an fp8 rule under precision={precision.name}: FP8 products give BF16, so all else computes in BF16 too; "
+            f"an fp8 rule under precision={precision.name}: FP8 products return BF16, so all else must compute in BF16; "
             f"use precision=fp8 or bf16"
         )
     float8 = precision.float8
@@ -205,10 +200,10 @@ def _check_loss_scale(precision: PrecisionConfig) -> None:
     for item in fields(scale):
         value = getattr(scale, item.name)
         if item.name not in used and value != getattr(default, item.name):
-            cure = "calibrated" if item.name in _CALIBRATION_KEYS else "dynamic"
+            fix = "calibrated" if item.name in _CALIBRATION_KEYS else "dynamic"
             raise ConfigError(
                 f"precision.loss_scale.{item.name}={value} is not used with precision={precision.name} and "
-                f"precision.loss_scale.mode={scale.mode}; remove it, or set precision.loss_scale.mode={cure}"
+                f"precision.loss_scale.mode={scale.mode}; remove it, or set precision.loss_scale.mode={fix}"
             )
     if "max" in used and not scale.min <= scale.init <= scale.max:
         raise ConfigError(
@@ -253,7 +248,7 @@ def _check_model(model: ModelConfig) -> None:
     if model.hidden_dim // model.num_heads % 2:
         raise ConfigError(
             f"model.hidden_dim={model.hidden_dim} / model.num_heads={model.num_heads} gives heads of odd dim "
-            f"{model.hidden_dim // model.num_heads}; rotary position embedding turns pairs, so make it even"
+            f"{model.hidden_dim // model.num_heads}; rotary position embedding rotates pairs, so make it even"
         )
     if model.num_kv_heads is not None and model.num_heads % model.num_kv_heads:
         raise ConfigError(
@@ -265,7 +260,7 @@ def _check_model(model: ModelConfig) -> None:
 def _check_checkpoint(checkpoint: CheckpointConfig) -> None:
     if checkpoint.when_busy == "skip" and not checkpoint.asynchronous:
         raise ConfigError(
-            "checkpoint.when_busy=skip is used with checkpoint.asynchronous=true only: a synchronous save has ended "
+            "checkpoint.when_busy=skip works only with checkpoint.asynchronous=true: a synchronous save has ended "
             "before the next one is due; remove it, or set checkpoint.asynchronous=true"
         )
 
@@ -307,7 +302,7 @@ def _check_engine(engine: NativeEngineConfig) -> None:
     if engine.grad_reduction != "auto" and engine.reproducible:
         raise ConfigError(
             f"engine.grad_reduction={engine.grad_reduction} has no effect with engine.reproducible=true, "
-            "which sums at the owner; remove one of them"
+            "which sums at the owner of each shard; remove one of them"
         )
     for key in ("reshard_after_forward", "prefetch", "keep_gathered"):
         if engine.zero_stage != 3 and getattr(engine, key) != getattr(NativeEngineConfig(), key):

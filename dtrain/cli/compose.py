@@ -1,6 +1,6 @@
-"""From YAML and overrides to a typed :class:`RunConfig`, by Hydra.
+"""Composes YAML and overrides to a typed configuration, with Hydra.
 
-Hydra only composes: dtrain runs the jobs itself, so no rank creates Hydra's folders or logs. The schema classes are
+dtrain runs the jobs itself, so no rank creates Hydra's folders or logs. The schema classes are
 registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them and overrides values.
 """
 
@@ -23,15 +23,16 @@ from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtrain.cli.explain import unknown_key
-from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, Root
+from dtrain.config.commands import PRIMARIES, TRAIN, Primary, Root
+from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.errors import ConfigError
 
 
 def config_folder() -> Path:
-    """The YAML that comes with dtrain: inside the installed package, else ``conf/`` of the checkout.
+    """Folder of the YAML that comes with dtrain: inside the installed package, else ``conf/`` of the checkout.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither exists.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
@@ -42,7 +43,7 @@ def config_folder() -> Path:
 
 @cache
 def register_schema() -> None:
-    """Puts the schemas into Hydra's ConfigStore, once, as ``PRIMARY_schema`` and ``GROUP_OPTION_schema``."""
+    """Registers the schemas in Hydra's ConfigStore, once, as ``PRIMARY_schema`` and ``GROUP_OPTION_schema``."""
     version.setbase("1.3")
     setup_globals()
     store = ConfigStore.instance()
@@ -63,7 +64,7 @@ def register_schema() -> None:
 
 
 def _writable(node: DictConfig) -> DictConfig:
-    """Clears the read-only flag that OmegaConf puts on each frozen dataclass; merging would fail on it."""
+    """Clears the read-only flag that OmegaConf sets for a frozen dataclass, because merging would fail on it."""
     node._set_flag("readonly", None)
     for key in node:
         child = node._get_node(key)
@@ -73,10 +74,10 @@ def _writable(node: DictConfig) -> DictConfig:
 
 
 def open_loader(config_path: str | None = None, config_dir: str | None = None) -> ConfigLoaderImpl:
-    """Hydra's loader over dtrain's YAML (or ``config_path`` in its place) and then the user's ``config_dir``.
+    """Returns Hydra's loader over dtrain's YAML (or ``config_path`` instead) and the user's ``config_dir``.
 
     Raises:
-        ConfigError: one of the two is no folder.
+        ConfigError: one of the two is not a folder.
     """
     register_schema()
     for option, given in (("--config-path", config_path), ("--config-dir", config_dir)):
@@ -93,8 +94,7 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
     """Composes one run as the frozen records of the schema; values are not checked yet.
 
     Raises:
-        HydraException, OmegaConfBaseException, ValueError, OSError: what Hydra finds wrong with YAML or overrides;
-            see ``explain``.
+        HydraException, OmegaConfBaseException, ValueError, OSError: wrong YAML or overrides; see ``explain``.
         ConfigError: the primary YAML does not build on the schema, or an added key is unknown to it.
     """
     composed = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
@@ -103,13 +103,13 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
         raise ConfigError(f"{config_name}.yaml lacks the schema; begin its defaults list with '{primary.name}'")
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
-    _refuse_added_keys(composed, primary)
-    config: Root = _tuples(OmegaConf.to_object(composed))
+    _check_added_keys(composed, primary)
+    config: Root = _converted(OmegaConf.to_object(composed))
     return config
 
 
-def _refuse_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "") -> None:
-    """A '+key=value' enters even a typed node, where the frozen record could not hold it."""
+def _check_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "") -> None:
+    """Raises for a key that ``+key=value`` has added to a typed node: the frozen record cannot hold it."""
     schema = OmegaConf.get_type(node)
     if not is_dataclass(schema):
         return
@@ -119,20 +119,20 @@ def _refuse_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = ""
             raise ConfigError(unknown_key(f"{prefix}{key}", schema, primary))
         child = node._get_node(key)
         if isinstance(child, DictConfig) and not (child._is_missing() or child._is_none() or child._is_interpolation()):
-            _refuse_added_keys(child, primary, f"{prefix}{key}.")
+            _check_added_keys(child, primary, f"{prefix}{key}.")
 
 
-def _tuples(record: Any) -> Any:
-    """The record with tuples where the schema says tuple, since OmegaConf knows only lists, and rules for text.
+def _converted(record: Any) -> Any:
+    """Converts what OmegaConf cannot represent: tuples, which it reads as lists, and keys of ``precision.rules``.
 
-    YAML makes a number of the name ``0`` of a module.
+    YAML reads the module name ``0`` as a number.
     """
     hints = get_type_hints(type(record))
     changes: dict[str, Any] = {}
     for item in fields(record):
         value = getattr(record, item.name)
         if is_dataclass(value):
-            changes[item.name] = _tuples(value)
+            changes[item.name] = _converted(value)
         elif get_origin(hints[item.name]) is tuple:
             changes[item.name] = tuple(value)
         elif hints[item.name] == dict[Any, str]:

@@ -1,4 +1,4 @@
-"""Says in one line, in terms of keys and options, what Hydra and OmegaConf say in several about their insides."""
+"""Translates errors of Hydra and OmegaConf into one line about keys and options."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dtrain.config.schema import GROUP_OPTIONS, PRIMARIES, TRAIN, Primary, unsupported_format_reason
+from dtrain.config.commands import PRIMARIES, TRAIN, Primary
+from dtrain.config.precision import unsupported_format_reason
+from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.errors import ConfigError, nearest
 
 FREE_GROUPS = ("experiment", "debug")
-"""Groups that override others and have no key of their own."""
+"""Groups that override others and have no keys of their own."""
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -37,7 +39,7 @@ def explain(error: Exception, primary: Primary[Any]) -> ConfigError:
         return ConfigError(_missing_config(error))
     cause = _omegaconf_cause(error)
     text = _hydra(error, primary) if cause is None else _omegaconf(error, cause, primary)
-    return ConfigError(text + _where(str(error)))
+    return ConfigError(text + _file_note(str(error)))
 
 
 def _one_line(text: str) -> str:
@@ -48,8 +50,8 @@ def _one_line(text: str) -> str:
     return "; ".join(kept).replace(":; ", ": ")
 
 
-def _where(message: str) -> str:
-    """Names the YAML file where Hydra does, unless it is dtrain's own, in whose name the command line chooses."""
+def _file_note(message: str) -> str:
+    """Names the YAML file if Hydra does, except dtrain's primary ones: there the mistake is on the command line."""
     file = re.match(r"In '([^']+)'", message)
     return f" (in {file[1]}.yaml)" if file and file[1] not in {primary.name for primary in PRIMARIES} else ""
 
@@ -72,9 +74,9 @@ def _missing_config(error: MissingConfigException) -> str:
     if not group:
         return _one_line(str(error).partition("\nSearch path")[0].partition("\nConfig search path")[0])
     if group == "precision" and (reason := unsupported_format_reason(option)):
-        return f"precision={option}: {reason}{_where(str(error))}"
+        return f"precision={option}: {reason}{_file_note(str(error))}"
     choices = [f"{group}={name}" for name in error.options or ()]
-    return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_where(str(error))}"
+    return f"unknown option '{group}={option}'{nearest(f'{group}={option}', choices)}{_file_note(str(error))}"
 
 
 def _hydra(error: Exception, primary: Primary[Any]) -> str:
@@ -109,7 +111,7 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException, primary: Primary
         return f"'{key}' is {_type_name(dict[str, str])}, not a list"
     if isinstance(cause, ConfigTypeError):
         return f"'{key}' cannot be removed: every key of the schema has a value"
-    # OmegaConf names the part of the key that it stumbled over; Hydra still has the whole
+    # OmegaConf names only the part of the key that failed; Hydra's message has the whole key
     overridden = re.match(r"(?:Could not override '|Error merging override \+*)([\w.]+)", str(error))
     whole = overridden[1] if overridden else key
     if isinstance(cause, ValidationError) and not whole.startswith(f"{key}."):
@@ -159,7 +161,7 @@ def _type_name(hint: Any) -> str:
 
 
 def unknown_key(key: str, schema: Any, primary: Primary[Any]) -> str:
-    """The message for ``key``, which ``schema`` (the record of ``primary`` that was asked for it) does not have."""
+    """Message for ``key``, which does not exist in ``schema``, a record of ``primary``."""
     group = key.partition(".")[0]
     options = GROUP_OPTIONS.get(group, {})
     chosen = next((option for option, kind in options.items() if kind is schema), None)
@@ -177,7 +179,7 @@ def unknown_key(key: str, schema: Any, primary: Primary[Any]) -> str:
 
 
 def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
-    """Every full key of a record, of all options where a group has several."""
+    """Yields every full key of a record, with those of all options of a group."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         path, kind = f"{prefix}{item.name}", hints[item.name]
@@ -188,17 +190,17 @@ def _keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _suggest(key: str, valid: set[str]) -> str:
-    """The key with the same last part where there is just one, else the nearest, else the valid ones beside it."""
-    parent, _, leaf = key.rpartition(".")
-    above = [key[: found.start()] for found in re.finditer(r"\.", key)]
-    value = next((name for name in above if name in valid and not any(k.startswith(f"{name}.") for k in valid)), None)
-    if value is not None:  # not a group of keys
-        return f"; did you mean '{value}'?"
-    same_leaf = [name for name in valid if name.rpartition(".")[2] == leaf]
-    if len(same_leaf) == 1:
-        return f"; did you mean '{same_leaf[0]}'?"
-    hint = nearest(key, [name for name in valid if not key.startswith(f"{name}.")])
+    """Suggests the only key with the same last part, else the nearest key, else lists the valid keys of the group."""
+    parent, _, name = key.rpartition(".")
+    prefixes = [key[: found.start()] for found in re.finditer(r"\.", key)]
+    for prefix in prefixes:
+        if prefix in valid and not any(other.startswith(f"{prefix}.") for other in valid):
+            return f"; did you mean '{prefix}'?"  # a key with a value, not a group of keys
+    same_name = [other for other in valid if other.rpartition(".")[2] == name]
+    if len(same_name) == 1:
+        return f"; did you mean '{same_name[0]}'?"
+    hint = nearest(key, [other for other in valid if not key.startswith(f"{other}.")])
     if hint.startswith("; did"):
         return hint
-    beside = [name for name in valid if name.rpartition(".")[0] == parent]
-    return nearest(key, beside or [name for name in valid if "." not in name])
+    siblings = [other for other in valid if other.rpartition(".")[0] == parent]
+    return nearest(key, siblings or [other for other in valid if "." not in other])

@@ -1,7 +1,7 @@
-"""From a command line to the runs it asks for: Hydra composes, dtrain checks and runs.
+"""Reads a command line and runs its jobs.
 
-A job is one run; ``--multirun`` makes several. All of them are composed and checked before the first one starts, so a
-mistake in the last one costs no training.
+A job is one run; ``--multirun`` makes several. All of them are composed and checked before the first one starts, so that
+a mistake in the last one costs no training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic
+from typing import Any, Generic, get_type_hints
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -30,19 +30,22 @@ from omegaconf.errors import OmegaConfBaseException
 from dtrain.cli.checks import check_config, check_suite
 from dtrain.cli.compose import config_folder, load, open_loader
 from dtrain.cli.explain import FREE_GROUPS, explain
-from dtrain.config.schema import TRAIN, Primary, Root, RunConfig, unsupported_format_reason
+from dtrain.cli.help import help_text
+from dtrain.config.commands import TRAIN, Primary, Root
+from dtrain.config.precision import unsupported_format_reason
+from dtrain.config.schema import RunConfig
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
 _QUOTED_KEY = re.compile(r"""(?P<before>[{,]\s*)(?P<quote>["'])(?P<key>[^"']+)(?P=quote)\s*:""")
-_SPECIAL = re.compile(r"[\\()\[\]{}:=,\s]")  # what Hydra wants a backslash before
+_SPECIAL = re.compile(r"[\\()\[\]{}:=,\s]")  # characters that Hydra's grammar needs escaped
 _HYDRA_KEYS = ("hydra.searchpath", "hydra.sweeper.params", "hydra.help", "hydra.verbose")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run. In a sweep ``number`` counts from 1 and ``label`` says what sets the job apart; else None and empty."""
+    """One run. In a sweep ``number`` counts from 1 and ``label`` names the job's values; else None and empty."""
 
     config: RunConfig
     number: int | None = None
@@ -50,7 +53,7 @@ class Job:
 
 
 def compose(overrides: Sequence[str] = ()) -> RunConfig:
-    """The resolved and checked configuration for ``overrides`` (``["precision=bf16", "optim.lr=1e-3"]``).
+    """Returns the resolved and checked configuration for ``overrides`` (``["precision=bf16", "optim.lr=1e-3"]``).
 
     Raises:
         ConfigError: an unknown key or option, a value of the wrong type or out of range, or keys that contradict
@@ -59,22 +62,26 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     return _load(_Request(TRAIN, open_loader(), TRAIN.name, [*map(_with_plain_keys, overrides)]))
 
 
-def read_jobs(argv: Sequence[str]) -> list[Job]:
-    """The runs that ``argv`` (Hydra's options and overrides, without the verb) asks for.
+def read_jobs(argv: Sequence[str], command: str = "") -> list[Job]:
+    """Reads the runs that ``argv`` (Hydra's options and overrides, without the verb) requests.
 
-    Empty where Hydra has answered by itself, on standard output: ``--help``, ``--cfg job``, ``--info``, ...
+    Empty if ``argv`` only asks for information, which is then printed: ``--help``, ``--cfg job``, ``--info``, ...
+
+    Args:
+        argv: the arguments.
+        command: the command in the usage line, if it is not ``train``.
 
     Raises:
         ConfigError: as :func:`compose`; also for an unknown option of the command line.
     """
-    request = _read(argv, TRAIN)
+    request = _read(argv, TRAIN, command)
     if request is None:
         return []
     return _sweep(request) if request.multirun else [Job(_load(request))]
 
 
 def read_suite(argv: Sequence[str], primary: Primary[Root]) -> Root | None:
-    """The configuration that ``argv`` gives a suite of ``dtrain bench``; None where Hydra has answered by itself.
+    """Reads the configuration of ``dtrain parity`` or a suite of ``dtrain bench``; None as :func:`read_jobs` is empty.
 
     Raises:
         ConfigError: as :func:`read_jobs`; also for ``--multirun``.
@@ -89,7 +96,7 @@ def read_suite(argv: Sequence[str], primary: Primary[Root]) -> Root | None:
 
 @dataclass(frozen=True)
 class _Request(Generic[Root]):
-    """A command line, read but not composed."""
+    """A parsed command line that is not composed yet."""
 
     primary: Primary[Root]
     loader: ConfigLoaderImpl
@@ -98,15 +105,19 @@ class _Request(Generic[Root]):
     multirun: bool = False
 
 
-def _read(argv: Sequence[str], primary: Primary[Root]) -> _Request[Root] | None:
+def _read(argv: Sequence[str], primary: Primary[Root], command: str = "") -> _Request[Root] | None:
     parser, args = _parse(argv)
     loader = open_loader(args.config_path, args.config_dir)
     args.overrides = [_with_plain_keys(override) for override in args.overrides]
     parsed = _parse_overrides(loader, primary, args.overrides, multirun=args.multirun)
-    if any(item.name == "precision" for item in fields(primary.schema)):
+    if "precision" in get_type_hints(primary.schema):
         args.overrides += _precision_override(loader, parsed)
-    if args.help or args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
-        _let_hydra_answer(parser, args, primary)
+    if args.help:
+        config = _compose(_Request(primary, loader, args.config_name or primary.name, args.overrides))
+        print(help_text(primary, config, command))
+        return None
+    if args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
+        _run_hydra_option(parser, args, primary)
         return None
     return _Request(primary, loader, args.config_name or primary.name, args.overrides, args.multirun)
 
@@ -119,13 +130,17 @@ def _explained(primary: Primary[Any]) -> Iterator[None]:
         raise explain(error, primary) from error
 
 
-def _load(request: _Request[Root]) -> Root:
+def _compose(request: _Request[Root]) -> Root:
     with _explained(request.primary):
-        config = load(request.loader, request.primary, request.config_name, request.overrides)
+        return load(request.loader, request.primary, request.config_name, request.overrides)
+
+
+def _load(request: _Request[Root]) -> Root:
+    config = _compose(request)
     if not isinstance(config, RunConfig):
         check_suite(config)
         return config
-    # imported here because it brings torch: a misspelt key is reported without that wait
+    # imported here because it imports torch: a misspelled key is reported without that wait
     from dtrain.distributed.setup import processes_to_start
 
     check_config(
@@ -135,7 +150,7 @@ def _load(request: _Request[Root]) -> Root:
 
 
 def _without_local_rank(argv: Sequence[str]) -> list[str]:
-    """Drops the ``--local_rank=N`` that launchers append; the environment says the same."""
+    """Drops the ``--local_rank=N`` that launchers append; the environment has it too."""
     kept, words = [], iter(argv)
     for word in words:
         if word in ("--local_rank", "--local-rank"):
@@ -164,7 +179,7 @@ def _parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
 def _parse_overrides(
     loader: ConfigLoaderImpl, primary: Primary[Any], overrides: list[str], *, multirun: bool
 ) -> list[Override]:
-    """The overrides, parsed, and checked for what Hydra would accept and then ignore, or refuse without a name."""
+    """Parses the overrides, and refuses those that Hydra would accept and ignore, or refuse without naming a key."""
     with _explained(primary):
         parsed = OverridesParser.create(loader).parse_overrides(overrides)
     groups = loader.list_groups("")
@@ -191,7 +206,7 @@ def _parse_overrides(
 
 
 def _with_plain_keys(override: str) -> str:
-    """``key={"*.head": fp32}`` in the spelling of Hydra, whose grammar knows no quoted keys: ``key={*.head: fp32}``."""
+    """Rewrites ``key={"*.head": fp32}`` for Hydra, whose grammar has no quoted keys: ``key={*.head: fp32}``."""
     key, equals, value = override.partition("=")
     if not value.startswith("{"):
         return override
@@ -203,7 +218,7 @@ def _with_plain_keys(override: str) -> str:
 
 
 def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> list[str]:
-    """``precision=NAME`` from the environment, unless the command line chooses the precision itself."""
+    """Returns ``precision=NAME`` from the environment, unless the command line chooses the precision."""
     name = os.environ.get(PRECISION_VARIABLE)
     if not name or any(override.key_or_group in ("precision", "precision.name") for override in parsed):
         return []
@@ -215,7 +230,7 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
     return [f"precision={name}"]
 
 
-def _let_hydra_answer(parser: ArgumentParser, args: Namespace, primary: Primary[Any]) -> None:
+def _run_hydra_option(parser: ArgumentParser, args: Namespace, primary: Primary[Any]) -> None:
     with (
         _explained(primary),
         env_override({"HYDRA_FULL_ERROR": "1"}),
@@ -228,7 +243,7 @@ def _let_hydra_answer(parser: ArgumentParser, args: Namespace, primary: Primary[
 
 
 def _sweep(request: _Request[RunConfig]) -> list[Job]:
-    """The cartesian product of the swept values, in Hydra's order: the last key varies fastest."""
+    """Returns the cartesian product of the swept values in Hydra's order: the last key varies fastest."""
     loader, overrides = request.loader, request.overrides
     parser = OverridesParser.create(loader)
     with _explained(request.primary):
@@ -256,10 +271,10 @@ def _sweep(request: _Request[RunConfig]) -> list[Job]:
 def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
     """Trains each job in turn; returns the exit code of the first one that fails, else 0.
 
-    Where they ask for several processes on this machine, these do it, each with the same command line, ``argv``.
+    With ``launch.num_processes`` they run in new processes, each with the same command line, ``argv``.
 
-    A job of a sweep is given the folder of the whole sweep as ``run_dir``, and its number; it trains in
-    ``<run_dir>/<number>``. The training code broadcasts rank 0's folder, so clocks that differ do no harm.
+    The ``run_dir`` of a job in a sweep is the folder of the sweep; it trains in ``<run_dir>/<number>``. The training code
+    broadcasts rank 0's folder, so that different clocks of the ranks do no harm.
     """
     if not jobs:
         return 0

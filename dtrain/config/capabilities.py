@@ -1,6 +1,6 @@
-"""What each engine can do, as data: one table checks a configuration, fills the documents, and is tested to be true.
+"""The table of what each engine can do: it checks configurations, fills the documents, and is tested to be true.
 
-Nothing here imports torch, so that a configuration is refused at once, before any process group.
+Nothing here imports torch, so that an unsupported configuration is refused at once, before any process group.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
+from dtrain.config.fields import written
 from dtrain.errors import ConfigError, nearest
 
 Setting: TypeAlias = Any
-"""The value of one key: a word, a number, or a sequence of name patterns."""
+"""Value of one key: a name, a number, or a sequence of name patterns."""
 
 
 @dataclass(frozen=True)
-class Limit:
-    """The values of one key that an engine takes, where it does not take all.
+class SupportedValues:
+    """The values of one key that an engine supports, if not all.
 
     Attributes:
-        values: what it takes.
-        reason: why nothing else, as a clause that follows a colon.
+        values: the supported values.
+        reason: why the engine supports no other, as a clause that follows a colon.
     """
 
     values: tuple[Setting, ...]
@@ -31,12 +32,12 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Exclusion:
-    """Values that an engine takes one by one but not together.
+class UnsupportedCombination:
+    """Values that an engine supports one by one but not together.
 
     Attributes:
-        settings: by key; the first is the one to change.
-        reason: as in :class:`Limit`.
+        settings: the values by key; the message proposes to change the first.
+        reason: as in :class:`SupportedValues`.
     """
 
     settings: Mapping[str, Setting]
@@ -45,18 +46,18 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """One engine.
+    """Capabilities of one engine.
 
     Attributes:
-        summary: what it is, in a few words.
-        weights: the dtype of the weights that a forward reads.
-        held: the same as :meth:`dtrain.precision.policy.PrecisionPolicy.resolve` takes it.
+        summary: a description in a few words.
+        weights: dtype of the weights that a forward reads, for people.
+        held: the same for :func:`dtrain.precision.contract.resolve`.
         accumulation: where the gradients of micro-batches are summed; the sums are FP32 in every engine.
         weighting: what a micro-batch's weight multiplies, in FP32.
         torch: the oldest PyTorch that it runs on.
-        package: what it needs beside it.
-        limits: by key; a key that is not named takes every value of :data:`SETTINGS`.
-        exclusions: combinations that it does not take.
+        package: a package that it needs besides PyTorch.
+        supported: supported values by key; a key that is absent takes every value of :data:`SETTINGS`.
+        unsupported: unsupported combinations.
     """
 
     summary: str
@@ -66,17 +67,17 @@ class Capabilities:
     weighting: str = "gradients"
     torch: str = "2.11"
     package: str | None = None
-    limits: Mapping[str, Limit] = field(default_factory=dict)
-    exclusions: tuple[Exclusion, ...] = ()
+    supported: Mapping[str, SupportedValues] = field(default_factory=dict)
+    unsupported: tuple[UnsupportedCombination, ...] = ()
 
     @property
     def casts_each_time(self) -> bool:
-        """Whether FP8 products cast their weight in each forward and backward, and not once a step."""
+        """Whether FP8 products cast their weight in each forward and backward instead of once per step."""
         return self.held == "policy"
 
     @property
     def missing_requirement(self) -> str:
-        """What is missing here that it needs; empty where nothing is."""
+        """The requirement that this machine lacks, as a clause; empty if there is none."""
         if self.package is not None and find_spec(self.package) is None:
             return f"needs the package {self.package}, which is not installed: pip install {self.package}"
         if _release(version("torch")) < _release(self.torch):
@@ -85,15 +86,15 @@ class Capabilities:
 
     @property
     def is_installed(self) -> bool:
-        """Whether all that it needs is here."""
+        """Whether this machine has all that the engine needs."""
         return not self.missing_requirement
 
     def values(self, key: str) -> tuple[Setting, ...]:
-        """What it takes for ``key``; empty: anything."""
-        return self.limits[key].values if key in self.limits else SETTINGS[key]
+        """The supported values of ``key``; empty: any."""
+        return self.supported[key].values if key in self.supported else SETTINGS[key]
 
-    def takes(self, key: str, value: Setting) -> bool:
-        """Whether it takes ``value`` for ``key``, all else aside."""
+    def supports(self, key: str, value: Setting) -> bool:
+        """Whether the engine supports ``value`` for ``key``, all other keys aside."""
         values = self.values(key)
         return not values or value in values
 
@@ -114,22 +115,24 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "prefetch": (),
     "keep_gathered": (),
 }
-"""Every key that engines differ in, with all values that any of them takes; empty: checked by its reader."""
+"""Every key in which engines differ, with all values that any engine supports; empty: its reader checks it."""
 
 _NATIVE_ONLY = {
-    "weight_scale": Limit(
+    "weight_scale": SupportedValues(
         ("current",), "only the native engine casts weights to FP8 in its update, where a scale known before helps"
     ),
-    "compile": Limit(
+    "compile": SupportedValues(
         ("auto", False),
         "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",
     ),
-    "grad_reduction": Limit(("auto",), "only the native engine has two ways to sum at stage 1"),
-    "prefetch": Limit((1,), "the library below decides how far ahead weights are gathered"),
-    "keep_gathered": Limit(((),), "the library below decides which weights stay gathered"),
+    "grad_reduction": SupportedValues(("auto",), "only the native engine has two ways to sum at stage 1"),
+    "prefetch": SupportedValues((1,), "the library decides how far ahead weights are unsharded"),
+    "keep_gathered": SupportedValues(((),), "the library decides which weights stay unsharded"),
 }
-_NO_OFFLOAD = Limit(("none",), "masters and moments lie on the rank's own device")
-_FP32_WIRE = Limit(("auto", "fp32"), "its gradients are summed on the way, and sums are FP32 always")
+_NO_OFFLOAD = SupportedValues(("none",), "masters and moments lie on the rank's own device")
+_FP32_REDUCTION = SupportedValues(
+    ("auto", "fp32"), "its gradients are summed by the collective, and sums are always FP32"
+)
 
 CAPABILITIES: dict[str, Capabilities] = {
     "native": Capabilities(
@@ -137,24 +140,24 @@ CAPABILITIES: dict[str, Capabilities] = {
         weights="compute dtype, norms FP32, FP8 modules FP8",
         held="quantized",
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
-        limits={"offload": _NO_OFFLOAD},
+        supported={"offload": _NO_OFFLOAD},
     ),
     "fsdp2": Capabilities(
         summary="PyTorch's fully_shard",
         weights="compute dtype, norms FP32",
         accumulation="over the ranks, each micro-batch",
         torch="2.13",
-        limits=_NATIVE_ONLY
+        supported=_NATIVE_ONLY
         | {
-            "zero_stage": Limit((2, 3), "fully_shard shards gradients and masters always"),
-            "reproducible": Limit(
+            "zero_stage": SupportedValues((2, 3), "fully_shard shards gradients and masters always"),
+            "reproducible": SupportedValues(
                 (False,),
-                "it adds up each micro-batch over the ranks first, an order that follows the number of ranks",
+                "it sums each micro-batch over the ranks first, in an order that depends on the number of ranks",
             ),
-            "reduce_dtype": _FP32_WIRE,
+            "reduce_dtype": _FP32_REDUCTION,
             "offload": _NO_OFFLOAD,
-            "reshard_after_forward": Limit(
-                (True,), "zero_stage says it: 2 keeps the weights until backward, 3 frees them"
+            "reshard_after_forward": SupportedValues(
+                (True,), "zero_stage decides it: 2 keeps the weights until backward, 3 frees them"
             ),
         },
     ),
@@ -165,24 +168,29 @@ CAPABILITIES: dict[str, Capabilities] = {
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
         weighting="the loss",
         package="deepspeed",
-        limits=_NATIVE_ONLY
+        supported=_NATIVE_ONLY
         | {
-            "precision": Limit(
+            "precision": SupportedValues(
                 ("auto", "fp32", "tf32", "bf16", "fp16"), "ZeRO holds all weights in one dtype, without scales"
             ),
-            "rules": Limit(("fp32",), "ZeRO holds all weights in one dtype; a module can only compute on FP32 copies"),
-            "reproducible": Limit((False,), "DeepSpeed adds up buckets in an order that follows the number of ranks"),
-            "reduce_dtype": _FP32_WIRE,
-            "groups": Limit(("auto",), "DeepSpeed shards flat buffers and parameters, not groups of modules"),
-            "reshard_after_forward": Limit((True,), "DeepSpeed's stage 3 frees weights by its own rules"),
-        },
-        exclusions=(
-            Exclusion(
-                {"precision": "fp16", "device_type": "cpu"},
-                "DeepSpeed refuses FP16 on CPUs, but for a few with FP16 arithmetic",
+            "rules": SupportedValues(
+                ("fp32",), "ZeRO holds all weights in one dtype; a module can only compute on FP32 copies"
             ),
-            Exclusion(
-                {"zero_stage": 0, "offload": "cpu"}, "DeepSpeed offloads what ZeRO shards, and stage 0 shards nothing"
+            "reproducible": SupportedValues(
+                (False,), "DeepSpeed sums buckets in an order that depends on the number of ranks"
+            ),
+            "reduce_dtype": _FP32_REDUCTION,
+            "groups": SupportedValues(("auto",), "DeepSpeed shards flat buffers and parameters, not groups of modules"),
+            "reshard_after_forward": SupportedValues((True,), "DeepSpeed frees weights at stage 3 by its own rules"),
+        },
+        unsupported=(
+            UnsupportedCombination(
+                {"precision": "fp16", "device_type": "cpu"},
+                "DeepSpeed refuses FP16 on CPUs, except a few with FP16 arithmetic",
+            ),
+            UnsupportedCombination(
+                {"zero_stage": 0, "offload": "cpu"},
+                "DeepSpeed offloads only what ZeRO shards, and stage 0 shards nothing",
             ),
         ),
     ),
@@ -191,34 +199,35 @@ CAPABILITIES: dict[str, Capabilities] = {
         weights="FP32, cast by autocast in each forward",
         held="fp32",
         accumulation="on each rank",
-        limits=_NATIVE_ONLY
+        supported=_NATIVE_ONLY
         | {
-            "zero_stage": Limit((0,), "every rank holds the whole model and its optimizer state"),
-            "reproducible": Limit(
-                (False,), "each rank adds up its own micro-batches first, an order that follows the number of ranks"
+            "zero_stage": SupportedValues((0,), "every rank holds the whole model and its optimizer state"),
+            "reproducible": SupportedValues(
+                (False,),
+                "each rank sums its own micro-batches first, so the order depends on the number of ranks",
             ),
-            "reduce_dtype": _FP32_WIRE,
+            "reduce_dtype": _FP32_REDUCTION,
             "offload": _NO_OFFLOAD,
-            "groups": Limit(("auto",), "DistributedDataParallel makes buckets of its own"),
-            "reshard_after_forward": Limit((True,), "nothing is sharded"),
+            "groups": SupportedValues(("auto",), "DistributedDataParallel forms its own buckets"),
+            "reshard_after_forward": SupportedValues((True,), "nothing is sharded"),
         },
     ),
 }
-"""By the name that ``engine=`` takes."""
+"""Engines by the name that ``engine=`` takes."""
 
 
 def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
-    """Refuses what an engine cannot do.
+    """Checks that an engine supports some settings.
 
     Args:
         engine: a key of :data:`CAPABILITIES`.
-        format_key: how whoever asks writes a key, for messages.
-        **settings: by keys of :data:`SETTINGS`; one that is not known yet, such as ``device_type`` on the command line
-            of a machine that has not been looked at, is left out.
+        format_key: writes a key as the caller's user knows it, for messages.
+        **settings: values by keys of :data:`SETTINGS`; one that is not known yet, such as ``device_type`` before a
+            device is chosen, is omitted.
 
     Raises:
-        ConfigError: an unknown engine or value; the reason why this engine does not take this value, and what to use
-            instead; or what it needs and is not installed.
+        ConfigError: an unknown engine or value; an unsupported value, with the reason and the alternatives; or a
+            requirement of the engine that is not installed.
     """
     if engine not in CAPABILITIES:
         raise ConfigError(f"engine '{engine}' is not one of {', '.join(CAPABILITIES)}{nearest(engine, CAPABILITIES)}")
@@ -228,23 +237,23 @@ def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Se
         known = SETTINGS[key]
         if known and value not in known:
             hint = nearest(value, known) if isinstance(value, str) else ""
-            raise ConfigError(f"{format_key(key)}={value} is not one of {', '.join(map(_word, known))}{hint}")
-        if not capabilities.takes(key, value):
-            raise _unsupported(engine, {key: value}, capabilities.limits[key].reason, format_key)
-    for exclusion in capabilities.exclusions:
-        if all(key in given and given[key] == value for key, value in exclusion.settings.items()):
-            raise _unsupported(engine, exclusion.settings, exclusion.reason, format_key)
+            raise ConfigError(f"{format_key(key)}={value} is not one of {', '.join(map(written, known))}{hint}")
+        if not capabilities.supports(key, value):
+            raise _unsupported(engine, {key: value}, capabilities.supported[key].reason, format_key)
+    for combination in capabilities.unsupported:
+        if all(key in given and given[key] == value for key, value in combination.settings.items()):
+            raise _unsupported(engine, combination.settings, combination.reason, format_key)
     if missing_requirement := capabilities.missing_requirement:
         raise ConfigError(f"engine={engine} {missing_requirement}")
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:
-    """The engines that take these values together."""
+    """Names of the engines that support these values together."""
     return [
         name
         for name, capabilities in CAPABILITIES.items()
-        if all(capabilities.takes(key, value) for key, value in settings.items())
-        and not any(exclusion.settings.items() <= settings.items() for exclusion in capabilities.exclusions)
+        if all(capabilities.supports(key, value) for key, value in settings.items())
+        and not any(combination.settings.items() <= settings.items() for combination in capabilities.unsupported)
     ]
 
 
@@ -253,7 +262,7 @@ def _unsupported(
 ) -> ConfigError:
     key, value = next(iter(settings.items()))
     values = [other for other in CAPABILITIES[engine].values(key) if other != value]
-    words = " with ".join(f"{format_key(name)}={_word(setting)}" for name, setting in settings.items())
+    words = " with ".join(f"{format_key(name)}={written(setting)}" for name, setting in settings.items())
     name = format_key(key)
     uses = [f"{name}={_listed(values)}"] if values and () not in values else [f"no {name}"]
     uses += [f"engine={_listed(others)}"] if (others := supporting_engines(settings)) else []
@@ -261,38 +270,31 @@ def _unsupported(
 
 
 def _release(number: str) -> tuple[int, ...]:
-    """Major and minor number of a version."""
     return tuple(int(part) for part in number.split(".")[:2])
 
 
-def _word(value: Setting) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _listed(values: Any) -> str:
-    *most, last = map(_word, values)
+    *most, last = map(written, values)
     return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True)
-class Row:
-    """A line of the table: what is compared, and each engine's word in the order of :data:`CAPABILITIES`."""
+class ComparisonRow:
+    """One row of the table of engines; its cells are in the order of :data:`CAPABILITIES`."""
 
     title: str
     cells: tuple[str, ...]
 
 
-def table() -> list[Row]:
-    """What people compare the engines by, for a terminal and for the README."""
+def table() -> list[ComparisonRow]:
+    """The comparison of the engines, for a terminal and for the README."""
     engines = CAPABILITIES.values()
 
-    def row(title: str, *cells: str) -> Row:
-        return Row(title, cells)
+    def row(title: str, *cells: str) -> ComparisonRow:
+        return ComparisonRow(title, cells)
 
-    def yes(title: str, key: str, value: Setting) -> Row:
-        return row(title, *("yes" if engine.takes(key, value) else "no" for engine in engines))
+    def yes_or_no(title: str, key: str, value: Setting) -> ComparisonRow:
+        return row(title, *("yes" if engine.supports(key, value) else "no" for engine in engines))
 
     return [
         row("what it is", *(engine.summary for engine in engines)),
@@ -302,27 +304,27 @@ def table() -> list[Row]:
         row("weights in a forward", *(engine.weights for engine in engines)),
         row("gradients summed, in FP32", *(engine.accumulation for engine in engines)),
         row("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
-        row("`reduce_dtype` on the wire", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
-        yes("`reproducible`", "reproducible", True),
-        yes("`groups` by name patterns", "groups", ("*",)),
-        yes("`optim.compile`", "compile", True),
-        row("`offload`", *("cpu, stages 1 to 3" if engine.takes("offload", "cpu") else "no" for engine in engines)),
-        row("checkpoints", *("of any engine, any number of ranks" for _ in engines)),
+        row("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
+        yes_or_no("`reproducible`", "reproducible", True),
+        yes_or_no("`groups` by name patterns", "groups", ("*",)),
+        yes_or_no("`optim.compile`", "compile", True),
+        row("`offload`", *("cpu, stages 1 to 3" if engine.supports("offload", "cpu") else "no" for engine in engines)),
+        row("checkpoints", *("from any engine, any number of ranks" for _ in engines)),
         row("needs torch from", *(engine.torch for engine in engines)),
         row("needs a package", *(engine.package or "no" for engine in engines)),
     ]
 
 
 def reasons() -> list[tuple[str, str, str]]:
-    """(engine, ``key=value``, reason) of everything that some engine does and another does not."""
+    """Triples (engine, ``key=value``, reason) of everything that an engine does not support."""
     rows = []
     for name, capabilities in CAPABILITIES.items():
-        for key, limit in capabilities.limits.items():
-            refused = [value for value in SETTINGS[key] if value not in limit.values]
-            rows.append((name, f"{key}={_listed(refused)}" if refused else key, limit.reason))
-        for exclusion in capabilities.exclusions:
-            words = " with ".join(f"{key}={_word(value)}" for key, value in exclusion.settings.items())
-            rows.append((name, words, exclusion.reason))
+        for key, supported in capabilities.supported.items():
+            refused = [value for value in SETTINGS[key] if value not in supported.values]
+            rows.append((name, f"{key}={_listed(refused)}" if refused else key, supported.reason))
+        for combination in capabilities.unsupported:
+            words = " with ".join(f"{key}={written(value)}" for key, value in combination.settings.items())
+            rows.append((name, words, combination.reason))
     return rows
 
 
@@ -332,9 +334,9 @@ def _dtypes(values: tuple[Setting, ...]) -> str:
 
 def _precisions(engine: Capabilities) -> str:
     excluded = [
-        exclusion.settings["precision"]
-        for exclusion in engine.exclusions
-        if exclusion.settings.get("device_type") == "cpu"
+        combination.settings["precision"]
+        for combination in engine.unsupported
+        if combination.settings.get("device_type") == "cpu"
     ]
     names = _dtypes(tuple(name for name in engine.values("precision") if name not in excluded))
     return f"{names}; {', '.join(excluded)} on GPUs" if excluded else names

@@ -1,4 +1,4 @@
-"""A resolved configuration as plain data: for ``config.yaml``, for the manifest, and as a hash that ranks compare."""
+"""Converts a resolved configuration to plain data (``config.yaml``, manifests) and to the hash that ranks compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 Record = TypeVar("Record")
 
 HASH_EXCLUDES = ("run_dir", "resume", "tracker", "launch")
-"""Keys outside :func:`config_hash`: they say where a run lives and who watches it, not what it computes."""
+"""Keys outside :func:`config_hash`: where a run is stored, started and tracked, not what it computes."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -35,17 +35,17 @@ def _plain(value: Any) -> Any:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """The configuration that :func:`config_to_dict` made ``values`` of."""
+    """Inverse of :func:`config_to_dict`."""
     chosen = {name: from_plain(kinds[values[name]["name"]], values[name]) for name, kinds in GROUP_OPTIONS.items()}
     return replace(from_plain(RunConfig, {key: values[key] for key in values if key not in chosen}), **chosen)
 
 
 def from_plain(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """The record of dataclass ``kind`` from what ``dataclasses.asdict`` and JSON made of it.
+    """Returns the record of dataclass ``kind`` from the plain data of ``dataclasses.asdict`` or JSON.
 
     Raises:
         KeyError: a field without default is missing.
-        TypeError: there is a field too many.
+        TypeError: an unknown field.
     """
     hints = get_type_hints(kind)
     known = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
@@ -71,20 +71,19 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """What :func:`config_to_dict` gave as YAML, every key written out, in the order of the schema."""
+    """Returns the result of :func:`config_to_dict` as YAML, every key written out, in the order of the schema."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def agreed(config: RunConfig) -> dict[str, Any]:
-    """What all ranks must agree on: the config without ``HASH_EXCLUDES``."""
+    """The part of the config on which all ranks must agree: all but ``HASH_EXCLUDES``."""
     return {key: value for key, value in config_to_dict(config).items() if key not in HASH_EXCLUDES}
 
 
 def config_hash(config: RunConfig) -> str:
     """SHA-256 (hex) of the canonical JSON of :func:`agreed`.
 
-    Left out are ``run_dir``, ``resume``, ``tracker`` and ``launch`` (device, threads, timeouts): a run that moves to
-    another folder or machine, or is resumed, keeps its hash.
+    A run that moves to another folder or machine, or is resumed, keeps its hash.
     """
     canonical = json.dumps(agreed(config), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()

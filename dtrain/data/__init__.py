@@ -1,4 +1,4 @@
-"""Samples: their order, the text they come from, and the micro-batches they make."""
+"""Training data: the text, the order of samples, and the loader of micro-batches."""
 
 from dtrain.data.loader import BatchLoader, SampleSource, validation_batches
 from dtrain.data.sampling import micro_batch_indices, sample_id, sample_ids

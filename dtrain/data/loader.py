@@ -1,4 +1,4 @@
-"""From an order of samples to this rank's micro-batches."""
+"""Loads this rank's micro-batches in the global order of samples."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different 
 
 
 class SampleSource(Protocol):
-    """Samples by number."""
+    """A data set that returns samples by their id."""
 
     @property
     def num_samples(self) -> int:
-        """Samples in one epoch."""
+        """Number of samples in one epoch."""
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
-        """The model's keyword arguments for these samples: CPU tensors with the samples along axis 0."""
+        """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0."""
 
 
 class BatchLoader:
     """Endless iterator over steps; each item is the list of this rank's micro-batches of one step.
 
-    ``cursor``, the global samples consumed, is its whole state: a loader started from a stored cursor goes on exactly
-    there, at another world size or global batch size too.
+    Its whole state is ``cursor``, the number of global samples consumed. A loader started from a stored cursor resumes
+    exactly there, also at another world size or global batch size.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BatchLoader:
         world_size: int = 1,
         cursor: int = 0,
     ) -> None:
-        """Args: ``num_micro_batches`` is the number of gradient accumulation steps on each rank."""
+        """``num_micro_batches`` is the number of gradient accumulation steps on each rank."""
         self.source = source
         self.seed = seed
         self.micro_batch_size = micro_batch_size
@@ -52,7 +52,7 @@ class BatchLoader:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples consumed in one step by all ranks."""
+        """Number of samples that all ranks consume in one step."""
         return self.micro_batch_size * self.num_micro_batches * self.world_size
 
     def __iter__(self) -> BatchLoader:
@@ -71,14 +71,14 @@ class BatchLoader:
 def validation_batches(
     source: SampleSource, micro_batch_size: int, num_batches: int, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """This rank's share of the first ``num_batches`` micro-batches of ``source`` in a fixed shuffled order.
+    """Yields this rank's share of the first ``num_batches`` micro-batches of ``source`` in a fixed shuffled order.
 
-    Micro-batch ``m`` goes to rank ``m % world_size``. No sample comes twice: a small source gives fewer micro-batches,
-    the last of them perhaps short.
+    Micro-batch ``m`` belongs to rank ``m % world_size``. No sample is used twice: a small source gives fewer
+    micro-batches, and the last one may be smaller.
 
     Yields:
-        (micro-batch, weight): ``weight`` is its number of samples. Ranks all get the same number of items, because a
-        forward may contain collectives; where micro-batches run out the item is a repeat of the first, of weight 0.
+        (micro-batch, weight): ``weight`` is its number of samples. All ranks get the same number of items, because a
+        forward may contain collectives. A rank without a micro-batch gets the first one again, with weight 0.
     """
     total = min(num_batches, -(-source.num_samples // micro_batch_size))
     end = min(total * micro_batch_size, source.num_samples)

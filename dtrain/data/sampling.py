@@ -1,9 +1,9 @@
-"""The order of samples as a pure function of (seed, global index): nothing to store, nothing to replay.
+"""Computes the order of samples as a pure function of (seed, global index), without stored state.
 
 Epoch ``e`` visits ``range(num_samples)`` in the order of a pseudo-random permutation keyed by (seed, e): a balanced
 Feistel network over the next power of four, walked until the value falls inside the range (cycle walking; Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3). So every sample comes exactly once an epoch
-whatever the world size, memory is O(1), and so is the seek to any index.
+Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, section 3). Each sample is used exactly once per epoch at
+any world size. Memory is O(1), and so is seeking to any index.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NUM_ROUNDS = 8
 
 
 def sample_id(seed: int, index: int, num_samples: int) -> int:
-    """The sample at global ``index`` (0, 1, 2, ... without end) of a shuffled stream of ``num_samples`` samples."""
+    """Returns the sample at global ``index`` of the endless shuffled stream over ``num_samples`` samples."""
     return int(sample_ids(seed, np.array([index], dtype=np.int64), num_samples)[0])
 
 
 def sample_ids(seed: int, indices: Indices, num_samples: int) -> Indices:
-    """``sample_id`` of every element of ``indices``, as an array of the same shape."""
+    """Returns the :func:`sample_id` of every element of ``indices``, in the same shape."""
     epochs, positions = np.divmod(indices, num_samples)
     out = np.empty_like(indices)
     for epoch in np.unique(epochs):
@@ -34,14 +34,14 @@ def sample_ids(seed: int, indices: Indices, num_samples: int) -> Indices:
 
 
 def micro_batch_indices(cursor: int, micro: int, rank: int, world_size: int, micro_batch_size: int) -> Indices:
-    """The global sample indices of one micro-batch of the step that starts at ``cursor``.
+    """Returns the global sample indices of one micro-batch of the step that starts at ``cursor``.
 
-    The micro-batch's global index is ``m = micro * world_size + rank``, so ranks that share a global batch in another
-    way see the same micro-batches.
+    The micro-batch's global index is ``m = micro * world_size + rank``, so that every world size computes the same
+    micro-batches.
 
     Args:
-        cursor: global samples consumed before this step, by all ranks.
-        micro: number of the micro-batch on this rank, from 0.
+        cursor: samples consumed by all ranks before this step.
+        micro: index of the micro-batch on this rank, from 0.
         rank: this rank.
         world_size: number of ranks.
         micro_batch_size: samples in a micro-batch.
@@ -55,7 +55,7 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def _permute(positions: Indices, keys: NDArray[np.uint64], num_samples: int) -> Indices:
-    # two halves of equal width whose square covers the range: at most 4 times too large, so few values walk far
+    # two halves of equal width: the domain is at most 4 times too large, so few values need many rounds of walking
     half_bits = max(1, ((num_samples - 1).bit_length() + 1) // 2)
     values = _feistel(positions.astype(np.uint64), keys, half_bits)
     while (outside := values >= num_samples).any():
@@ -72,7 +72,7 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: in
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); arithmetic wraps at 2^64 on purpose."""
+    """Applies the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); arithmetic wraps at 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,8 +1,7 @@
-"""Text as byte tokens: the running Python's standard library, or any files by glob.
+"""Text data as byte tokens, from the running Python's standard library or from any files by glob.
 
-A token is a byte (0..255) or ``END_OF_DOCUMENT`` (256), which follows every file, so there is no tokenizer to train,
-store or mismatch. Files go to training or validation by a hash of their relative path: adding a file never moves
-another one across the split.
+A token is a byte (0..255) or ``END_OF_DOCUMENT`` (256), which follows every file, so no tokenizer is needed. A hash of
+its relative path assigns each file to training or validation, so that adding a file never moves another one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Tokens = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Document:
-    """One file: its posix path relative to the root of the data, and its bytes."""
+    """A file: its POSIX path relative to the root of the data, and its bytes."""
 
     name: str
     content: bytes
@@ -42,7 +41,7 @@ class Document:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Windows of ``seq_len + 1`` tokens with stride ``seq_len``, so each token but the first is a target once."""
+    """Windows of ``seq_len + 1`` tokens with stride ``seq_len``: each token except the first is a target once."""
 
     tokens: Tokens
     seq_len: int
@@ -53,7 +52,7 @@ class TokenWindows:
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
-        """The windows as ``{"tokens": int64 [B, T], "targets": int64 [B, T]}``, targets one token ahead."""
+        """Returns ``{"tokens": int64 [B, T], "targets": int64 [B, T]}``, with targets one token ahead."""
         positions = np.asarray(sample_ids)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         window = torch.from_numpy(self.tokens[positions].astype(np.int64))
         return {"tokens": window[:, :-1].contiguous(), "targets": window[:, 1:].contiguous()}
@@ -63,8 +62,13 @@ class TokenWindows:
 class TextDataset:
     """Training and validation windows of one text.
 
-    ``fingerprint`` is the sha256 (hex) over names and contents of all files in order: ranks that see different data
-    differ in it. ``description`` says in one line what was read and how validation was held out.
+    Attributes:
+        train: training windows.
+        validation: validation windows.
+        fingerprint: sha256 (hex) of the names and contents of all files in order. It differs between ranks that read
+            different data.
+        description: one line about the files and the validation split.
+        vocab_size: number of tokens.
     """
 
     train: TokenWindows
@@ -74,21 +78,21 @@ class TextDataset:
     vocab_size: int = VOCAB_SIZE
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """The text of 1-D ``tokens``; an end of document is ``<|end|>``.
+        """Returns the text of 1-D ``tokens``; an end of document becomes ``<|end|>``.
 
-        Bytes that are not UTF-8 become U+FFFD, and so do tokens beyond the data's, which a larger ``model.vocab_size``
-        has.
+        Bytes that are not UTF-8 become U+FFFD, and so do tokens above the data's vocabulary, which a larger
+        ``model.vocab_size`` allows.
         """
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        parts = {END_OF_DOCUMENT: b"<|end|>"} | {value: bytes((value,)) for value in range(END_OF_DOCUMENT)}
-        return b"".join(parts.get(value, b"\xff") for value in values).decode(errors="replace")
+        byte_strings = {END_OF_DOCUMENT: b"<|end|>"} | {value: bytes((value,)) for value in range(END_OF_DOCUMENT)}
+        return b"".join(byte_strings.get(value, b"\xff") for value in values).decode(errors="replace")
 
 
 def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
     """Reads the files that ``config`` names and cuts them into windows of ``seq_len`` tokens.
 
-    Where the split by file leaves either side without one whole window (a single file, say), the last
-    ``validation_percent`` of the text, at least one window, is held out instead; a validation loss always exists.
+    If the split by file leaves training or validation without a whole window (as with a single file), the last
+    ``validation_percent`` of the text, at least one window, is held out instead.
 
     Raises:
         ConfigError: no file matches, a file cannot be read, or the text is too short for two windows.
@@ -122,7 +126,7 @@ def _stdlib_documents() -> list[Document]:
     for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
         try:
             documents.append(Document(name, path.read_bytes()))
-        except OSError:  # a distribution's dangling link is no reason to refuse to train
+        except OSError:  # some distributions ship dangling links
             continue
     if not documents:
         raise ConfigError(f"data=stdlib: no readable .py file under {root}; use data=text data.files=<glob>")
@@ -150,7 +154,7 @@ def _glob_documents(pattern: str) -> list[Document]:
 
 
 def _fixed_prefix(pattern: str) -> Path:
-    """The folder above the first wildcard (the file's own folder where there is none)."""
+    """Returns the folder above the first wildcard, or the file's folder if there is none."""
     folder = Path(pattern).parent
     while glob.has_magic(str(folder)):
         folder = folder.parent
@@ -188,7 +192,7 @@ def _fingerprint(documents: list[Document]) -> str:
     digest = hashlib.sha256()
     for document in documents:
         name = document.name.encode(errors="surrogateescape")
-        # lengths first: no two lists of files run together into the same bytes
+        # the lengths come first, so that different lists of files never give the same bytes
         digest.update(len(name).to_bytes(8, "big") + name + len(document.content).to_bytes(8, "big"))
         digest.update(document.content)
     return digest.hexdigest()

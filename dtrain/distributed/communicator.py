@@ -1,24 +1,27 @@
-"""The only file that communicates.
+"""The only module that communicates.
 
-Every collective goes through a :class:`Communicator`, which is passed around as an argument. It folds each call into a
-rolling hash of the order of collectives; the vote compares that hash across ranks, because gloo returns wrong sums
-silently when two ranks issue equally shaped collectives in a different order.
+Every collective goes through a :class:`Communicator`, which is passed as an argument. Each call is folded into a
+rolling hash of the order of collectives. The vote compares that hash across ranks, because gloo returns wrong sums
+silently if two ranks issue equally shaped collectives in a different order.
 
-Sums are formed in FP32 always. ``reduce_scatter_sum`` on gloo is an all-to-all of the slices followed by a local sum in
-rank order: half the time of gloo's own reduce-scatter (which blocks its caller and sums in the wire dtype).
+Sums are FP32 always. ``reduce_scatter_sum`` on gloo is an all-to-all of the shards and a local sum in rank order: that
+takes half the time of gloo's own reduce-scatter, which blocks its caller and sums in the dtype of its input.
 
-CPU ranks of one host read each other's buffers where these come from :meth:`Communicator.allocate`; only the word that
-a buffer is ready goes through gloo, in an all-gather of a few integers, which speaks for several buffers where nobody
-waits for the first of them yet. So order, failures and time-outs are what they are with sockets, and so are the bits.
-The stores of a rank are seen by one that has its word: sending and receiving on a socket are system calls that take
-locks, which order memory on x86 and on ARM.
+CPU ranks of one host read each other's buffers if these come from :meth:`Communicator.allocate`. Only a ready message
+goes through gloo: one small all-gather, batched over all buffers announced before the first wait. So order, failures,
+time-outs and bits are the same as with sockets. A rank that has received a ready message sees the sender's stores,
+because sending and receiving on a socket are system calls that take locks, which order memory on x86 and on ARM.
 
-**A buffer may be written again** once every rank has read it. Nobody waits for that by itself; it follows from order:
+[Note: buffer reuse] A buffer that other ranks read may be written again only after all of them have read it. No rank
+waits for that explicitly; it follows from the order of events:
 
-- compute replicas and unsharded main grads are read by others only up to the end of the call that waits for it, each
-  rank votes after that, and writes again after the vote, which no rank leaves before all have joined it;
-- a load, too, agrees on a checkpoint before it writes;
-- leaves have a rule of their own, in ``sharding.leaves``.
+- Compute replicas, masters that serve as replicas, and unsharded main grads are read during the ``wait`` of a
+  collective. Every rank has left its waits before it votes, and these buffers are written only after the vote, which no
+  rank leaves before all have joined it. So a collective on such a buffer must be waited for before the next vote, even
+  if nobody needs its result.
+- A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
+- Unreduced gradients are written several times between two votes. They follow [Note: ring buffer reuse] in
+  ``sharding.ring_buffer``.
 """
 
 from __future__ import annotations
@@ -47,14 +50,14 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
-_LOG_LENGTH = 4096  # collectives of one step that are remembered by name
-_READY_MESSAGE_BYTES = 16 * 2**20  # of buffers that are ready, after which all ranks are told
-_READY_MESSAGE_ENTRIES = 16  # buffers in one word
+_LOG_LENGTH = 4096  # collectives of one step that are kept by name
+_READY_MESSAGE_BYTES = 16 * 2**20  # bytes of announced buffers after which the message is sent
+_READY_MESSAGE_ENTRIES = 16  # buffers in one message
 _BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
 class Pending:
-    """A collective under way; ``wait`` returns when its result may be read on the current stream."""
+    """A collective in flight; ``wait`` returns when its result may be read on the current stream."""
 
     def __init__(self, work: Any = None, *, what: str = "") -> None:
         self._work = work
@@ -63,19 +66,19 @@ class Pending:
 
     @property
     def is_sent(self) -> bool:
-        """Whether ``wait`` would only wait; else it sends something first."""
+        """Whether ``wait`` would send nothing first."""
         return not (isinstance(self._work, _BufferReadyMessage) and self._work.work is None)
 
     def then(self, step: Callable[[], Pending | None]) -> Pending:
-        """This collective, with ``step`` called once it has been waited for; one that ``step`` returns is part of it.
+        """Adds ``step``, which is called after the wait; a collective that it returns is waited for too.
 
-        Where steps start collectives, all ranks wait in one order.
+        If steps start collectives, all ranks must wait in one order: [Note: order of waits] in ``sharding.reduce``.
         """
         self._steps.append(step)
         return self
 
     def proceed(self) -> None:
-        """Waits for what is under way, and starts what follows without waiting for it.
+        """Waits for the collective in flight, and starts the next one without waiting for it.
 
         Raises:
             CommunicationError: the collective failed.
@@ -101,21 +104,21 @@ class Pending:
 
 
 class _BufferReadyMessage:
-    """One all-gather that tells all ranks where buffers lie that are ready; sent when somebody waits for it.
+    """One all-gather of the locations of buffers that are ready; sent when a rank waits for one of them, or earlier.
 
     Args:
-        send: starts the all-gather of all that was told until then.
+        send: starts the all-gather of all buffers announced until then.
     """
 
     def __init__(self, send: Callable[[], None]) -> None:
         self._send = send
-        self.places: list[tuple[int, int, int, int]] = []  # (number, region, offset, bytes) of each buffer
+        self.entries: list[tuple[int, int, int, int]] = []  # (number, region, offset, bytes) of each buffer
         self.nbytes = 0
         self.rows: Tensor | None = None  # [world_size, _READY_MESSAGE_ENTRIES, 4] once it is sent
         self.work: Any = None
 
     def wait(self) -> None:
-        """Sends it, if that is not done, and returns when all ranks have sent theirs."""
+        """Sends the message, if it is not sent, and returns when all ranks have sent theirs."""
         if self.work is None:
             self._send()
         if self.work is None:
@@ -135,7 +138,7 @@ class Communicator:
         shared_memory: let CPU ranks of one host read each other's buffers.
 
     Attributes:
-        on_reduction: is shown label and tensor of each exchange, reduce-scatter and all-reduce before it starts.
+        on_reduction: called with label and tensor of each all-to-all, reduce-scatter and all-reduce before it starts.
         may_share: whether :meth:`allocate` still tries shared memory; the same on all ranks.
     """
 
@@ -155,13 +158,13 @@ class Communicator:
         self._ready_message = _BufferReadyMessage(self.send_ready_message)
 
     def sibling(self) -> Communicator:
-        """A communicator of the same ranks for another thread, whose collectives never meet this one's; all ranks call.
+        """Returns a communicator of the same ranks for another thread, with a process group of its own; all ranks call.
 
-        It goes over gloo and takes CPU tensors, whatever this one does, and waits as long as this one. A process group
-        has one, for one thread at a time. It is released with this one: by then its thread must have ended.
+        It always goes over gloo and takes CPU tensors; its time-out is this one's. A process group has one sibling, for
+        one thread at a time. It is released with this one; its thread must have ended by then.
 
         Raises:
-            CommunicationError: it could not be made: a rank has died or hangs.
+            CommunicationError: it could not be made, because a rank has died or hangs.
         """
         if self._group is None:
             return Communicator(None, torch.device("cpu"))
@@ -175,10 +178,10 @@ class Communicator:
         return _siblings[self._group]
 
     def release(self) -> None:
-        """Lets go of the process group once nothing is under way; its threads end with the last reference to it.
+        """Drops the process group, whose threads end with the last reference to it; nothing may be in flight.
 
-        A thread of gloo that still holds a tensor when the interpreter ends aborts the process. After a failure the
-        threads may wait for a rank that never answers, and so would this.
+        A gloo thread that still holds a tensor when the interpreter ends aborts the process. Not to be called after a
+        failure: the threads may wait for a rank that never answers.
         """
         if self._group is not None and self._group in _siblings:
             _siblings.pop(self._group).release()
@@ -186,32 +189,32 @@ class Communicator:
         self._memory = None
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns zeros [numel] to be exchanged, for as long as this object lives; all ranks call in the same order.
+        """Returns zeros [numel] that live as long as this object; all ranks call in the same order.
 
-        The ranks read it from each other where they can, see :meth:`is_shared`.
+        The other ranks can read the tensor directly if :meth:`is_shared`; see [Note: buffer reuse].
         """
         if self.may_share and numel:
             if self._memory is None:
                 self._memory = SharedMemory(self.rank, self.exchange_text)
-                if not self._memory.refusal:
-                    logger.info("the ranks share memory: buffers are read where they lie")
+                if not self._memory.unsupported_reason:
+                    logger.info("the ranks share memory: buffers are read in place")
             storage = self._memory.allocate(numel * dtype.itemsize)
             if storage is not None:
                 return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload,no-any-return]
             self.may_share = False
-            logger.info(f"buffers travel through sockets, not shared memory: {self._memory.refusal}")
+            logger.info(f"buffers are sent through sockets, not shared memory: {self._memory.unsupported_reason}")
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def is_shared(self, tensor: Tensor) -> bool:
-        """Whether the other ranks can read ``tensor`` where it lies; the same on all ranks."""
+        """Whether the other ranks can read ``tensor`` in place; the same on all ranks."""
         return self._memory is not None and self._memory.find(tensor) is not None
 
     def begin_schedule(self) -> None:
-        """Starts the log of collectives of one step; the hash rolls on for the whole run."""
+        """Starts the log of collectives of one step; the hash covers the whole run."""
         self.schedule_log.clear()
 
     def record(self, op: str, label: str, tensor: Tensor) -> str:
-        """Puts one collective, its own or a library's, into the schedule that all ranks share; returns its entry."""
+        """Adds a collective, dtrain's or a library's, to the schedule that the vote compares; returns its entry."""
         entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         if len(self.schedule_log) < _LOG_LENGTH:
             self.schedule_log.append(entry)
@@ -231,25 +234,25 @@ class Communicator:
         return Pending(work, what=f"rank {self.rank}: {what}")
 
     def _share(self, what: str, tensor: Tensor, use: Callable[[list[Tensor]], None]) -> Pending | None:
-        """Tells all ranks where ``tensor`` lies; when all have told, ``use`` gets that of every rank, in rank order.
+        """Announces ``tensor``; after the wait, ``use`` gets that of every rank, in rank order.
 
-        None where ``tensor`` is no shared memory.
+        Returns None if ``tensor`` is not shared memory.
         """
         memory = self._memory
-        place = None if memory is None else memory.find(tensor)
-        if memory is None or place is None:
+        location = None if memory is None else memory.find(tensor)
+        if memory is None or location is None:
             return None
-        number, word = self._num_issued, self._ready_message
-        index = len(word.places)
-        word.places.append((number, *place, tensor.nbytes))
-        word.nbytes += tensor.nbytes
-        if word.nbytes >= _READY_MESSAGE_BYTES or len(word.places) == _READY_MESSAGE_ENTRIES:
+        number, message = self._num_issued, self._ready_message
+        index = len(message.entries)
+        message.entries.append((number, *location, tensor.nbytes))
+        message.nbytes += tensor.nbytes
+        if message.nbytes >= _READY_MESSAGE_BYTES or len(message.entries) == _READY_MESSAGE_ENTRIES:
             self.send_ready_message()
 
         def read() -> None:
-            assert word.rows is not None
+            assert message.rows is not None
             tensors = []
-            for rank, (other, region, offset, nbytes) in enumerate(word.rows[:, index].tolist()):
+            for rank, (other, region, offset, nbytes) in enumerate(message.rows[:, index].tolist()):
                 if (other, nbytes) != (number, tensor.nbytes):
                     raise CommunicationError(
                         f"rank {self.rank}: {what} is collective number {number} here, of {tensor.nbytes} bytes, and "
@@ -258,31 +261,29 @@ class Communicator:
                 tensors.append(tensor if rank == self.rank else memory.read(rank, region, offset, tensor))
             use(tensors)
 
-        return Pending(word, what=f"rank {self.rank}: {what}").then(read)
+        return Pending(message, what=f"rank {self.rank}: {what}").then(read)
 
     def send_ready_message(self) -> None:
-        """Tells the other ranks of the buffers that are ready so far, where they may be read; waits for nobody.
+        """Announces the buffers that are ready so far to the other ranks, without waiting.
 
-        Whoever waits for such a buffer does it himself; earlier is better where compute comes before. All ranks call it
-        at the same place in the order of collectives.
+        A wait for such a buffer sends the message too; earlier is better if this rank computes before it waits. All
+        ranks call this at the same point in the order of collectives.
         """
-        word = self._ready_message
-        if not word.places:
+        message = self._ready_message
+        if not message.entries:
             return
         self._ready_message = _BufferReadyMessage(self.send_ready_message)
-        own = torch.zeros(
-            _READY_MESSAGE_ENTRIES, 4, dtype=torch.int64
-        )  # of one size, so that unequal words are noticed
-        own[: len(word.places)] = torch.tensor(word.places, dtype=torch.int64)
-        word.rows = torch.empty(self.world_size, *own.shape, dtype=torch.int64)
-        what = f"rank {self.rank}: the word that buffers are ready"
-        with _named_failure(what):
-            word.work = _all_gather_single(word.rows.view(-1), own.view(-1), group=self._group, async_op=True)
+        # of a fixed size, so that messages with unequal numbers of entries are noticed
+        row = torch.zeros(_READY_MESSAGE_ENTRIES, 4, dtype=torch.int64)
+        row[: len(message.entries)] = torch.tensor(message.entries, dtype=torch.int64)
+        message.rows = torch.empty(self.world_size, *row.shape, dtype=torch.int64)
+        with _named_failure(f"rank {self.rank}: the message that buffers are ready"):
+            message.work = _all_gather_single(message.rows.view(-1), row.view(-1), group=self._group, async_op=True)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Pending:
-        """Starts gathering ``shard`` [n] of every rank into ``output`` [world_size * n], in rank order.
+        """Starts the all-gather of ``shard`` [n] into ``output`` [world_size * n], in rank order.
 
-        ``shard`` may be this rank's slice of ``output``. Only ``shard`` need be shared to be read where it lies.
+        ``shard`` may be this rank's slice of ``output``. It is read in place if it is shared; ``output`` need not be.
         """
         what = self.record("all_gather", label, output)
         if output.dtype.itemsize == 1:  # not every backend knows every FP8 format
@@ -300,33 +301,32 @@ class Communicator:
         return self._share(what, shard, copy) or self._pending(what, _all_gather_single, output, shard)
 
     def all_to_all_single(
-        self, flat: Tensor, take: Callable[[Sequence[Tensor]], None], *, label: str, received: Tensor | None = None
+        self, flat: Tensor, consume: Callable[[Sequence[Tensor]], None], *, label: str, received: Tensor | None = None
     ) -> Pending:
-        """Starts sending slice r of ``flat`` [world_size * n] to rank r.
-
-        Once it has been waited for, ``take`` gets this rank's slice [n] of every rank's ``flat``, in rank order.
+        """Starts sending shard r of ``flat`` [world_size * n] to rank r.
 
         Args:
-            flat: shared memory, which is read where it lies, or any other.
-            take: uses the slices before it returns.
-            label: what this is, for messages.
-            received: like ``flat``: where slices that have travelled lie; None makes one where it is needed.
+            flat: shared memory, which is read in place, or any other. consume: called after the wait with this rank's
+            shard [n] of every rank's ``flat``, in rank order; must use the
+                shards before it returns.
+            label: name in messages.
+            received: buffer like ``flat`` for shards that were sent through sockets; None allocates one if needed.
         """
         what = self.record("all_to_all_single", label, flat)
         world_size = self.world_size
         if world_size == 1:
-            return Pending().then(lambda: take([flat]))
-        shared = self._share(what, flat, lambda flats: take([f.view(world_size, -1)[self.rank] for f in flats]))
+            return Pending().then(lambda: consume([flat]))
+        shared = self._share(what, flat, lambda flats: consume([f.view(world_size, -1)[self.rank] for f in flats]))
         if shared is not None:
             return shared
         arrived = torch.empty_like(flat) if received is None else received
         pending = self._pending(what, dist.all_to_all_single, arrived, flat)
-        return pending.then(lambda: take(arrived.view(world_size, -1).unbind()))
+        return pending.then(lambda: consume(arrived.view(world_size, -1).unbind()))
 
     def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Pending:
-        """Starts summing ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's slice. Both FP32.
+        """Starts the sum of ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's shard. Both FP32.
 
-        ``output`` may be this rank's slice of ``flat``: on shared memory nobody else reads that one.
+        ``output`` may be this rank's slice of ``flat``, because no other rank reads that slice.
         """
         _require_fp32("reduce_scatter_sum", flat)
         if self.world_size > 1 and self.device.type == "cpu":
@@ -339,22 +339,22 @@ class Communicator:
         return self._pending(what, _reduce_scatter_single, output, flat)
 
     def all_reduce_sum(self, tensor: Tensor, *, label: str) -> Pending:
-        """Starts summing ``tensor`` [world_size * n] in place over the ranks. FP32.
+        """Starts the sum of ``tensor`` [world_size * n] FP32 over the ranks, in place.
 
-        On CPU each rank sums its slice, then all gather the slices: all ranks wait for such sums in one order.
+        On CPU this is a reduce-scatter, then an all-gather: all ranks must wait for such sums in one order.
         """
         _require_fp32("all_reduce_sum", tensor)
         if self.world_size > 1 and self.device.type == "cpu":
-            own = tensor.view(self.world_size, -1)[self.rank]
-            summed = self.reduce_scatter_sum(own, tensor, label=label)
-            return summed.then(lambda: self.all_gather(tensor, own, label=label))
+            shard = tensor.view(self.world_size, -1)[self.rank]
+            summed = self.reduce_scatter_sum(shard, tensor, label=label)
+            return summed.then(lambda: self.all_gather(tensor, shard, label=label))
         what = self.record("all_reduce_sum", label, tensor)
         if self.world_size == 1:
             return Pending()
         return self._pending(what, dist.all_reduce, tensor)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Pending:
-        """Starts taking the maximum of each element of ``tensor`` in place over the ranks.
+        """Starts the maximum of each element of ``tensor`` over the ranks, in place.
 
         No element may be NaN: a backend may drop it.
         """
@@ -364,7 +364,7 @@ class Communicator:
         return self._pending(what, dist.all_reduce, tensor, dist.ReduceOp.MAX)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
-        """Overwrites ``tensor`` on every rank with that of rank ``src``; contiguous tensors of any dtype."""
+        """Overwrites ``tensor`` (contiguous, any dtype) on every rank with that of rank ``src``."""
         what = self.record("broadcast", label, tensor)
         if self.world_size > 1 and tensor.numel() > 0:
             self._start(what, dist.broadcast, tensor, group_src=src)
@@ -372,7 +372,7 @@ class Communicator:
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
         """Returns [world_size, n]: the 1-D ``row`` of every rank; for small records.
 
-        gloo blocks until it is there, NCCL only until it is queued on the current stream.
+        gloo blocks until the rows have arrived, NCCL only until the collective is queued on the current stream.
         """
         what = self.record("gather_rows", label, row)
         if self.world_size == 1:
@@ -382,13 +382,13 @@ class Communicator:
         return rows.view(self.world_size, row.numel())
 
     def exchange_text(self, text: str) -> list[str]:
-        """Returns the text of every rank, in rank order. As padded UTF-8 bytes: nothing is ever pickled."""
+        """Returns the text of every rank, in rank order; it is sent as padded UTF-8 bytes, never pickled."""
         payload = text.encode()
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
         if not max(sizes):
             return [""] * self.world_size
-        # no list of Python numbers: another thread may train meanwhile
+        # without a list of Python numbers, which would hold the GIL while another thread trains
         padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
         rows = self.gather_rows(padded.to(self.device), label="text").cpu()
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
@@ -398,15 +398,15 @@ class Communicator:
         self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
 
 
-# of each process group; torch keeps a group until all end, so one for each engine would pile up
+# by process group; torch keeps a group until all end, so one for each engine would pile up
 _siblings: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 
 
 def _end_siblings() -> None:
-    """At the end of the interpreter: a thread of gloo that still holds the last tensor of a save would abort it.
+    """Destroys the siblings at exit: a gloo thread that holds the last tensor of a save would abort the interpreter.
 
-    A script that made the process group itself may leave it as it is; this one it does not know. After an uncaught
-    exception the other ranks may never answer.
+    A script that made the process group itself does not know of these. After an uncaught exception they stay, because
+    the other ranks may never answer.
     """
     atexit.unregister(_end_siblings)
     while _siblings and not hasattr(sys, "last_value"):
@@ -418,11 +418,11 @@ def _end_siblings() -> None:
 
 @contextmanager
 def _named_failure(what: str) -> Iterator[None]:
-    """Says which collective failed: the backends name an address at best."""
+    """Names the collective that failed; the backends name an address at best."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # of this rank alone, and it says so itself
+        raise  # a failure of this rank alone, with a message of its own
     except RuntimeError as error:
         raise CommunicationError(
             f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "
@@ -431,7 +431,7 @@ def _named_failure(what: str) -> Iterator[None]:
 
 
 def _sum_in_order(output: Tensor, rows: Sequence[Tensor]) -> None:
-    """``output`` [n] becomes the sum of two or more ``rows`` [n], from left to right; it may be one of them."""
+    """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n], which may be one of them."""
     first, *middle, last = rows
     scratch = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
     for start in range(0, output.numel(), _BLOCK):

@@ -1,8 +1,8 @@
 """Memory that the ranks of one host read from each other.
 
-A region is one anonymous file (``memfd_create``) a rank, all of one size; every rank maps those of all ranks. The files
-have no name: nothing is left behind however a process ends. They are opened through ``/proc/<pid>/fd/<n>``, which the
-kernel grants to processes of the same user.
+A region is one anonymous file (``memfd_create``) for each rank, all of one size; every rank maps those of all ranks.
+The files have no name, so nothing stays behind however a process ends. They are opened through ``/proc/<pid>/fd/<n>``,
+which the kernel grants to processes of the same user.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,31 +21,31 @@ from dtrain.errors import CommunicationError
 
 
 class SharedMemory:
-    """The regions of all ranks. They live as long as this object, so a region is for what a run keeps.
+    """The regions of all ranks; they live as long as this object.
 
-    Every rank calls the constructor and :meth:`allocate` in the same order. What fails on one rank fails on all, and
-    from then on nothing is allocated.
+    Every rank calls the constructor and :meth:`allocate` in the same order. A failure on one rank is a failure on all,
+    and from then on nothing is allocated.
 
     Args:
-        rank: of this process.
-        exchange_text: hands a text to all ranks and returns that of every rank.
+        rank: rank of this process.
+        exchange_text: sends a text to all ranks and returns that of every rank.
 
     Attributes:
-        refusal: why nothing is allocated; empty while all is well.
+        unsupported_reason: why nothing can be allocated; empty if it can.
     """
 
     def __init__(self, rank: int, exchange_text: Callable[[str], list[str]]) -> None:
         self._rank = rank
         self._exchange_text = exchange_text
-        self._regions: list[list[UntypedStorage]] = []  # of every rank
-        self._numbers: dict[int, int] = {}  # of the regions, by the address of this rank's part
-        self.refusal = ""
-        hosts = self._on_every_rank(_identify_host)
+        self._regions: list[list[UntypedStorage]] = []  # each by rank
+        self._numbers: dict[int, int] = {}  # region by the address of this rank's file in it
+        self.unsupported_reason = ""
+        hosts = self._on_every_rank(_require_shared_memory)
         if hosts is not None and any(host != hosts[0] for host in hosts):
-            self.refusal = "the ranks are on several hosts or in several containers"
+            self.unsupported_reason = "the ranks are on several hosts or in several containers"
 
     def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
-        """What ``work`` returned (plain JSON) on every rank, or None with a refusal where it failed on one."""
+        """Returns ``work()`` (plain JSON) of every rank, or None, with a reason, if it failed on one."""
         try:
             report = {"value": work()}
         except (OSError, RuntimeError) as error:
@@ -52,61 +53,71 @@ class SharedMemory:
         reports = [json.loads(text) for text in self._exchange_text(json.dumps(report))]
         for rank, other in enumerate(reports):
             if "error" in other:
-                self.refusal = f"rank {rank}: {other['error']}"
+                self.unsupported_reason = f"rank {rank}: {other['error']}"
                 return None
         return [other["value"] for other in reports]
 
     def allocate(self, nbytes: int) -> UntypedStorage | None:
-        """This rank's part, zeros, of a new region with ``nbytes`` on every rank; None: see :attr:`refusal`."""
-        if self.refusal:
+        """Returns this rank's ``nbytes`` zeros of a new region, or None; see :attr:`unsupported_reason`."""
+        if self.unsupported_reason:
             return None
-        own = -1
+        descriptor = -1
 
         def create() -> list[int]:
-            nonlocal own
-            own = os.memfd_create("dtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(own, 0, nbytes)  # an error now, where touching memory that is not there would kill
-            fcntl.fcntl(own, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return [os.getpid(), own, os.fstat(own).st_ino]
+            nonlocal descriptor
+            descriptor = os.memfd_create("dtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(descriptor, 0, nbytes)  # fails now; touching pages that cannot be had would kill
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
 
-        parts: list[UntypedStorage] = []
+        region: list[UntypedStorage] = []
         try:
-            places = self._on_every_rank(create)
-            if places is None or self._on_every_rank(lambda: parts.extend(_map(p, nbytes) for p in places)) is None:
+            files = self._on_every_rank(create)
+            if files is None or self._on_every_rank(lambda: region.extend(_map(f, nbytes) for f in files)) is None:
                 return None
         finally:
-            if own >= 0:
-                os.close(own)
-        self._numbers[parts[self._rank].data_ptr()] = len(self._regions)
-        self._regions.append(parts)
-        return parts[self._rank]
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._numbers[region[self._rank].data_ptr()] = len(self._regions)
+        self._regions.append(region)
+        return region[self._rank]
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(number of the region, byte offset) of a contiguous ``tensor``; None where it lies elsewhere."""
+        """Returns (number of the region, byte offset) of a contiguous ``tensor``, or None if it lies elsewhere."""
         number = self._numbers.get(tensor.untyped_storage().data_ptr())
         if number is None or not tensor.is_contiguous():
             return None
         return number, int(tensor.storage_offset()) * tensor.element_size()
 
     def read(self, rank: int, region: int, offset: int, like: Tensor) -> Tensor:
-        """The 1-D tensor of ``rank`` at ``offset`` bytes, with the dtype and number of elements of ``like``."""
-        part = self._regions[region][rank]
-        if offset + like.nbytes > part.nbytes():
+        """Returns the 1-D tensor of ``rank`` at ``offset`` bytes, with the dtype and number of elements of ``like``."""
+        storage = self._regions[region][rank]
+        if offset + like.nbytes > storage.nbytes():
             raise CommunicationError(
-                f"rank {rank} offers {like.nbytes} bytes at {offset} of region {region}, which has {part.nbytes()}"
+                f"rank {rank} offers {like.nbytes} bytes at {offset} of region {region}, which has {storage.nbytes()}"
             )
-        return torch.empty(0, dtype=like.dtype).set_(part, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=like.dtype).set_(storage, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload,no-any-return]
 
 
-def _identify_host() -> list[str]:
+def host_identity() -> list[str] | None:
+    """Returns a value that ranks have in common if they see the same processes; None if the system has none."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return None
+
+
+def _require_shared_memory() -> list[str]:
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return [file.read().strip(), os.readlink("/proc/self/ns/pid")]
+    host = host_identity()
+    if host is None:
+        raise OSError("this system does not identify the host in /proc")
+    return host
 
 
-def _map(place: tuple[int, int, int], nbytes: int) -> UntypedStorage:
-    pid, descriptor, inode = place
+def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
+    pid, descriptor, inode = file
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(opened).st_ino != inode:

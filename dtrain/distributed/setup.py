@@ -1,4 +1,4 @@
-"""How many ranks there are, the device of this one, and the process group it talks over."""
+"""The number of ranks, the device of this one, and its process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
-    """The device of this rank: ``auto`` is its GPU where there is one, else the CPU.
+    """Returns the device of this rank: ``auto`` is its GPU if there is one, else the CPU.
 
     Raises:
         ConfigError: ``cuda`` was asked for and there is none, or there are more ranks on this host than GPUs.
@@ -38,12 +38,12 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def processes_to_start(num_processes: int | str | None, device: str) -> int:
-    """How many ranks this command has to start by itself; 1: this process is the rank.
+    """Returns the number of ranks that this command must start by itself; 1: this process is the rank.
 
-    ``auto`` is as many as the GPUs of this host, or 1 on CPU; it leaves the choice to a launcher where there is one.
+    ``auto`` is the number of GPUs of this host, or 1 on CPU; under a launcher it is the launcher's number.
 
     Raises:
-        ConfigError: a launcher has started another number of ranks on this host, or there are not so many GPUs.
+        ConfigError: a launcher has started another number of ranks on this host, or there are too few GPUs.
     """
     env = LaunchEnv.read()
     if env.launched:
@@ -64,24 +64,24 @@ def processes_to_start(num_processes: int | str | None, device: str) -> int:
 def connect(
     device: torch.device, *, timeout_s: float = 600.0, job: int = 0, shared_memory: bool = True
 ) -> Communicator:
-    """The communicator over the existing process group, else over one made from the launcher's environment.
+    """Returns a communicator over the existing process group, else over one made from the launcher's environment.
 
     One rank gets a communicator without a process group, which opens no socket. Ranks of one host listen on its
-    loopback interface alone. The store is prefixed by the restart count and ``job`` (the number of a sweep's job): keys
-    left by an earlier attempt would hang gloo's rendezvous.
+    loopback interface only. The store is prefixed by the restart count and ``job`` (the number of a sweep's job),
+    because keys left by an earlier attempt would hang gloo's rendezvous.
 
-    ``shared_memory`` lets CPU ranks of one host read each other's buffers, where they can. A group made here is ended
-    with the interpreter, unless :func:`disconnect` did it before or an exception ends all.
+    ``shared_memory`` lets CPU ranks of one host read each other's buffers, if the system allows it. A group made here
+    is destroyed with the interpreter, unless :func:`disconnect` did so before or the program ends by an exception.
 
     Raises:
-        ConfigError: the environment names several ranks but not where to meet, or the group that exists has no backend
+        ConfigError: the environment names several ranks but no address to meet at, or the existing group has no backend
             for ``device``.
     """
     if dist.is_initialized():
         _check_backend(device)
         env = LaunchEnv.read()
         if env.launched and env.one_host:  # for a group that is added to it
-            _stay_on_loopback()
+            _use_loopback()
         return Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     env = LaunchEnv.read()
     if env.world_size == 1:
@@ -97,7 +97,7 @@ def connect(
         torch.cuda.set_device(device)
     env.export()
     if env.one_host or _is_loopback(os.environ["MASTER_ADDR"]):
-        _stay_on_loopback()
+        _use_loopback()
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
@@ -106,14 +106,49 @@ def connect(
     return comm
 
 
+def connect_by_file(store: str, rank: int, world_size: int, device: torch.device, timeout_s: float = 600.0) -> None:
+    """Makes the process group of ranks that meet at the file ``store``, without a port; a single rank needs none."""
+    if world_size == 1:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def ensure_process_group(device: torch.device) -> None:
+    """Makes a process group of this single rank if there is none, for libraries that need one.
+
+    gloo listens even for a single rank; here it does so on the loopback interface.
+    """
+    if dist.is_initialized():
+        return
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    finally:
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        else:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+    atexit.register(disconnect)
+
+
 _stores: dict[tuple[str, str], Store] = {}
 
 
 def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
-    """The store in which the ranks find each other. Rank 0 holds it, unless an agent of torch does.
+    """Returns the store in which the ranks find each other. Rank 0 hosts it, unless torch's agent does.
 
-    It listens on the loopback interface alone where that is what ``MASTER_ADDR`` names. The jobs of a sweep share it: a
-    rank that is early must not find the store of the job before.
+    It listens only on the loopback interface if ``MASTER_ADDR`` names that. The jobs of a sweep share it, because an
+    early rank would otherwise find the store of the job before.
 
     Raises:
         ConfigError: it cannot listen, or rank 0 does not answer.
@@ -121,16 +156,16 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if (host, port) in _stores:
         return _stores[host, port]
-    holds = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         listener = None
-        if holds and _is_loopback(host):
+        if is_host and _is_loopback(host):
             listener = socket.create_server((LOOPBACK, int(port))).detach()
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), env.world_size, holds, timeout, master_listen_fd=listener
+            host, int(port), env.world_size, is_host, timeout, master_listen_fd=listener
         )
     except (OSError, ValueError, dist.DistError) as error:
-        what = "hold the store of the ranks" if holds else "reach the store of rank 0"
+        what = "hold the store of the ranks" if is_host else "reach the store of rank 0"
         raise ConfigError(
             f"cannot {what} at MASTER_ADDR={host} MASTER_PORT={port}: {str(error).splitlines()[0]}; "
             "is the port taken, or a rank missing?"
@@ -142,8 +177,8 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.")
 
 
-def _stay_on_loopback() -> None:
-    """Lets the ranks of one host listen on the loopback interface alone, unless the user has named another."""
+def _use_loopback() -> None:
+    """Makes gloo and NCCL listen on the loopback interface only, unless the user has named another."""
     for _, name in socket.if_nameindex():
         if name in ("lo", "lo0"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -162,9 +197,9 @@ def _check_backend(device: torch.device) -> None:
 
 
 def _leave(comm: Communicator) -> None:
-    """At the end of the interpreter: a thread of gloo that still holds a tensor then would abort it.
+    """Destroys the process group at the end of the interpreter, which a gloo thread that holds a tensor would abort.
 
-    After an uncaught exception the other ranks may never answer, and waiting for them would hide it.
+    After an uncaught exception the other ranks may never answer, and waiting for them would hide the exception.
     """
     if not hasattr(sys, "last_value"):
         comm.release()
@@ -173,7 +208,7 @@ def _leave(comm: Communicator) -> None:
 
 
 def disconnect() -> None:
-    """Ends the process group, if there is one."""
+    """Destroys the process group, if there is one."""
     atexit.unregister(_leave)
     if dist.is_initialized():
         dist.destroy_process_group()

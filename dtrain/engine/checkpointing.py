@@ -1,4 +1,4 @@
-"""Between an engine's tensors and the logical tensors of a checkpoint."""
+"""Saves and loads the state of an engine: its shards become intervals of the logical tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from dtrain import checkpoint
-from dtrain.checkpoint import CheckpointReader, ReadTarget, Snapshot
+from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
+from dtrain.engine.request import StepOptions
+from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases
-
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
-
+from dtrain.precision.contract import Contract
 
 _TRAINED = ("master", "exp_avg", "exp_avg_sq")
 _FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumulation")
@@ -34,154 +33,221 @@ _FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumu
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
 
-def snapshot_of(
-    engine: StepEngine,
-    *,
-    extra: Mapping[str, Any] | None,
-    config: Mapping[str, Any] | None,
-    metrics: Mapping[str, float | None] | None,
-) -> Snapshot:
-    """What this rank owns, where it lies now, and the state; see :meth:`dtrain.engine.interface.Engine.save`."""
-    pieces = [*_owned_pieces(engine)]
-    if engine.rank == 0:
-        pieces += _replicated_pieces(engine)
-    state = {
-        "run_id": engine.run_id,
-        "engine": engine.name,
-        "world_size": engine.world_size,
-        "zero_stage": engine.options.zero_stage,
-        "contract": engine.contract.to_dict(),
-        "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-        "optimizer": asdict(engine.options.optimizer),
-        "engine_state": {
-            "attempted_steps": engine.attempted_steps,
-            "applied_steps": engine.applied_steps,
-            "loss_scale": engine.loss_scale.to_dict(),
-            **engine.saved_state(),
-        },
-        "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
-        "data_cursor": engine.data_cursor,
-        "aliases": aliases(engine.module),
-        "metrics": {
-            name: float(value) for name, value in (metrics or {}).items() if value is not None and math.isfinite(value)
-        },
-        "config": dict(config or {}),
-        "config_hash": _config_hash(config or {}),
-        "extra": dict(extra or {}),
-    }
-    return Snapshot(engine.attempted_steps, tuple(pieces), state)
+class CheckpointedEngine(Protocol):
+    """The shards and the state of an engine; see :class:`dtrain.engine.step.StepEngine`."""
+
+    name: str
+    module: nn.Module
+    comm: Communicator
+    contract: Contract
+    options: StepOptions
+    shapes: dict[str, tuple[int, ...]]
+    attempted_steps: int
+    data_cursor: int
+    run_id: str
+    seed: int
+
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
+        """Yields what this rank saves of ``kind``."""
+        ...
+
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
+        """Yields what this rank loads of ``kind``."""
+        ...
+
+    def saved_state(self) -> dict[str, Any]:
+        """Returns what ``engine_state`` holds of this engine alone."""
+        ...
+
+    def restore_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores what :meth:`saved_state` returned."""
+        ...
+
+
+class Checkpointer:
+    """Saves and loads one engine; the last step is finalized before each call that all ranks make.
+
+    Args:
+        engine: whose shards and state.
+        finalizer: holds the applied steps and the loss scale, and learns from the vote that a save has failed.
+
+    Attributes:
+        load_failed: whether the last load failed after it had begun to overwrite tensors.
+    """
+
+    def __init__(self, engine: CheckpointedEngine, finalizer: StepFinalizer) -> None:
+        self._engine = engine
+        self._comm = engine.comm
+        self._finalizer = finalizer
+        self._saver = AsyncSaver(engine.comm)
+        self.load_failed = False
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank knows that the save under way cannot succeed; asks no other rank."""
+        return self._saver.has_failed
+
+    def save(
+        self,
+        directory: Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, float | None] | None = None,
+        retention: Retention | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Saves what the engine holds now; see :meth:`dtrain.engine.interface.Engine.save`."""
+        self.wait()
+        snapshots: list[Snapshot] = []
+
+        def take() -> None:
+            snapshots.append(self._snapshot(extra or {}, config or {}, metrics or {}))
+
+        on_every_rank(self._comm, f"saving step {self._engine.attempted_steps}", take, CheckpointError)
+        save = self._saver.start if asynchronous else self._saver.save
+        return save(directory, snapshots[0], retention)
+
+    def prepare(self) -> None:
+        """Connects the threads that save; all ranks call."""
+        self._saver.prepare()
+
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on any rank; all ranks call."""
+        return self._saver.is_busy()
+
+    def wait(self) -> Path | None:
+        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
+        self._finalizer.save_failed = False  # the failure that the vote reported is raised here, and only once
+        return self._saver.wait()
+
+    def raise_failed_save(self) -> None:
+        """Raises the failure of a save if the last vote reported one; all ranks call.
+
+        The vote is the only place where the ranks learn of it together. A rank that raised as soon as its own thread
+        failed would leave the others waiting in the next collective.
+        """
+        if self._finalizer.save_failed:
+            self._finalizer.save_failed = False
+            self._saver.raise_failure()
+
+    def shut_down(self, *, cancel: bool) -> None:
+        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
+        self._saver.shut_down(cancel=cancel)
+
+    def _snapshot(
+        self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
+    ) -> Snapshot:
+        engine = self._engine
+        shards = [*self._owned_shards()]
+        if self._comm.rank == 0:
+            shards += _replicated_shards(engine.module)
+        state = {
+            "run_id": engine.run_id,
+            "engine": engine.name,
+            "world_size": self._comm.world_size,
+            "zero_stage": engine.options.zero_stage,
+            "contract": engine.contract.to_dict(),
+            "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
+            "optimizer": asdict(engine.options.optimizer),
+            "engine_state": {
+                "attempted_steps": engine.attempted_steps,
+                "applied_steps": self._finalizer.applied_steps,
+                "loss_scale": self._finalizer.scale.to_dict(),
+                **engine.saved_state(),
+            },
+            "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
+            "data_cursor": engine.data_cursor,
+            "aliases": aliases(engine.module),
+            "metrics": {
+                name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)
+            },
+            "config": dict(config),
+            "config_hash": _config_hash(config),
+            "extra": dict(extra),
+        }
+        return Snapshot(engine.attempted_steps, tuple(shards), state)
+
+    def _owned_shards(self) -> Iterator[TensorShard]:
+        """Yields this rank's share of masters and moments, those of one parameter together."""
+        for shards in zip(*(self._engine.owned_shards(kind) for kind in _TRAINED), strict=True):
+            yield from shards
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Fills the engine's shards and state; returns the checkpoint's ``extra``. If one rank fails, all raise.
+
+        The compute weights are not refreshed.
+        """
+        self.wait()
+        reader = open_newest(path, self._comm)
+        # before anything is overwritten: a checkpoint of another model leaves the engine as it is
+        _check_same_model(reader, self._engine)
+        self.load_failed = True
+        on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
+        reader.check_fingerprints(self._loaded_shards(reader), self._comm)
+        extra = self._restore(reader)
+        self.load_failed = False
+        return extra
+
+    def _read(self, reader: CheckpointReader) -> None:
+        shards = chain.from_iterable(self._engine.local_shards(kind) for kind in _TRAINED)
+        trained = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
+        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine.module))
+        reader.read_into(chain(trained, replicated))
+
+    def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
+        """Yields what this rank proves: the live tensors; for a frozen one that was cast, its saved values.
+
+        Raises:
+            CheckpointError: a frozen tensor is not what its saved values give when they are cast.
+        """
+        yield from self._owned_shards()
+        if self._comm.rank != 0:
+            return
+        dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
+        for shard in _replicated_shards(self._engine.module):
+            dtype = dtypes.get((shard.kind, shard.name), shard.dtype)
+            if dtype == shard.dtype:
+                yield shard
+                continue
+            for start in range(0, shard.stop, _CAST_ELEMENTS):
+                live = shard.data[start : start + _CAST_ELEMENTS]
+                stop = start + live.numel()
+                values = reader.read(shard.kind, shard.name, start, stop)
+                if not torch.equal(values.to(shard.dtype).view(torch.uint8), live.cpu().view(torch.uint8)):
+                    raise CheckpointError(
+                        f"after loading {reader.path}, {shard.kind} '{shard.name}' differs from what was saved"
+                    )
+                yield replace(shard, dtype=dtype, start=start, stop=stop, data=values)
+
+    def _restore(self, reader: CheckpointReader) -> dict[str, Any]:
+        engine, finalizer, saved = self._engine, self._finalizer, reader.state["engine_state"]
+        engine.attempted_steps = int(saved["attempted_steps"])
+        finalizer.applied_steps = int(saved["applied_steps"])
+        _warn_of_other_bits(reader, engine)
+        finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
+        finalizer.skips.reset()
+        engine.restore_state(saved)
+        engine.data_cursor = int(reader.state["data_cursor"])
+        seed = reader.state["rng"]["seed"]
+        if seed is not None:  # an imported model has none
+            engine.seed = int(seed)
+        engine.run_id = str(reader.state["run_id"])
+        extra: dict[str, Any] = reader.state["extra"]
+        return extra
 
 
 def _config_hash(config: Mapping[str, Any]) -> str:
-    """Names a configuration before its secrets are blanked; what is no plain JSON is refused when it is saved."""
+    """Returns the hash of a configuration before its secrets are blanked; what is not plain JSON is refused later."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
 
 
-def open_checkpoint(engine: StepEngine, path: Path) -> CheckpointReader:
-    """The newest checkpoint that verifies and is of this model; overwrites nothing."""
-    reader = checkpoint.open_newest(path, engine.comm)
-    _check_same_model(engine, reader)
-    return reader
-
-
-def fill(engine: StepEngine, reader: CheckpointReader) -> dict[str, Any]:
-    """Fills this rank's tensors and counters; returns the checkpoint's ``extra``. Where one rank fails, all raise."""
-    what = f"reading {reader.path}"
-    on_every_rank(engine.comm, what, lambda: _read_into_place(engine, reader), CheckpointError)
-    reader.check_fingerprints(_proofs(engine, reader), engine.comm)
-    saved = reader.state["engine_state"]
-    engine.attempted_steps = int(saved["attempted_steps"])
-    engine.applied_steps = int(saved["applied_steps"])
-    _warn_of_other_bits(engine, reader)
-    engine.loss_scale = engine.loss_scale.restored(saved["loss_scale"])
-    engine.restore_state(saved)
-    engine.data_cursor = int(reader.state["data_cursor"])
-    seed = reader.state["rng"]["seed"]
-    if seed is not None:  # an imported model has none
-        engine.seed = int(seed)
-    engine.run_id = str(reader.state["run_id"])
-    extra: dict[str, Any] = reader.state["extra"]
-    return extra
-
-
-def _warn_of_other_bits(engine: StepEngine, reader: CheckpointReader) -> None:
-    saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
-    if saved is not None and saved != own:
-        logger.warning(
-            f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
-            f"two updates round differently, so the run goes on, and not bit for bit as it would have"
-        )
-    contracts = (reader.state.get("contract") or {}, engine.contract.to_dict())
-    before, now = map(_formats, contracts)
-    changed = [name for name in now if before.get(name, now[name]) != now[name]]
-    if changed:
-        listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
-        logger.warning(
-            f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
-            f"another format, so the run goes on, and not bit for bit as it would have"
-        )
-    saved_options, own_options = (contract.get("float8") for contract in contracts)
-    if saved_options and own_options:
-        others = {key: saved_options[key] for key in _FLOAT8_BITS if saved_options[key] != own_options[key]}
-        if others:
-            listed = ", ".join(f"{key}={value} (now {own_options[key]})" for key, value in others.items())
-            logger.warning(
-                f"{reader.path} was saved with float8 {listed}: FP8 products round differently, so the run goes on, "
-                f"and not bit for bit as it would have"
-            )
-
-
-def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
-    """Of each module; empty for a checkpoint that does not tell."""
-    return {name: module["format"] for name, module in contract.get("modules", {}).items()}
-
-
-def _read_into_place(engine: StepEngine, reader: CheckpointReader) -> None:
-    held = (ReadTarget(piece.kind, piece.name, piece.start, piece.data) for piece in _held_pieces(engine))
-    replicated = (ReadTarget(kind, name, 0, tensor) for kind, name, tensor in _replicated_tensors(engine.module))
-    reader.read_into(chain(held, replicated))
-
-
-def _proofs(engine: StepEngine, reader: CheckpointReader) -> Iterator[TensorShard]:
-    """What this rank answers for: the live tensors; of a frozen one that was cast, the saved values it was cast from.
-
-    Raises:
-        CheckpointError: a tensor is not what its saved values give when they are cast.
-    """
-    yield from _owned_pieces(engine)
-    if engine.rank != 0:
-        return
-    dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
-    for piece in _replicated_pieces(engine):
-        dtype = dtypes.get((piece.kind, piece.name), piece.dtype)
-        if dtype == piece.dtype:
-            yield piece
-            continue
-        for start in range(0, piece.stop, _CAST_ELEMENTS):
-            live = piece.data[start : start + _CAST_ELEMENTS]
-            stop = start + live.numel()
-            values = reader.read(piece.kind, piece.name, start, stop)
-            if not torch.equal(values.to(piece.dtype).view(torch.uint8), live.cpu().view(torch.uint8)):
-                raise CheckpointError(
-                    f"after loading {reader.path}, {piece.kind} '{piece.name}' differs from what was saved"
-                )
-            yield replace(piece, dtype=dtype, start=start, stop=stop, data=values)
-
-
-def _owned_pieces(engine: StepEngine) -> Iterator[TensorShard]:
-    """What this rank writes: its share of masters and moments, those of one parameter together."""
-    for pieces in zip(*(engine.owned_shards(kind) for kind in _TRAINED), strict=True):
-        yield from pieces
-
-
-def _held_pieces(engine: StepEngine) -> Iterator[TensorShard]:
-    """What this rank must load: all of them that it holds."""
-    for kind in _TRAINED:
-        yield from engine.local_shards(kind)
-
-
 def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """(kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
+    """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -195,14 +261,14 @@ def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
             yield "frozen", name, parameter.detach()
 
 
-def _replicated_pieces(engine: StepEngine) -> Iterator[TensorShard]:
-    for kind, name, tensor in _replicated_tensors(engine.module):
+def _replicated_shards(model: nn.Module) -> Iterator[TensorShard]:
+    for kind, name, tensor in _replicated_tensors(model):
         flat = tensor.contiguous().view(-1)
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
 
 
-def _check_same_model(engine: StepEngine, reader: CheckpointReader) -> None:
-    """Compares names, kinds, shapes and dtypes before anything is overwritten."""
+def _check_same_model(reader: CheckpointReader, engine: CheckpointedEngine) -> None:
+    """Compares names, kinds, shapes and dtypes."""
     reader.require_kinds((*_TRAINED, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
     live = {(kind, name): (shape, torch.float32) for name, shape in engine.shapes.items() for kind in _TRAINED}
@@ -227,3 +293,36 @@ def _check_same_model(engine: StepEngine, reader: CheckpointReader) -> None:
                 f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the model's is {dtype}; build the model "
                 f"with the dtypes it was saved with"
             )
+
+
+def _warn_of_other_bits(reader: CheckpointReader, engine: CheckpointedEngine) -> None:
+    """Warns of each difference because of which the run resumes, but not bit for bit."""
+    saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
+    if saved is not None and saved != own:
+        logger.warning(
+            f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
+            f"two updates round differently, so the run resumes, but not bit for bit"
+        )
+    contracts = (reader.state.get("contract") or {}, engine.contract.to_dict())
+    before, now = map(_formats, contracts)
+    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    if changed:
+        listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
+        logger.warning(
+            f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
+            f"another format, so the run resumes, but not bit for bit"
+        )
+    saved_options, own_options = (contract.get("float8") for contract in contracts)
+    if saved_options and own_options:
+        others = {key: saved_options[key] for key in _FLOAT8_BITS if saved_options[key] != own_options[key]}
+        if others:
+            listed = ", ".join(f"{key}={value} (now {own_options[key]})" for key, value in others.items())
+            logger.warning(
+                f"{reader.path} was saved with float8 {listed}: FP8 products round differently, so the run resumes, "
+                f"but not bit for bit"
+            )
+
+
+def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the format of each module; empty for a checkpoint without them."""
+    return {name: module["format"] for name, module in contract.get("modules", {}).items()}

@@ -28,12 +28,12 @@ from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Constant, Schedule
-from dtrain.precision.contract import Contract, float8_products, resolve
-from dtrain.precision.float8.choice import Decision, decide
+from dtrain.precision.contract import Contract, float8_candidates, resolve
+from dtrain.precision.float8.choice import Float8Decision, decide_float8
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
-from dtrain.precision.rules import short
+from dtrain.precision.rules import format_name
 from dtrain.sharding.placement import STAGES
 from dtrain.sharding.unshard import UnshardOptions
 
@@ -181,7 +181,7 @@ def _decided(
     )
     policy = policy.on(device).reducing(reduce_dtype, reduces_every_micro_batch=reduces_every_micro_batch)
     assert policy.reduce_dtype is not None
-    settings: dict[str, Any] = {"device_type": device.type, "reduce_dtype": short(policy.reduce_dtype)}
+    settings: dict[str, Any] = {"device_type": device.type, "reduce_dtype": format_name(policy.reduce_dtype)}
     if policy.name in SETTINGS["precision"]:
         settings["precision"] = policy.name
     check(engine, **settings)
@@ -192,7 +192,7 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
     """``given``, which all ranks have, with all FP8 products decided: as before, else rank 0 times or weighs them."""
     policy = given.policy
     before = {decision.name: decision for decision in policy.decisions}
-    candidates = float8_products(policy, model)
+    candidates = float8_candidates(policy, model)
     kept = [before[product.name] for product in candidates if product.name in before]
     products = [product for product in candidates if product.name not in before]
     decisions = []
@@ -200,11 +200,11 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
         decisions = on_rank_0(
             comm,
             "choosing the FP8 products",
-            lambda: list(map(asdict, decide(products, policy.float8, comm.device, casts_each_time=casts_each_time))),
+            lambda: list(map(asdict, decide_float8(products, policy.float8, comm.device, casts_each_time=casts_each_time))),
             ConfigError,
             expected=(ConfigError,),
         )
-    return resolve(policy, model, given.weights, kept + [Decision(**decision) for decision in decisions])
+    return resolve(policy, model, given.weights, kept + [Float8Decision(**decision) for decision in decisions])
 
 
 def _rank_device(model: nn.Module) -> torch.device:
@@ -230,9 +230,9 @@ def _check_arguments(
         "offload": special.offload,
         "groups": special.groups if isinstance(special.groups, str) else tuple(special.groups),
         "grad_reduction": grad_reduction,
-        "reshard_after_forward": special.gather.reshard_after_forward,
-        "prefetch": special.gather.prefetch,
-        "keep_gathered": special.gather.keep_gathered,
+        "reshard_after_forward": special.unshard.reshard_after_forward,
+        "prefetch": special.unshard.prefetch,
+        "keep_gathered": special.unshard.keep_gathered,
         "weight_scale": policy.float8.weight_scale,
     }
     if policy.name in SETTINGS["precision"]:
@@ -245,7 +245,7 @@ def _check_arguments(
         raise ConfigError(
             f"grad_reduction={grad_reduction} has no effect with reproducible=True, which sums at the owner"
         )
-    if stage != 3 and special.gather != UnshardOptions():
+    if stage != 3 and special.unshard != UnshardOptions():
         raise ConfigError(
             f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={stage}"
         )

@@ -1,4 +1,4 @@
-"""What every engine offers, and what every step returns."""
+"""The interface of every engine, and the outcome of a step."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class Culprit:
-    """Who made a step fail.
+    """The first loss or gradient that made a step fail.
 
     Attributes:
         rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
-            was found, or -1 where no element but only the norm is.
+            was found, or -1 if every element is finite and only the norm is not.
         step: attempted steps before this one.
-        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, where every
-            rank's own was finite and only their sum is not.
-        micro_batch: local index of the micro-batch, but for a reduced gradient.
-        tensor: name of the parameter, but for a loss. Of several, the first in the order of backward.
-        start: first element of it that is not finite, in row-major order.
+        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, if every
+            rank's own gradient was finite and only their sum is not.
+        micro_batch: local index of the micro-batch; None for a reduced gradient.
+        tensor: name of the parameter, the first in the order of backward; None for a loss.
+        start: its first element that is not finite, in row-major order.
         stop: one past the last of them.
-        num_inf: infinite elements of its gradient, summed over ranks; 1 for a loss that is infinite.
+        num_inf: infinite elements of its gradient, summed over ranks; 1 for an infinite loss.
         num_nan: the same for NaN.
         num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
     """
@@ -64,19 +64,19 @@ class Culprit:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step; the same value on every rank.
+    """Result of a step; the same value on every rank.
 
-    On a GPU the fields are read from the device when they are looked at, so a loop that does not look never waits.
+    On a GPU a field is copied from the device when it is first read, so a loop that reads none never waits.
 
     Attributes:
         applied: whether the optimizer updated the masters.
-        reason: None, or why not: ``overflow``, ``nonfinite_loss``, ``empty``.
+        reason: None if applied, else ``overflow``, ``nonfinite_loss`` or ``empty``.
         loss: weighted mean over all micro-batches of all ranks.
         grad_norm: global L2 norm of the unscaled gradient, before clipping.
-        loss_scale: that the gradients of this step carried.
+        loss_scale: the factor in the gradients of this step.
         lr: learning rate of this step.
-        culprit: who was at fault, where the step was skipped for a non-finite number. The ranks search for it
-            together: on a GPU, where one looks before the next forward, all go on to their next step or look too.
+        culprit: the cause, if the step was skipped for a non-finite number. The ranks search for it together: on a
+            GPU, if one rank reads it before its next forward, every other rank must read it too or take its next step.
         stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
     """
 
@@ -94,8 +94,8 @@ class LazyOutcome(StepOutcome):
     """An outcome that the host has not read yet.
 
     Args:
-        peek: reads all but the culprit, on this rank alone.
-        finalize_step: reads all; ranks that skipped the step search together.
+        peek: reads all fields except the culprit; communicates with no rank.
+        finalize_step: reads all fields; ranks that skipped the step search for the culprit together.
     """
 
     def __init__(self, peek: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
@@ -115,8 +115,8 @@ class LazyOutcome(StepOutcome):
         return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settled = self.__dict__["_finalize_step"]()
-        return StepOutcome, tuple(getattr(settled, name) for name in StepOutcome.__dataclass_fields__)
+        outcome = self.__dict__["_finalize_step"]()
+        return StepOutcome, tuple(getattr(outcome, name) for name in StepOutcome.__dataclass_fields__)
 
 
 class Engine(ABC):
@@ -128,8 +128,8 @@ class Engine(ABC):
         policy: the precision policy in force.
         contract: that policy resolved on the model.
         attempted_steps: steps taken, skipped ones included.
-        data_cursor: samples consumed so far; the caller's to advance, saved and voted on.
-        library_config: what the library below was configured with, as plain values; None where it takes none.
+        data_cursor: samples consumed so far; advanced by the caller, saved, and compared in each vote.
+        library_config: configuration of the library below, as plain values; None if it takes none.
     """
 
     name: str
@@ -145,24 +145,27 @@ class Engine(ABC):
     def __init__(self) -> None:
         self._micro_batch = 0
         self._is_last = True
-        self._batch: object | None = None  # a token of the batch under way
+        self._batch: object | None = None  # a token of the current batch
         self._evaluating = False
         self._stop_requested = False
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether looking at an outcome costs nothing; else it waits for the device."""
+        """Whether reading an outcome costs nothing; else it waits for the device."""
         return True
 
     @property
     @abstractmethod
     def applied_steps(self) -> int:
-        """Updates of the masters; on a GPU this waits for the last step's decision, and
-        ranks whose step was skipped search for the culprit together."""
+        """Number of updates of the masters.
+
+        On a GPU this waits for the last step's decision, and ranks that skipped the step search for the culprit
+        together.
+        """
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """Index of this rank."""
         return self.comm.rank
 
     @property
@@ -172,20 +175,20 @@ class Engine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         return self.comm.device
 
     def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the micro-batches of ``batch``, numbering them and knowing the last one.
+        """Yields the micro-batches of ``batch``, numbers them, and marks the last one.
 
-        Every rank gives the same number; a short rank gives a finite dummy with ``weight=0``.
+        Every rank gives the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``.
 
         Raises:
-            UsageError: called again before ``step``; a loop that was left before any backward does not count.
+            UsageError: called again before ``step``, unless the last loop ended before any backward.
         """
         if self._batch is not None:
             raise UsageError(
-                "engine.accumulate was called again before engine.step; one batch makes one step. Where an exception "
+                "engine.accumulate was called again before engine.step; one batch makes one step. If an exception "
                 "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
                 "every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
             )
@@ -196,7 +199,7 @@ class Engine(ABC):
             raise UsageError(
                 "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
             ) from None
-        self._batch = batch_under_way = object()
+        self._batch = current_batch = object()
         self._micro_batch, self._is_last = 0, False
         try:
             for following in items:
@@ -206,16 +209,17 @@ class Engine(ABC):
             self._is_last = True
             yield current
         finally:
-            if self._batch is batch_under_way and not self._has_backward():
+            # an abandoned generator is closed late: a newer batch may have begun
+            if self._batch is current_batch and not self._has_backward():
                 self._end_batch()
 
     def _end_batch(self) -> None:
-        """Ready for the next batch."""
+        """Resets the numbering for the next batch."""
         self._micro_batch, self._is_last, self._batch = 0, True, None
 
     @abstractmethod
     def _has_backward(self) -> bool:
-        """Whether the step under way has had a backward."""
+        """Whether the current step has had a backward."""
 
     @contextmanager
     def eval(self) -> Iterator[None]:
@@ -233,24 +237,25 @@ class Engine(ABC):
                 module.training = mode
 
     def request_stop(self) -> None:
-        """Asks all ranks, through the next vote, to stop after that step; the step after it asks anew."""
+        """Requests, through the next vote, that all ranks stop after that step; the request holds for one step."""
         self._stop_requested = True
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, under the precision policy; returns what the model returns."""
+        """Runs the model's own forward under the precision policy; returns what the model returns."""
 
     @abstractmethod
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
-        """Backward of the mean ``loss`` of one micro-batch, scaled; ``weight`` counts it in the global mean.
+        """Runs the backward of the mean ``loss`` of one micro-batch, times the loss scale.
 
         Args:
             loss: a 0-dim FP32 tensor, or a model output with a ``loss`` entry or attribute.
-            weight: a number or a 0-dim device tensor, for instance the micro-batch's token count.
+            weight: of this loss in the global mean; a number or a 0-dim device tensor, for instance the micro-batch's
+                token count.
 
         Raises:
             ContractError: the loss is not FP32.
-            UsageError: a second backward on one micro-batch.
+            UsageError: a second backward on one micro-batch, or a weight that is negative or not finite.
         """
 
     @abstractmethod
@@ -263,7 +268,7 @@ class Engine(ABC):
         Raises:
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
             NonFiniteError: too many consecutive steps were skipped.
-            UsageError: no backward came before.
+            UsageError: without a backward before it.
         """
 
     @abstractmethod
@@ -280,25 +285,25 @@ class Engine(ABC):
     ) -> Path | None:
         """Writes a checkpoint under ``directory``; all ranks call. Returns its path.
 
-        An asynchronous save returns once this rank's part is copied to host memory, which is kept for the next one; a
-        thread of each rank writes it. One save is under way at a time. Where it fails, every rank raises the same
-        ``CheckpointError``, once: from the :meth:`step` after the one whose vote tells of it, from the next
-        :meth:`save` or :meth:`load`, or from :meth:`wait_for_save`. The engine can go on: the step that raises it has
+        An asynchronous save returns once this rank's part is copied to host memory, which is reused by the next one; a
+        thread of each rank writes it. One save is under way at a time. If it fails, every rank raises the same
+        ``CheckpointError``, once: from the :meth:`step` after the one whose vote reports it, from the next
+        :meth:`save` or :meth:`load`, or from :meth:`wait_for_save`. Training can continue: the step that raises it has
         done nothing and can be called again. A process that ends without :meth:`wait_for_save` waits for the thread,
-        which logs a failure; its exit code does not tell.
+        which logs a failure; the exit code does not show it.
 
         Args:
             directory: usually ``run/checkpoints``.
             extra: the caller's own JSON.
             config: the run's configuration, stored redacted.
-            metrics: losses to be listed; what is None or not finite is left out. ``val_loss`` is what ``keep_best``
-                compares.
+            metrics: losses to list; those that are None or not finite are left out. ``keep_best`` compares
+                ``val_loss``.
             retention: which checkpoints are kept; None: ``Retention()``, the newest two.
             asynchronous: see above.
-            when_busy: where the save before it is still under way, ``wait`` for it, or ``skip`` this one.
+            when_busy: if the save before it is still under way, ``wait`` for it, or ``skip`` this one.
 
         Returns:
-            The path, at which an asynchronous save is not visible yet; None where it is left out.
+            The path, where an asynchronous save is not visible yet; None if it is skipped.
 
         Raises:
             CheckpointError: any rank failed; no checkpoint became visible.
@@ -325,13 +330,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def leave_save(self, *, give_up: bool = False) -> None:
+    def leave_save(self, *, cancel: bool = False) -> None:
         """Returns when an asynchronous save under way has ended on this rank, however it does; asks no other rank.
 
         For a rank that stops training by an exception and is about to leave the process group.
 
         Args:
-            give_up: stop writing at once: a rank has gone, so that it cannot be committed.
+            cancel: stop writing at once: a rank has gone, so that it cannot be committed.
         """
 
     @abstractmethod
@@ -344,16 +349,16 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, gathered, and unreduced_grad.
+        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, unsharded, and unreduced_grad.
 
-        Leaf buffers hold gradients on their way to their owners, and gathered are the full replicas that stage 3 has
-        now, none between steps; they are no model state and not in the formula.
+        ``unsharded`` are the full replicas that stage 3 holds now, none between steps. ``unreduced_grad`` are
+        micro-batch gradients before their reduction. Neither is model state, so neither is in the formula.
         """
 
     @abstractmethod
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on a rank by the ZeRO formula: master, moments, compute, main_grad."""
+        """Bytes on this rank by the ZeRO formula: master, moments, compute, main_grad."""
 
     @abstractmethod
     def master_state(self) -> dict[str, Tensor]:
-        """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered buffer by buffer; all ranks call."""
+        """Returns {name: FP32 full tensor on CPU} on rank 0, {} elsewhere; gathered one by one; all ranks call."""

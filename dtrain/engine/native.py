@@ -34,7 +34,7 @@ def build(request: EngineRequest) -> Engine:
         groups=options.groups,
         reproducible=request.step.reproducible,
         all_reduce=options.grad_reduction == "all_reduce",
-        gather=options.gather,
+        unshard=options.unshard,
         peak_lr=request.step.optimizer.lr,
     )
     return NativeEngine(request, state)
@@ -54,7 +54,7 @@ class NativeEngine(StepEngine):
         super().__init__(request, state.backward_names, state.monitor)
         self.state = state
         state.attach(self.module)
-        self.forward_communicates = state.gathering is not None
+        self.forward_communicates = state.unshard_scheduler is not None
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is reduced
         self._build_optimizer()
         self.check_contract()
@@ -134,7 +134,7 @@ class NativeEngine(StepEngine):
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """This rank's shard of ``kind``, at every stage."""
         if kind == MAIN_GRAD:
-            for layout, grad in self.state.own_main_grads():
+            for layout, grad in self.state.owned_main_grads():
                 for part in layout.intervals(*layout.shard(self.rank)):
                     yield _piece(kind, part, grad[part.offset : part.offset + part.stop - part.start])
         else:
@@ -142,7 +142,7 @@ class NativeEngine(StepEngine):
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """All of ``kind`` that lies in this rank's arena."""
-        yield from self._arena_pieces(kind, self.state.held_intervals())
+        yield from self._arena_pieces(kind, self.state.local_intervals())
 
     def _arena_pieces(self, kind: str, intervals: Iterator[tuple[ShardInterval, int]]) -> Iterator[TensorShard]:
         arena = self._arena(kind)
@@ -163,18 +163,18 @@ class NativeEngine(StepEngine):
             numel[spec.replica_dtype.itemsize] += spec.numel
         return memory_formula(
             STAGES[self.options.zero_stage],
-            low_numel=numel[2],
+            reduced_numel=numel[2],
             fp32_numel=numel[4],
-            low_bytes=2,
+            reduced_bytes=2,
             world_size=self.world_size,
             float8_numel=numel[1],
-            float8_bytes=self.state.scales.num_copies,
+            float8_copies=self.state.scales.num_copies,
         )
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """(name, full FP32 tensor), gathered buffer by buffer; all ranks call."""
         state = self.state
-        full = state.gather_full_main_grads() if kind == MAIN_GRAD else state.gather_full(self._arena(kind))
+        full = state.full_main_grads() if kind == MAIN_GRAD else state.full_tensors(self._arena(kind))
         for spec, tensor in full:
             yield spec.name, tensor
 

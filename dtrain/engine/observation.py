@@ -1,8 +1,8 @@
-"""The precision contract, asserted on what really runs: the first forward, its gradients, and the first reductions.
+"""Checks the precision contract on what really runs: the first forward, its gradients, and the first reductions.
 
-Dtypes at rest are asserted elsewhere. But a library may cast weights when it gathers them, autocast may not be on, and
-a reduction may travel in another dtype than the one that was asked for; this is where it would be seen. Only dtypes
-are looked at, once after set-up and once after each load: it costs nothing later, and no device is waited for.
+The dtypes of stored tensors are checked elsewhere. But a library may cast weights when it unshards them, autocast may
+be off, and a reduction may use another dtype than the requested one; only a running step shows that. Only dtypes are
+read, once after set-up and once after each load, so later steps pay nothing and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.forward import autocast_dtype, reduced_precision_region
-from dtrain.precision.policy import HELD, PrecisionPolicy
-from dtrain.precision.regions import is_exempt
+from dtrain.precision.policy import TRAINABLE_DTYPES, PrecisionPolicy
+from dtrain.precision.regions import in_full_precision_region
 from dtrain.precision.rules import is_compiled
 
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
@@ -31,16 +31,15 @@ _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 @contextmanager
 def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
-    """Asserts the contract in the forward inside, and in the backward of what it computes.
+    """Checks the contract in the forward inside, and in its backward.
 
-    - Each parameter has the dtype of the contract when the module that owns it is called, and its gradient has it too.
-    - Products give the dtype that the module computes in; FP8 products are those of the contract's modules and recipe.
-    - PyTorch's own modules inside FP32 modules give FP32.
-    - Modules of another 16-bit format than what is round them, and norms, softmax and losses that a rule makes low, run
-      as such.
+    - Each parameter has the dtype of the contract when the module that owns it is called, and so has its gradient.
+    - Products return the dtype that the module computes in; FP8 products are those of the contract's modules and recipe.
+    - PyTorch's own modules inside FP32 modules return FP32.
+    - Modules of another 16-bit format than the modules around them run in that format, and so do norms, softmax and
+      losses that a rule makes low-precision.
 
-    Modules that run as compiled or scripted code are left alone; so are parameters that something else than the module
-    which owns them reads.
+    Compiled and scripted modules are not checked, nor are parameters that are read outside the module that owns them.
 
     Raises:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
@@ -48,9 +47,9 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     canonical = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     regions = {id(model.get_submodule(name)): dtype for name, dtype in contract.regions.items()}
     float8 = {id(model.get_submodule(name)) for name in contract.float8_modules}
-    nodes: list[Node] = []  # the graph that forward builds holds them later
+    nodes: list[Node] = []  # keeps them alive until the graph that forward builds does
     handles: list[Any] = []
-    # a hook would compile them again, or not be called
+    # a hook on a compiled module would compile it again, or not be called
     closed = {id(part) for module in model.modules() if is_compiled(module) for part in module.modules()}
     for name, module in model.named_modules():
         if id(module) in closed:
@@ -65,9 +64,9 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
         if region != torch.float32:
             handles.append(module.register_forward_pre_hook(partial(_check_region, name, region)))
         want = regions.get(id(module), contract.policy.compute_dtype)
-        has_own_format = id(module) in regions and (want == torch.float32 or name in contract.forced)
+        has_own_format = id(module) in regions and (want == torch.float32 or name in contract.fp32_class_overrides)
         if _is_known(module) and (has_own_format or isinstance(module, _PRODUCTS)):
-            # first of all hooks: what a user's own hook makes of the output is its business
+            # before all other hooks, because a user's own hook may change the output
             check_output = partial(_check_output, name, want, id(module) in regions)
             handles.append(module.register_forward_hook(check_output, prepend=True))
     try:
@@ -78,7 +77,7 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether the forward is PyTorch's or our own, so that the dtype of what it returns follows from what it is."""
+    """Whether the forward is PyTorch's or dtrain's, so that the dtype of its output is known."""
     return type(module).forward.__module__.startswith("torch.nn.modules.") or isinstance(module, Float8Linear)
 
 
@@ -124,12 +123,12 @@ def _check_region(name: str, want: torch.dtype, module: nn.Module, _: Any) -> No
 
 def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Module, _: Any, output: Any) -> None:
     for value in pytree.tree_leaves(output):
-        if not isinstance(value, Tensor) or value.dtype not in HELD:
+        if not isinstance(value, Tensor) or value.dtype not in TRAINABLE_DTYPES:
             continue
         device_type = value.device.type
-        # a region of 16 bits casts what it returns to the dtype outside, where losses are FP32; one of FP32 does not
+        # a 16-bit region casts its output to the dtype outside, where losses are FP32; an FP32 region does not
         outside = autocast_dtype(device_type) if value.dim() > 0 else torch.float32
-        expected = outside if is_exempt(device_type) or (is_region and want != torch.float32) else want
+        expected = outside if in_full_precision_region(device_type) or (is_region and want != torch.float32) else want
         if value.dtype != expected:
             raise ContractError(
                 f"module '{name}' ({type(module).__name__}) computed {value.dtype}; the contract says {expected}. Give "
@@ -138,15 +137,15 @@ def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Modu
 
 
 class ReduceDtypeCheck:
-    """Sees gradients where they are sent to other ranks, and asserts their dtype until the first step is done.
+    """Checks the dtype of gradients as they are sent to other ranks, until the first step ends.
 
     Args:
-        policy: says in which dtype they travel.
-        replica_dtypes: the dtype of the replicas whose gradients travel under a label; other labels are no gradients.
-            None: all that is shown travels in the reduce dtype.
+        policy: defines the dtype during reduction.
+        replica_dtypes: by label, the dtype of the replicas whose gradients are sent; other labels are no gradients.
+            None: every recorded tensor is a gradient in the reduce dtype.
 
     Attributes:
-        seen: the dtype by label, of the step that was watched last.
+        seen: the dtype by label in the last step that was checked.
     """
 
     def __init__(self, policy: PrecisionPolicy, replica_dtypes: Mapping[str, torch.dtype] | None = None) -> None:
@@ -155,7 +154,7 @@ class ReduceDtypeCheck:
         self.seen: dict[str, torch.dtype] = {}
 
     def record(self, label: str, tensor: Tensor) -> None:
-        """Takes note of ``tensor``, which is about to travel.
+        """Checks ``tensor``, which is about to be sent.
 
         Raises:
             ContractError: its dtype is not the one of the contract.
@@ -166,15 +165,15 @@ class ReduceDtypeCheck:
         want = self._policy.dtype_during_reduction(self._policy.compute_dtype if replicas is None else replicas[label])
         self.seen[label] = tensor.dtype
         if tensor.dtype != want:
-            raise ContractError(f"gradients '{label}' travel as {tensor.dtype}; the contract says {want}")
+            raise ContractError(f"gradients '{label}' are reduced as {tensor.dtype}; the contract says {want}")
 
     def require_complete(self) -> None:
-        """At the end of a step of several ranks: what was not seen was not proven.
+        """Checks at the end of a step of several ranks that every gradient was recorded.
 
         Raises:
-            ContractError: no gradient, or not every one, was seen on its way.
+            ContractError: a gradient was not recorded, so its dtype is not proven.
         """
         missing = [label for label in self._replica_dtypes or () if label not in self.seen]
         if missing or not self.seen:
             which = f"'{missing[0]}'" if missing else "any gradient"
-            raise ContractError(f"the dtype of {which} on its way to other ranks was not seen in the first step")
+            raise ContractError(f"the dtype of {which} during reduction was not seen in the first step")

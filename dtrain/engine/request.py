@@ -1,4 +1,4 @@
-"""What :func:`dtrain.initialize` has decided, handed to the module of the engine that was asked for."""
+"""The validated arguments of :func:`dtrain.initialize`, passed to the module of the chosen engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dtrain.sharding.unshard import UnshardOptions
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What makes a step; equal on all ranks.
+    """Options of a step; equal on all ranks.
 
     Attributes:
         optimizer: AdamW's hyper-parameters.
-        schedule: of the learning rate.
+        schedule: learning-rate schedule.
         max_grad_norm: clipping threshold of the global norm, or None.
-        zero_stage: what is sharded, 0 to 3.
-        reproducible: the canonical order of sums.
-        max_consecutive_skips: skipped steps in a row that end the run.
+        zero_stage: 0 to 3.
+        reproducible: whether sums are formed in canonical order.
+        max_consecutive_skips: number of skipped steps in a row that ends the run.
     """
 
     optimizer: AdamW
@@ -38,24 +38,24 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What only some engines know; :mod:`dtrain.config.capabilities` refuses it for the others.
+    """Options of some engines only; :mod:`dtrain.config.capabilities` refuses them for the others.
 
     Attributes:
         groups: units of sharding, see :func:`dtrain.parameters.groups.find_groups`.
         grad_reduction: ``auto``, ``all_reduce`` or ``reduce_scatter``: how stage 1 sums gradients (native).
-        gather: when stage 3 gathers and frees replicas (native).
+        unshard: when stage 3 unshards and reshards groups (native).
         offload: ``none``, or ``cpu`` for masters and moments in host memory (deepspeed).
     """
 
     groups: str | Sequence[str] = "auto"
     grad_reduction: str = "auto"
-    gather: UnshardOptions = field(default_factory=UnshardOptions)
+    unshard: UnshardOptions = field(default_factory=UnshardOptions)
     offload: str = "none"
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What names a run and keys its random numbers."""
+    """The name of a run and the seed of its random numbers."""
 
     run_id: str
     seed: int
@@ -63,17 +63,17 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """All that an engine is built from.
+    """Everything that an engine is built from.
 
     Attributes:
         model: on its device, its values equal on all ranks and not rounded yet.
         contract: the precision policy resolved on it.
         comm: the ranks that train together.
-        step: what makes a step.
-        engine: what only some engines know.
-        loss_scale: the machine at its start.
-        identity: run id and seed; a load replaces both by the saved ones.
-        config_text: what must be equal on all ranks, as text that can be shown.
+        step: options of a step.
+        engine: options of some engines only.
+        loss_scale: initial state of the loss-scale machine.
+        identity: run id and seed; a load replaces both with the saved ones.
+        config_text: everything that must be equal on all ranks, as canonical JSON.
     """
 
     model: nn.Module

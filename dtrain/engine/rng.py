@@ -1,4 +1,4 @@
-"""Random numbers keyed by what is computed, never by who computes it."""
+"""Random numbers keyed by the micro-batch, never by the rank, so that they are equal at any world size."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _MASK = (1 << 64) - 1
 
 
 def rng_key(seed: int, step: int, index: int, call: int = 0) -> int:
-    """A 63-bit key by rounds of splitmix64.
+    """Returns a 63-bit key, mixed by rounds of splitmix64 (Steele, Lea and Flood 2014).
 
     Args:
         seed: of the run.
         step: attempted steps before this one.
         index: global index of the micro-batch.
-        call: how many forwards this micro-batch has had.
+        call: number of earlier forwards of this micro-batch.
     """
     key = 0
     for value in (seed, step, index, call):
@@ -30,7 +30,7 @@ def rng_key(seed: int, step: int, index: int, call: int = 0) -> int:
 
 @contextmanager
 def keyed_rng(device: torch.device, key: int) -> Iterator[None]:
-    """Runs its body with torch's generators seeded by ``key``, and gives the caller's state back afterwards."""
+    """Runs its body with torch's generators seeded by ``key``, then restores the caller's generator states."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(key)

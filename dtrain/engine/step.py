@@ -1,7 +1,18 @@
-"""The step that all engines share: forward, backward, one vote, an update on all ranks or on none, and the state.
+"""The step that all engines share: forward, backward, one vote of all ranks, and an update on all ranks or on none.
 
-An engine says how its gradients are reduced, where its masters lie and how they are updated; nothing here knows which
-library does that. So a skip, a culprit, a loss scale or a checkpoint means the same whatever trains.
+A subclass defines how its gradients are reduced, how its masters are sharded, and how they are updated. So a skipped
+step, a culprit, a loss scale and a checkpoint mean the same with every library below.
+
+[Note: finalize before the next collective] On a GPU the host reads the decision on a step late, so that it never waits
+for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. Ranks
+that skipped the step then search for the culprit together, so finalizing may communicate, and it must stand at the
+same point of the order of collectives on every rank: before the first collective after the step. A loop may read an
+outcome at any time, on one rank only. Therefore backward, a forward that communicates, ``eval`` (whose forwards may
+communicate), saving and loading finalize the last step first.
+
+[Note: the update is always launched] The decision lies on the device, where the update reads it: with ``found_inf`` set
+every element keeps its bits. If the host asked first, it would wait for the whole step; if it multiplied the update by
+zero, 0 x inf would be NaN.
 """
 
 from __future__ import annotations
@@ -18,26 +29,25 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint import Retention, Saver, Snapshot
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine import checkpointing
+from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.interface import Engine, StepOutcome
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.vote.culprit import Finding, search
+from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.engine.vote.decide import Decision, decide
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
-from dtrain.engine.vote.losses import LossAccumulator, check_weight
-from dtrain.engine.vote.record import Observations, VoteRecord, fill, first_index, upload
+from dtrain.engine.vote.losses import LossAccumulator, checked_loss
+from dtrain.engine.vote.record import VoteRecord, fill
 from dtrain.engine.vote.skips import SkipCounter
-from dtrain.errors import CheckpointError, ContractError, UsageError
+from dtrain.errors import ContractError, UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.local_shards import full_tensors
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.precision.forward import Autocast, find_loss
+from dtrain.precision.forward import Autocast
 from dtrain.precision.loss_scale import LossScaleState
 
 MASTER, MAIN_GRAD = "master", "main_grad"
@@ -47,7 +57,7 @@ _MANAGED: WeakSet[nn.Module] = WeakSet()
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Whether an engine has taken ``model`` over; one that was refused before is what it was."""
+    """Whether an engine manages the parameters of ``model``."""
     return model in _MANAGED
 
 
@@ -55,17 +65,17 @@ class StepEngine(Engine):
     """See :class:`dtrain.engine.interface.Engine`; built by :func:`dtrain.initialize`.
 
     Args:
-        request: what ``initialize`` has decided.
+        request: the validated arguments of ``initialize``.
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
         monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
-            makes one.
+            builds one.
 
     Attributes:
-        options: what makes a step.
+        options: the options of a step.
         run_id: of the run, kept by its checkpoints.
         seed: keys the random numbers of forwards.
         monitor: see above.
-        forward_communicates: whether a forward issues collectives, so that all ranks take it together.
+        forward_communicates: whether a forward issues collectives, so that all ranks run it together.
     """
 
     forward_communicates = False
@@ -74,6 +84,7 @@ class StepEngine(Engine):
         self, request: EngineRequest, backward_names: Sequence[str], monitor: GradientMonitor | None = None
     ) -> None:
         super().__init__()
+        # first: if the constructor of a subclass fails half-way, the model is changed already and cannot be used again
         _MANAGED.add(request.model)
         self.module = request.model
         self.comm = request.comm
@@ -84,184 +95,78 @@ class StepEngine(Engine):
         self.seed = request.identity.seed
         self.backward_names = tuple(backward_names)
         self.monitor = monitor or GradientMonitor(len(self.backward_names))
-        # taken now: a library below may cut the parameters into shards
+        # before a subclass shards the model: a library may replace the parameters by their shards
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_parameters = sum(map(math.prod, self.shapes.values()))
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._losses = LossAccumulator()
-        self._last_forward = (-1, -1)  # micro-batch and how many forwards it has had
+        self._last_forward = (-1, -1)  # its micro-batch, and the number of forwards of that one before it
         self._finalizer = StepFinalizer(
             self.comm,
             request.loss_scale,
             SkipCounter(self.options.max_consecutive_skips),
-            CulpritSearch(self._search, self.monitor.clear, self.backward_names),
+            CulpritSearch(self._find_nonfinite, self.monitor.clear, self.backward_names),
             request.config_text,
             is_synchronous=self.device.type == "cpu",
         )
-        self._saver = Saver(self.comm)
-        self._has_old_gradients = False  # of a step that is done
-        self._is_unseen = True  # no forward since set-up or load has been observed
-        self._half_loaded = False
-        self._backward_failed = False  # a backward has begun and not come to its end
-
-    # -- what an engine says -----------------------------------------------------------------------------------------
-
-    @property
-    def dummies_need_graph(self) -> bool:
-        """Whether each rank must run the backward of every micro-batch, because it communicates there."""
-        return self.forward_communicates
-
-    @abstractmethod
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's own forward; called under autocast, its random numbers keyed."""
-
-    @abstractmethod
-    def _backward(self, loss: Tensor, weight: Weight) -> None:
-        """Backward of ``loss`` times the loss scale; its gradients enter the main grads times ``weight``.
-
-        Shows each gradient to ``monitor`` as it leaves this rank's backward. A dummy's loss may have no graph.
-        """
-
-    @abstractmethod
-    def finish_gradients(self) -> None:
-        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted; idempotent."""
-
-    @abstractmethod
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """This rank's share of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``: FP32 views of live storage.
-
-        At most one interval a parameter; over all ranks they hold every element once. Of a state that all ranks hold,
-        each rank owns a part.
-        """
-
-    @abstractmethod
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """All of ``kind`` that lies on this rank and that a load must fill."""
-
-    @abstractmethod
-    def _update(self, scalars: UpdateScalars) -> None:
-        """One AdamW update of masters and moments from the main grads, then of the compute weights.
-
-        Always called: where ``scalars.found_inf`` is 1 all keep their bits.
-        """
-
-    @abstractmethod
-    def _refresh(self) -> None:
-        """Makes the compute weights what the masters are."""
-
-    @abstractmethod
-    def _clear_gradients(self) -> None:
-        """After a step, applied or not: nothing of its gradients reaches the next."""
-
-    @abstractmethod
-    def _check_live(self) -> None:
-        """Asserts the contract on the live tensors; raises ``ContractError`` naming the tensor."""
-
-    @abstractmethod
-    def _storages(self) -> dict[str, list[Tensor]]:
-        """The tensors that hold this rank's model states, by the kinds of :meth:`memory` but for buffers."""
-
-    def saved_state(self) -> dict[str, Any]:
-        """What a checkpoint's ``engine_state`` holds of this engine alone; plain values."""
-        return {}
-
-    def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Takes back from an ``engine_state`` what :meth:`saved_state` gave, if it did; masters are loaded by then."""
-
-    def _check_step(self) -> None:
-        """Asserts before each update what is cheap to ask: that the model still computes with the engine's weights."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ContractError(
-                    f"'{name}' was frozen at dtrain.initialize and now requires a gradient; it has no master, so "
-                    f"build a new engine to train it"
-                )
-            want = self.contract.replica_dtypes[name]
-            if parameter.dtype != want:
-                raise ContractError(
-                    f"frozen '{name}' is {parameter.dtype}, the contract says {want}; do not call .to(), .half() or "
-                    f".float() on a model after dtrain.initialize"
-                )
-
-    def _squares(self) -> Tensor:
-        """FP64 [n], n >= 1: their sum is that of the squares of this rank's own main grads."""
-        grads = [piece.data for piece in self.owned_shards(MAIN_GRAD) if piece.data.numel()]
-        if not grads:
-            return torch.zeros(1, dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(grads)).double().square_()
+        self._checkpointer = Checkpointer(self, self._finalizer)
+        self._has_old_gradients = False  # of the last step
+        self._is_unobserved = True  # no forward since set-up or load has been checked against the contract
+        self._backward_failed = False  # a backward has begun and not ended
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     @contextmanager
     def eval(self) -> Iterator[None]:
         """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
-        self._finalize_step()  # what is computed inside may be exchanged
+        self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own forward, under the precision policy; returns what the model returns."""
+        """Runs the model's own forward under the precision policy; returns what the model returns."""
         if self.forward_communicates:
-            self._finalize_step()  # before the first collective of this forward: ranks may look at other times
+            self._finalize_step()  # [Note: finalize before the next collective]
         keyed: Any = nullcontext()
         if not self._evaluating and self.module.training:
             keyed = keyed_rng(self.device, self._forward_key())
-        observes = self._is_unseen and torch.is_grad_enabled()  # gradients too
-        seen: Any = observe_forward(self.module, self.contract) if observes else nullcontext()
-        with keyed, self._autocast(), seen:
+        # a forward without gradients would show only half of the dtypes
+        observes = self._is_unobserved and torch.is_grad_enabled()
+        observed: Any = observe_forward(self.module, self.contract) if observes else nullcontext()
+        with keyed, self._autocast(), observed:
             output = self._autocast.cast_output(self._forward(args, kwargs))
-        self._is_unseen = self._is_unseen and not observes
+        self._is_unobserved = self._is_unobserved and not observes
         return output
 
     def _forward_key(self) -> int:
-        """Keyed by what is computed, never by who computes it; the second forward of a micro-batch draws anew."""
+        """Returns a key of what is computed, not of who computes it: equal at any world size."""
         micro_batch, calls = self._last_forward
-        calls = calls + 1 if micro_batch == self._micro_batch else 0
+        calls = calls + 1 if micro_batch == self._micro_batch else 0  # a second forward draws other numbers
         self._last_forward = (self._micro_batch, calls)
         index = self._micro_batch * self.world_size + self.rank
         return rng_key(self.seed, self.attempted_steps, index, calls)
 
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
-        """Backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
-        self._require_whole("backward")
-        self._finalize_step()
-        factor = self._factor(weight)
-        value = self._checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
-        self._losses.add(self._micro_batch, value, factor)
+        """Runs the backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
+        self._require_usable("backward")
+        self._finalize_step()  # [Note: finalize before the next collective]; it also clears the old gradients
+        factor = Weight.of(weight, self.device, micro_batch=self._micro_batch)
+        value = checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
+        self._check_micro_batch(value)
+        self._losses.add(self._micro_batch, value, factor.value)
+        # with one micro-batch on one rank the main grads name the culprit as well, so nothing need be recorded
+        is_only_backward = self._is_last and self._micro_batch == 0 and self.world_size == 1
+        self.monitor.is_enabled = not is_only_backward
+        self.monitor.records_magnitude = self._finalizer.scale.is_calibrating
         self._backward_failed = True
-        alone = self._is_last and self._micro_batch == 0 and self.world_size == 1  # then there is nothing to tell apart
-        self.monitor.is_enabled, self.monitor.records_magnitude = not alone, self._finalizer.scale.is_calibrating
         with self._autocast.backward():
-            self._backward(value, Weight(factor, is_one=not isinstance(weight, Tensor) and weight == 1))
+            self._backward(value, factor)
         self._backward_failed = False
 
-    def _factor(self, weight: float | Tensor) -> Tensor:
-        """A weight on the device: 0-dim FP32. A number is filled in there, because copying it would wait."""
-        if isinstance(weight, Tensor):
-            return weight.detach().to(self.device, torch.float32, non_blocking=True).reshape(())
-        check_weight(float(weight), f"micro-batch {self._micro_batch}")
-        return torch.full((), float(weight), dtype=torch.float32, device=self.device)
-
-    def _checked_loss(self, loss: Any, *, is_dummy: bool) -> Tensor:
-        value = find_loss(loss)
-        if value is None:
-            shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise UsageError(
-                f"engine.backward expected a 0-dim loss tensor, or an output with a 0-dim 'loss'; got one {shape}"
-            )
-        if value.dtype != torch.float32:
-            raise ContractError(
-                f"the loss is {value.dtype}; the contract says float32. Compute it in FP32, for instance "
-                f"F.cross_entropy(logits.float(), targets)"
-            )
-        if not value.requires_grad and not is_dummy:
-            raise UsageError(
-                "the loss has no graph, so there is nothing to train on; was it detached, or computed in "
-                "engine.eval()? Only a dummy with weight=0 may come without one"
-            )
-        if not value.requires_grad and self.dummies_need_graph:
+    def _check_micro_batch(self, loss: Tensor) -> None:
+        if not loss.requires_grad and self.dummies_need_graph:
             raise UsageError(
                 f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
                 f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
@@ -271,15 +176,14 @@ class StepEngine(Engine):
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
                 "'for micro in engine.accumulate(batch):', and add up several losses before one backward"
             )
-        return value
 
-    # -- the step ----------------------------------------------------------------------------------------------------
+    # -- vote and update ---------------------------------------------------------------------------------------------
 
     def step(self, *, lr: float | None = None) -> StepOutcome:
-        """Reduces, votes, and updates on all ranks or on none; on a GPU the host waits for nothing of it."""
+        """Reduces, votes, and updates on all ranks or on none; on a GPU the host does not wait for it."""
         self._finalize_step()
-        self._raise_failed_save()
-        self._require_whole("step")
+        self._checkpointer.raise_failed_save()
+        self._require_usable("step")
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
@@ -289,11 +193,12 @@ class StepEngine(Engine):
         if not 0 <= lr < math.inf:
             raise UsageError(f"the learning rate of step {self.attempted_steps} is {lr}; expected a finite number >= 0")
         decision = self._vote(float(lr))
-        # always launched: the device decides whether it writes
+        # [Note: the update is always launched]
         self._update(
             UpdateScalars.of(
                 lr=float(lr),
-                step=self._finalizer.applied_steps + 1,  # not settled: that would wait for this step's decision
+                # not self.applied_steps, which would wait for the decision on this very step
+                step=self._finalizer.applied_steps + 1,
                 grad_divisor=decision.grad_divisor,
                 found_inf=decision.code != 0,
                 device=self.device,
@@ -309,13 +214,8 @@ class StepEngine(Engine):
             self._finalize_step()
         return outcome
 
-    def _raise_failed_save(self) -> None:
-        """Raises the failure of a save that the vote has told of: the ranks take note of a vote in one place."""
-        if self._finalizer.save_failed:
-            self._finalizer.save_failed = False
-            self._saver.fail()
-
     def _vote(self, lr: float) -> Decision:
+        """Gathers one record of each rank and derives the same decision on every rank."""
         squares = self._squares()
         known = VoteRecord(
             step=self.attempted_steps,
@@ -326,70 +226,46 @@ class StepEngine(Engine):
             lr=lr,
             loss_scale=self.loss_scale.scale,
             stop_requested=int(self._stop_requested),
-            save_failed=int(self._saver.has_failed),
-            sum_weights=0.0,
-            sum_weighted_loss=0.0,
-            sum_squares=0.0,
+            save_failed=int(self._checkpointer.has_failed),
         )
-        sums = self._canonical_sums(squares)  # communicates: the schedule in the record is the one before it
-        rows = self.comm.gather_rows(fill(known, self._observe(squares)), label="vote")
+        sums = self._canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
+        row = fill(known, self._losses.observe(self.monitor, squares))
+        rows = self.comm.gather_rows(row, label="vote")
         decision = decide(rows, max_grad_norm=self.options.max_grad_norm, **sums)
         self._finalizer.post(decision, rows, known, tuple(self.comm.schedule_log))
         self.comm.begin_schedule()
         return decision
 
-    def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
-        """What :func:`decide` takes as formed in canonical order: ``sum_squares`` and ``sum_weights``; none here."""
-        return {}
-
-    def _observe(self, squares: Tensor) -> Observations:
-        losses = self._losses.summary()
-        numbers, bad = self.monitor.finiteness()
-        max_abs_grad = self.monitor.max_abs(self.device)
-        bad_gradient = upload([-1], self.device)[0] if bad is None else first_index(bad, upload(numbers, self.device))
-        return Observations(
-            torch.stack((losses.sum_weights, losses.sum_weighted_loss, squares.sum(), losses.bad_loss, max_abs_grad)),
-            torch.stack((losses.num_bad_losses, losses.bad_micro_batch, losses.bad_weight, bad_gradient)),
-        )
-
-    def _search(self) -> list[Finding]:
+    def _find_nonfinite(self) -> list[Finding]:
         return [
             finding
-            for piece in self.owned_shards(MAIN_GRAD)
-            for finding in search(piece.name, self.rank, piece.start, piece.data)
+            for shard in self.owned_shards(MAIN_GRAD)
+            for finding in find_nonfinite(shard.name, self.rank, shard.start, shard.data)
         ]
 
     def _finalize_step(self) -> None:
-        """Takes note of the last step; then its gradients have served."""
         self._finalizer.finalize_step()
+        # only now: the search for a culprit reads the gradients
         if self._has_old_gradients:
             self._has_old_gradients = False
             self._clear_gradients()
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether looking at an outcome costs nothing; else it waits for the device."""
+        """Whether reading an outcome costs nothing; else it waits for the device."""
         return self._finalizer.is_synchronous
 
     @property
     def applied_steps(self) -> int:
-        """Updates of the masters; on a GPU this waits for the last step's decision."""
+        """Number of updates of the masters; on a GPU this waits for the last step's decision."""
         self._finalizer.finalize_step()
         return self._finalizer.applied_steps
-
-    @applied_steps.setter
-    def applied_steps(self, count: int) -> None:
-        self._finalizer.applied_steps = count
 
     @property
     def loss_scale(self) -> LossScaleState:
         """The loss-scale machine after the last step; on a GPU this waits for its decision."""
         self._finalizer.finalize_step()
         return self._finalizer.scale
-
-    @loss_scale.setter
-    def loss_scale(self, state: LossScaleState) -> None:
-        self._finalizer.scale = state
 
     def _has_backward(self) -> bool:
         return bool(self._losses)
@@ -398,10 +274,64 @@ class StepEngine(Engine):
         super()._end_batch()
         self._last_forward = (-1, -1)
 
-    # -- state -------------------------------------------------------------------------------------------------------
+    # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
+
+    def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
+        """Writes a checkpoint under ``directory``; all ranks call. See :meth:`dtrain.engine.interface.Engine.save`."""
+        self._require_usable("save")
+        if when_busy not in ("wait", "skip"):
+            raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
+        if when_busy == "skip" and self.is_saving():
+            return None
+        self._finalize_step()
+        return self._checkpointer.save(Path(directory), **options)
+
+    def prepare_saves(self) -> None:
+        """Connects the threads that save, so that the first asynchronous save need not; all ranks call."""
+        self._checkpointer.prepare()
+
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is under way on any rank; all ranks call."""
+        self._finalize_step()
+        return self._checkpointer.is_saving()
+
+    def wait_for_save(self) -> Path | None:
+        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
+        self._finalize_step()
+        return self._checkpointer.wait()
+
+    def leave_save(self, *, cancel: bool = False) -> None:
+        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
+        self._checkpointer.shut_down(cancel=cancel)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
+        self._require_usable("load")
+        self._finalize_step()
+        extra = self._checkpointer.load(Path(path))
+        self._refresh()
+        self.check_contract()
+        logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
+        return extra
+
+    def _require_usable(self, verb: str) -> None:
+        if self._backward_failed:
+            raise UsageError(
+                f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
+                f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
+            )
+        if self._checkpointer.load_failed and verb != "load":
+            raise UsageError(
+                f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
+                f"a checkpoint that can be read, or build a new engine"
+            )
+        if self._losses and verb in ("save", "load"):
+            raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
+
+    # -- inspection --------------------------------------------------------------------------------------------------
 
     def check_contract(self) -> None:
-        """Asserts the contract on live tensors: now the weights, masters and moments, in the next forward the rest.
+        """Checks the contract on live tensors: now the weights, masters and moments, in the next forward the rest.
 
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
@@ -414,94 +344,12 @@ class StepEngine(Engine):
                 if tensor.dtype != torch.float32:
                     shape = list(tensor.shape)
                     raise ContractError(f"{kind} of shape {shape} is {tensor.dtype}; the contract says float32")
-        self._is_unseen = True
-
-    def save(
-        self,
-        directory: str | Path,
-        *,
-        extra: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        metrics: Mapping[str, float | None] | None = None,
-        retention: Retention | None = None,
-        asynchronous: bool = False,
-        when_busy: str = "wait",
-    ) -> Path | None:
-        """Writes a checkpoint under ``directory``; all ranks call. Returns its path."""
-        self._require_whole("save")
-        self._require_between_steps("save")
-        if when_busy not in ("wait", "skip"):
-            raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
-        if when_busy == "skip" and self.is_saving():
-            return None
-        self.wait_for_save()
-        snapshots: list[Snapshot] = []
-
-        def take() -> None:
-            snapshots.append(checkpointing.snapshot_of(self, extra=extra, config=config, metrics=metrics))
-
-        on_every_rank(self.comm, f"saving step {self.attempted_steps}", take, CheckpointError)
-        save = self._saver.start if asynchronous else self._saver.save
-        return save(Path(directory), snapshots[0], retention)
-
-    def prepare_saves(self) -> None:
-        """Connects the threads that save, so that the first asynchronous save need not; all ranks call."""
-        self._saver.prepare()
-
-    def is_saving(self) -> bool:
-        """Whether an asynchronous save is under way on any rank; all ranks call."""
-        self._finalize_step()
-        return self._saver.is_busy()
-
-    def wait_for_save(self) -> Path | None:
-        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
-        self._finalize_step()
-        self._finalizer.save_failed = False  # what the vote has told of is raised here
-        return self._saver.wait()
-
-    def leave_save(self, *, give_up: bool = False) -> None:
-        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
-        self._saver.leave(give_up=give_up)
-
-    def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
-        self._require_no_failed_backward("load")
-        self._require_between_steps("load")
-        self.wait_for_save()
-        reader = checkpointing.open_checkpoint(self, Path(path))
-        self._half_loaded = True
-        extra = checkpointing.fill(self, reader)
-        self._half_loaded = False
-        self._finalizer.skips.reset()
-        self._refresh()
-        self.check_contract()
-        logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
-        return extra
-
-    def _require_between_steps(self, verb: str) -> None:
-        if self._losses:
-            raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
-
-    def _require_whole(self, verb: str) -> None:
-        self._require_no_failed_backward(verb)
-        if self._half_loaded:
-            raise UsageError(
-                f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
-                f"a checkpoint that can be read, or build a new engine"
-            )
-
-    def _require_no_failed_backward(self, verb: str) -> None:
-        if self._backward_failed:
-            raise UsageError(
-                f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
-                f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
-            )
+        self._is_unobserved = True
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind, counted on the tensors themselves."""
-        kinds = {kind: sum(map(_nbytes, tensors)) for kind, tensors in self._storages().items()}
-        kept = [*self.module.buffers(), *(parameter for _, parameter in self._frozen)]
-        return {**kinds, "buffers": sum(map(_nbytes, kept))}
+        storages = {**self._storages(), "buffers": [*self.module.buffers(), *(p for _, p in self._frozen)]}
+        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in storages.items()}
 
     def master_state(self) -> dict[str, Tensor]:
         """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered one by one; all ranks call."""
@@ -511,20 +359,94 @@ class StepEngine(Engine):
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """(name, full FP32 tensor) of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``; all ranks call."""
-        pieces = {piece.name: piece for piece in self.owned_shards(kind)}
-        for name, shape in self.shapes.items():
-            piece = pieces.get(name)
-            own = torch.empty(0) if piece is None else piece.data
-            start = 0 if piece is None else piece.start
-            bounds = torch.tensor([start, start + own.numel()], dtype=torch.int64, device=self.device)
-            intervals = self.comm.gather_rows(bounds, label=f"intervals of {name}").tolist()
-            row = torch.zeros(max(stop - start for start, stop in intervals), device=self.device)
-            row[: own.numel()] = own
-            full = torch.empty(math.prod(shape), device=self.device)
-            for values, (start, stop) in zip(self.comm.gather_rows(row, label=f"full {name}"), intervals, strict=True):
-                full[start:stop] = values[: stop - start]
-            yield name, full.view(shape)
+        return full_tensors(self.owned_shards(kind), self.shapes, self.comm)
 
+    # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    @property
+    def dummies_need_graph(self) -> bool:
+        """Whether each rank must run the backward of every micro-batch, because it communicates there."""
+        return self.forward_communicates
+
+    @abstractmethod
+    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the model's own forward; called under autocast, with keyed random numbers."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, weight: Weight) -> None:
+        """Runs the backward of ``loss`` times the loss scale; gradients enter the main grads times ``weight``.
+
+        Records each gradient in ``monitor`` as it leaves this rank's backward. A dummy's loss may have no graph.
+        """
+
+    @abstractmethod
+    def finish_gradients(self) -> None:
+        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted; idempotent."""
+
+    @abstractmethod
+    def _update(self, scalars: UpdateScalars) -> None:
+        """Runs one AdamW update of masters and moments from the main grads, then refreshes the compute weights.
+
+        If ``scalars.found_inf`` is 1, all keep their bits.
+        """
+
+    @abstractmethod
+    def _refresh(self) -> None:
+        """Casts the masters into the compute weights."""
+
+    @abstractmethod
+    def _clear_gradients(self) -> None:
+        """Clears all gradients after a step, applied or skipped."""
+
+    @abstractmethod
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
+        """Yields this rank's share of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``: FP32 views.
+
+        At most one interval a parameter; the shards of all ranks hold every element once. Of a state that all ranks
+        hold, each rank owns a part.
+        """
+
+    @abstractmethod
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
+        """Yields all of ``kind`` that lies on this rank and that a load must fill."""
+
+    @abstractmethod
+    def _storages(self) -> dict[str, list[Tensor]]:
+        """Returns the tensors that hold this rank's model states, by the kinds of :meth:`memory` except buffers."""
+
+    @abstractmethod
+    def _check_live(self) -> None:
+        """Checks the contract on the live tensors; raises ``ContractError`` naming the tensor."""
+
+    def _check_step(self) -> None:
+        """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ContractError(
+                    f"'{name}' was frozen at dtrain.initialize and now requires a gradient; it has no master, so "
+                    f"build a new engine to train it"
+                )
+            want = self.contract.replica_dtypes[name]
+            if parameter.dtype != want:
+                raise ContractError(
+                    f"frozen '{name}' is {parameter.dtype}, the contract says {want}; do not call .to(), .half() or "
+                    f".float() on a model after dtrain.initialize"
+                )
+
+    def _squares(self) -> Tensor:
+        """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
+        grads = [shard.data for shard in self.owned_shards(MAIN_GRAD) if shard.data.numel()]
+        if not grads:
+            return torch.zeros(1, dtype=torch.float64, device=self.device)
+        return torch.stack(torch._foreach_norm(grads)).double().square_()
+
+    def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
+        """Returns the ``sum_squares`` and ``sum_weights`` of :func:`decide` formed in canonical order, if any are."""
+        return {}
+
+    def saved_state(self) -> dict[str, Any]:
+        """Returns what a checkpoint's ``engine_state`` holds of this engine alone; plain values."""
+        return {}
+
+    def restore_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores what :meth:`saved_state` returned, if ``saved`` has it; the masters are loaded by then."""

@@ -1,14 +1,15 @@
-"""What the built-in language models share: their output, the loss, the padding of the vocabulary, their first weights.
+"""Shared parts of the built-in language models: output and loss, vocabulary padding, initialization and generation.
 
-The vocabulary is padded to a multiple of 64 for the Tensor Cores; padded entries are cut off before anything can see
-their logits.
+The vocabulary is padded to a multiple of 64 for the Tensor Cores. The logits of the padding are cut off before the loss
+and before sampling.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +25,12 @@ _INIT_STD = 0.02
 
 
 class ModelOutput(NamedTuple):
-    """What a model returns.
+    """Output of a causal language model.
 
-    ``logits`` is FP32 [B, T, vocab_size] (padding removed); ``loss`` is the FP32 mean cross entropy over the targets
-    that are not ``IGNORE_INDEX`` (0 where there are none), or None without targets.
+    Attributes:
+        logits: FP32 [B, T, vocab_size], without the padding.
+        loss: FP32 mean cross entropy over the targets that are not ``IGNORE_INDEX`` (0 if there are none), or None
+            without targets.
     """
 
     logits: Tensor
@@ -35,7 +38,7 @@ class ModelOutput(NamedTuple):
 
 
 def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
-    """The output for ``logits`` [B, T, vocab_size] of any dtype and int64 ``targets`` [B, T]."""
+    """Returns FP32 logits and the loss for ``logits`` [B, T, vocab_size] of any dtype and int64 ``targets`` [B, T]."""
     logits = logits.float()
     if targets is None:
         return ModelOutput(logits, None)
@@ -43,46 +46,77 @@ def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
     return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
 
 
-def padded(vocab_size: int) -> int:
-    """The rows of an embedding for ``vocab_size`` tokens."""
+def padded_vocab_size(vocab_size: int) -> int:
+    """Returns the number of embedding rows for ``vocab_size`` tokens."""
     return round_up(vocab_size, VOCAB_MULTIPLE)
 
 
-def draw_seed() -> int:
-    """A seed for :func:`init_weights`, drawn once, before any layer takes from torch's generator."""
+def draw_init_seed() -> int:
+    """Draws the seed for :func:`init_weights`; call it before a layer draws from torch's generator."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[str, ...]) -> None:
-    """Normal(0, 0.02); projections into the residual stream / sqrt(2 num_layers) (GPT-2, Radford et al., 2019).
+    """Initializes weights as GPT-2 does (Radford et al., 2019).
 
-    Each weight depends on the seed and its own name alone. Biases are 0; the gains of norms keep their ones.
+    Weights are Normal(0, 0.02); projections into the residual stream are divided by sqrt(2 num_layers). Each weight
+    depends only on the seed and its own name. Biases are 0; the weights of norms stay 1.
 
     Args:
-        model: its weights are overwritten.
-        seed: of the draws.
-        num_layers: whose outputs the residual stream adds up.
-        residual: how the names of those projections end.
+        model: the model whose weights are overwritten.
+        seed: seed of the draws.
+        num_layers: number of layers that add to the residual stream.
+        residual: suffixes of the names of the projections into the residual stream.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             parameter.zero_()
-        if parameter.dim() == 1 or parameter.is_meta:  # on meta it has no values to draw
+        if parameter.dim() == 1 or parameter.is_meta:  # meta parameters have no values
             continue
         std = _INIT_STD / math.sqrt(2 * num_layers) if name.endswith(residual) else _INIT_STD
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
-        # drawn on the CPU whatever the device of the model: the same weights everywhere
+        # drawn on the CPU, so that the weights are the same on every device
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
         parameter.copy_(values)
 
 
+@torch.no_grad()
+def generate(
+    model_forward: Callable[[Tensor], Any],
+    tokens: Tensor,
+    num_tokens: int,
+    max_seq_len: int,
+    generator: torch.Generator,
+    temperature: float = 0.8,
+) -> Tensor:
+    """Appends ``num_tokens`` sampled tokens to each row of ``tokens``.
+
+    Args:
+        model_forward: maps int64 [B, T] to an object with ``logits`` [B, T, vocab_size]. Put the model in eval mode.
+        tokens: prompt, int64 [B, T] with T >= 1.
+        num_tokens: number of tokens to append.
+        max_seq_len: largest number of tokens that the model sees, counted from the end.
+        generator: generator of the draws, which run on its device.
+        temperature: divisor of the logits; below 1 favors likely tokens.
+
+    Returns:
+        int64 [B, T + num_tokens].
+    """
+    for _ in range(num_tokens):
+        logits = model_forward(tokens[:, -max_seq_len:]).logits[:, -1].float()
+        probabilities = torch.softmax(logits / temperature, dim=-1).to(generator.device)
+        drawn = torch.multinomial(probabilities, num_samples=1, generator=generator)
+        tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
+    return tokens
+
+
 def refuse_args(config: ModelConfig) -> None:
-    """Refuses the free ``model.args``, which no built-in model reads.
+    """Checks that ``model.args`` is empty, because no built-in model reads it.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: ``model.args`` has keys.
     """
     if config.args:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Builds the model that ``model.factory`` names."""
+"""Builds the model that ``model.factory`` names, and counts the FLOPs of the built-in ones."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.schema import FACTORY_FORM, ModelConfig
+from dtrain.config.schema import DEFAULT_FACTORY, FACTORY_FORM, GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError, nearest
+from dtrain.models.gpt2 import ffn_dim
+from dtrain.models.transformer import Dims
 
 
 def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
-    """The number of tokens that the model knows: ``config.vocab_size``, or the data's where that is null.
+    """Returns the model's vocabulary size: ``config.vocab_size``, or the data's if that is null.
 
     Raises:
-        ConfigError: fewer than the data has, whose larger tokens would have no embedding.
+        ConfigError: it is smaller than the data's, so that some tokens would have no embedding.
     """
     if config.vocab_size is None:
         return data_vocab_size
@@ -35,13 +37,17 @@ def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     """Calls ``config.factory(config, vocab_size)`` with torch's generators seeded by ``seed``.
 
-    ``vocab_size`` is the data's; the factory gets that of :func:`vocabulary`.
     The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
-    or configuration, never from a checkpoint. Its module may lie in the working directory.
+    or configuration, never from a checkpoint. Its module may be in the working directory.
+
+    Args:
+        config: the model group of the configuration.
+        vocab_size: vocabulary of the data; the factory gets the result of :func:`vocabulary`.
+        seed: seed of torch's generators.
 
     Raises:
         ConfigError: the factory is not of the form ``package.module:function``, cannot be imported, does not exist, or
-            does not return an ``nn.Module``; or as :func:`vocabulary`. What the factory itself raises is passed on.
+            does not return an ``nn.Module``; or as :func:`vocabulary`. Exceptions of the factory itself propagate.
     """
     factory = _load(config.factory)
     vocab_size = vocabulary(config, vocab_size)
@@ -53,6 +59,27 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
             f"model.factory={config.factory} returned a {type(model).__name__}; expected a torch nn.Module"
         )
     return model
+
+
+def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int | None:
+    """Returns the model FLOPs of one forward and backward per trained token, or None for a user factory.
+
+    This is the numerator of MFU. It follows PaLM (Chowdhery et al., 2022, appendix B): a multiply-add is two FLOPs and
+    the backward costs twice the forward, so each matmul parameter counts 6; attention's two matmuls over the context
+    are added. Unlike PaLM, only the causal half of attention counts (6 instead of 12 x layers x heads x head dimension
+    x ``seq_len``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
+    vocabulary and recomputation do not.
+    """
+    hidden = config.hidden_dim
+    if config.factory == DEFAULT_FACTORY:
+        dims = Dims.of(config)
+        layer = hidden * (2 * hidden + 2 * dims.num_kv_heads * dims.head) + 3 * hidden * dims.ffn
+    elif config.factory == GPT2_FACTORY:
+        layer = 4 * hidden * hidden + 2 * hidden * ffn_dim(config)
+    else:
+        return None
+    matmul_parameters = config.num_layers * layer + hidden * vocabulary(config, vocab_size)
+    return 6 * matmul_parameters + 6 * config.num_layers * hidden * seq_len
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
@@ -71,7 +98,7 @@ def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
 
 def _import(module_name: str, factory: str) -> ModuleType:
     if not module_name.startswith("dtrain."):
-        # as `python -m` does; a console script leaves the working directory out. It stays, for later imports
+        # `python -m` adds the working directory, a console script does not. It stays on the path for later imports
         cwd = os.getcwd()
         if cwd not in sys.path and "" not in sys.path:
             sys.path.insert(0, cwd)

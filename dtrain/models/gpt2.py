@@ -1,6 +1,6 @@
-"""The shape of GPT-2 (Radford et al., 2019), as ``model.factory=dtrain.models.gpt2:build``.
+"""GPT-2 (Radford et al., 2019), as ``model.factory=dtrain.models.gpt2:build``.
 
-LayerNorm before each sub-layer, learned positions, GELU in its tanh form, biases everywhere but in the head.
+LayerNorm before each sub-layer, learned positions, tanh GELU, biases in every layer except the head.
 """
 
 from __future__ import annotations
@@ -11,10 +11,17 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models.causal_lm import ModelOutput, causal_lm_output, draw_seed, init_weights, padded, refuse_args
+from dtrain.models.causal_lm import (
+    ModelOutput,
+    causal_lm_output,
+    draw_init_seed,
+    init_weights,
+    padded_vocab_size,
+    refuse_args,
+)
 
 
-class Attention(nn.Module):
+class GPT2Attention(nn.Module):
     """Causal self-attention; queries, keys and values in one matmul."""
 
     def __init__(self, hidden_dim: int, num_heads: int, dropout: float) -> None:
@@ -33,8 +40,8 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """``down(gelu(up(x)))``."""
+class GPT2FeedForward(nn.Module):
+    """Computes ``down(gelu(up(x)))``."""
 
     def __init__(self, hidden_dim: int, ffn_dim: int) -> None:
         super().__init__()
@@ -47,15 +54,15 @@ class FeedForward(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """One pre-norm layer: attention, then the feed-forward network, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attn_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.attn = Attention(config.hidden_dim, config.num_heads, config.dropout)
+        self.attn = GPT2Attention(config.hidden_dim, config.num_heads, config.dropout)
         self.ffn_norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.ffn = FeedForward(config.hidden_dim, ffn_dim(config))
+        self.ffn = GPT2FeedForward(config.hidden_dim, ffn_dim(config))
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +76,7 @@ class GPT2(nn.Module):
     """A causal language model over ``vocab_size`` tokens and at most ``config.max_seq_len`` positions.
 
     Raises:
-        ConfigError: the heads do not divide the hidden dimension.
+        ConfigError: ``hidden_dim`` is not a multiple of ``num_heads``.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
@@ -78,14 +85,14 @@ class GPT2(nn.Module):
             raise ConfigError(
                 f"model.hidden_dim={config.hidden_dim} is not a multiple of model.num_heads={config.num_heads}"
             )
-        init_seed = draw_seed()
+        init_seed = draw_init_seed()
         self.vocab_size = vocab_size
-        self.embed = nn.Embedding(padded(vocab_size), config.hidden_dim)
+        self.embed = nn.Embedding(padded_vocab_size(vocab_size), config.hidden_dim)
         self.positions = nn.Embedding(config.max_seq_len, config.hidden_dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.hidden_dim, padded(vocab_size), bias=False)
+        self.head = nn.Linear(config.hidden_dim, padded_vocab_size(vocab_size), bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, config.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
@@ -105,15 +112,15 @@ class GPT2(nn.Module):
 
 
 def ffn_dim(config: ModelConfig) -> int:
-    """The hidden dimension of the feed-forward network: 4 x ``hidden_dim`` where ``config`` does not say."""
+    """Returns the hidden dimension of the feed-forward network; 4 x ``hidden_dim`` by default."""
     return 4 * config.hidden_dim if config.ffn_dim is None else config.ffn_dim
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """A ``model.factory``.
+    """Builds GPT-2; a ``model.factory``.
 
     Raises:
-        ConfigError: sizes that do not fit together, or free ``model.args``, which this model does not read.
+        ConfigError: the sizes are inconsistent, or ``model.args`` has keys, which this model does not read.
     """
     refuse_args(config)
     return GPT2(config, vocab_size)

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models.causal_lm import ModelOutput, causal_lm_output, draw_seed, init_weights, padded, refuse_args
+from dtrain.models.causal_lm import (
+    ModelOutput,
+    causal_lm_output,
+    draw_init_seed,
+    init_weights,
+    padded_vocab_size,
+    refuse_args,
+)
 from dtrain.sharding.layout import round_up
 
 _FFN_MULTIPLE = 64
@@ -23,7 +30,7 @@ _FFN_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes that a ``ModelConfig`` implies."""
+    """Sizes derived from a ``ModelConfig``."""
 
     hidden: int
     num_layers: int
@@ -34,11 +41,11 @@ class Dims:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Dims:
-        """Derives and checks them.
+        """Derives and checks the sizes.
 
         Raises:
-            ConfigError: heads do not divide the hidden dimension, KV heads do not divide the heads, or a head has an
-                odd dimension (rotary positions turn pairs).
+            ConfigError: ``hidden_dim`` is not a multiple of ``num_heads``, ``num_heads`` is not a multiple of
+                ``num_kv_heads``, or the head dimension is odd (rotary positions rotate pairs).
         """
         num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
         if config.hidden_dim % config.num_heads:
@@ -61,7 +68,7 @@ class Dims:
 
 
 def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """``exp(i * t * theta^(-2j / head_dim))`` for position t and pair j: complex64 [seq_len, 1, head_dim / 2]."""
+    """Returns ``exp(i t theta^(-2j / head_dim))`` of position t and pair j: complex64 [seq_len, 1, head_dim / 2]."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     positions = torch.arange(seq_len, dtype=torch.float32, device=device)
     angles = positions[:, None] * theta ** (-pairs / head_dim)
@@ -69,7 +76,7 @@ def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turns neighbouring pairs of ``x`` [B, T, heads, head_dim] by ``rotation``, in FP32; keeps the dtype of ``x``."""
+    """Rotates adjacent pairs of ``x`` [B, T, heads, head_dim] by ``rotation`` in FP32; keeps the dtype of ``x``."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
 
@@ -85,7 +92,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dims.num_heads * dims.head, dims.hidden, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """``x`` [B, T, hidden], ``rotation`` complex64 [T, 1, head / 2]; returns [B, T, hidden]."""
+        """Maps ``x`` [B, T, hidden] and ``rotation``, complex64 [T, 1, head / 2], to [B, T, hidden]."""
         heads, kv_heads = self.dims.num_heads, self.dims.num_kv_heads
         qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.dims.head))
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=-2)
@@ -103,7 +110,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``; gate and up in one matmul."""
+    """Computes SwiGLU, ``down(silu(gate(x)) * up(x))``; gate and up share one matmul."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -129,7 +136,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """``x`` [B, T, hidden], ``rotation`` as in ``Attention``; returns [B, T, hidden]."""
+        """Maps ``x`` [B, T, hidden] and ``rotation`` as in :class:`Attention` to [B, T, hidden]."""
         x = x + self.dropout(self.attn(self.attn_norm(x), rotation))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
@@ -139,20 +146,20 @@ class Transformer(nn.Module):
     """A causal language model over ``vocab_size`` tokens.
 
     Raises:
-        ConfigError: the sizes in ``config`` do not fit together (see ``Dims.of``).
+        ConfigError: the sizes in ``config`` are inconsistent (see ``Dims.of``).
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         dims = Dims.of(config)
-        init_seed = draw_seed()
+        init_seed = draw_init_seed()
         self.config = config
         self.vocab_size = vocab_size
-        self.embed = nn.Embedding(padded(vocab_size), dims.hidden)
+        self.embed = nn.Embedding(padded_vocab_size(vocab_size), dims.hidden)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
         self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)
-        self.head = nn.Linear(dims.hidden, padded(vocab_size), bias=False)
+        self.head = nn.Linear(dims.hidden, padded_vocab_size(vocab_size), bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, dims.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
@@ -164,7 +171,7 @@ class Transformer(nn.Module):
             tokens: int64 [B, T].
             targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
         """
-        # not a buffer: nothing to broadcast, to cast or to lose when the model moves; it costs microseconds
+        # not a buffer, which would be broadcast and cast; computing it takes microseconds
         head_dim = self.config.hidden_dim // self.config.num_heads
         rotation = rotations(tokens.shape[1], head_dim, self.config.rope_theta, tokens.device)
         x = self.dropout(self.embed(tokens))
@@ -174,10 +181,10 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """The default ``model.factory``.
+    """Builds the default model; the default ``model.factory``.
 
     Raises:
-        ConfigError: sizes that do not fit together, or free ``model.args``, which this model does not read.
+        ConfigError: the sizes are inconsistent, or ``model.args`` has keys, which this model does not read.
     """
     refuse_args(config)
     return Transformer(config, vocab_size)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dtrain.errors import ConfigError
-from dtrain.precision.compiler import has_compiler
-from dtrain.precision.float8.options import has_tensor_cores
+from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class AdamW:
         Raises:
             ConfigError: ``compile`` is True, and the compiler cannot write FP8 on this GPU.
         """
-        can_store = not casts_float8 or device.type != "cuda" or has_tensor_cores(device)
+        can_store = not casts_float8 or device.type != "cuda" or has_float8_tensor_cores(device)
         if self.compile is True and not can_store:
             raise ConfigError(
                 f"optim.compile=true with float8 weight_scale=delayed: the update writes FP8, and Triton does so from "
@@ -133,7 +132,7 @@ class UpdateSlice:
 
 
 @dataclass(frozen=True)
-class UpdateList:
+class UpdateGroup:
     """Tensors of one weight-decay class that are updated together: FP32, the lists of one length, shapes alike."""
 
     decayed: bool

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.logging import logger
-from dtrain.optim.adamw import AdamW, UpdateList, UpdateScalars, UpdateSlice
+from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars, UpdateSlice
 from dtrain.precision.float8.cast import E4M3, cast
 
 _BLOCK = 512 * 1024
@@ -47,7 +47,7 @@ def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
     return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
 
 
-class ListedAdamW:
+class ParameterListAdamW:
     """torch's fused kernel on the tensors as a library below holds them; the gradients are given with each update.
 
     Args:
@@ -55,12 +55,12 @@ class ListedAdamW:
         lists: one for each weight-decay class.
     """
 
-    def __init__(self, rule: AdamW, lists: Sequence[UpdateList]) -> None:
+    def __init__(self, rule: AdamW, lists: Sequence[UpdateGroup]) -> None:
         self._rule = rule
         self._lists = [part for part in lists if part.masters]
 
     @property
-    def lists(self) -> Sequence[UpdateList]:
+    def lists(self) -> Sequence[UpdateGroup]:
         """What is updated, in the order in which :meth:`update` takes the gradients."""
         return self._lists
 

@@ -1,4 +1,4 @@
-"""What gradients are as they leave backward: which was the first that is not finite, and how large the largest is."""
+"""Records gradients as they leave backward: the first that is not finite, and the largest magnitude."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from torch import Tensor
 
 
 class GradientMonitor:
-    """Sums every gradient once: the sum is finite unless an element is Inf or NaN (or the sum itself overflows).
+    """Records the gradient of each parameter from each micro-batch of this rank, before any other rank's is added.
 
-    What is watched is one parameter's gradient from one micro-batch of this rank, before any other rank's is added (or
-    this rank's FP32 sum of them so far). The sum is taken while the gradient is hot in cache. Nothing waits for the
-    device.
+    Every gradient is summed once, while it is hot in cache: the sum is finite unless an element is Inf or NaN, or the
+    sum itself overflows. Nothing waits for the device.
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
@@ -21,7 +20,7 @@ class GradientMonitor:
     Attributes:
         is_enabled: whether :meth:`record_finiteness` records. With a single micro-batch on a single rank there is
             nothing to tell apart.
-        records_magnitude: whether :meth:`record_magnitude` does.
+        records_magnitude: whether :meth:`record_magnitude` records.
     """
 
     def __init__(self, num_parameters: int) -> None:
@@ -33,7 +32,7 @@ class GradientMonitor:
         self._numbers: dict[torch.dtype, list[int]] = {}
 
     def record_finiteness(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
-        """Notes the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
+        """Records the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
         if not self.is_enabled:
             return
         dtype = grads[0].dtype
@@ -44,24 +43,24 @@ class GradientMonitor:
         self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
 
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
-        """The numbers of all gradients of this step (micro-batch x parameters + parameter), and which are bad: bool."""
+        """Returns the number of each gradient of this step (micro-batch x parameters + parameter), and which are bad: bool."""
         numbers = [number for own in self._numbers.values() for number in own]
         bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
         return numbers, torch.cat(bad) if bad else None
 
     def record_magnitude(self, grad: Tensor) -> None:
-        """Takes note of the largest element of a gradient as it leaves backward, neither weighted nor summed."""
+        """Records the largest element of a gradient as it leaves backward, neither weighted nor summed."""
         if self.records_magnitude and grad.numel():
             self._maxima.append(grad.abs().amax())
 
     def max_abs(self, device: torch.device) -> Tensor:
-        """The largest element of all gradients that were measured in this step: 0-dim FP64 on ``device``, 0 if none."""
+        """Returns the largest recorded magnitude of this step: 0-dim FP64 on ``device``, 0 if none was recorded."""
         if not self._maxima:
             return torch.zeros((), dtype=torch.float64, device=device)
         return torch.stack([maximum.double() for maximum in self._maxima]).amax()
 
     def clear(self) -> None:
-        """Forgets the step."""
+        """Drops the records at the end of a step."""
         self._maxima.clear()
         self._sums.clear()
         self._numbers.clear()

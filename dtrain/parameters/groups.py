@@ -1,4 +1,4 @@
-"""Which parameters are sharded and communicated together."""
+"""Parameter groups: which parameters are sharded together, in which order, and with or without weight decay."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from torch import nn
 
 from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.precision.rules import is_fp32_class
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One unit of sharding: its name (that of its module, empty for the root) and its trainable parameters."""
+    """One unit of sharding: the name of its module, empty for the root group, and its trainable parameters."""
 
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
 def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple[ParamGroup, ...]:
-    """The parameter groups of ``model`` in definition order; the root group, if it has parameters, comes first.
+    """Returns the parameter groups of ``model`` in definition order; the root group comes first, if it has parameters.
 
     Args:
         model: the model.
         groups: ``auto``: each element of an outermost ``ModuleList`` or ``Sequential``; or name patterns
-            (``fnmatch``) of modules. What no unit holds, and what two units share, is the root's.
+            (``fnmatch``) of modules. Parameters that no unit holds or that two units share are in the root group.
 
     Raises:
         ConfigError: a pattern matches no module.
@@ -47,7 +48,7 @@ def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple
 
 
 def move_to_root(groups: Sequence[ParamGroup], names: Collection[str]) -> tuple[ParamGroup, ...]:
-    """The groups with the parameters called ``names`` in the root group."""
+    """Returns the groups with the parameters called ``names`` moved to the root group."""
     moved = [(name, p) for group in groups for name, p in group.parameters if name in names or not group.name]
     rest = [
         ParamGroup(group.name, tuple((name, p) for name, p in group.parameters if name not in names))
@@ -57,8 +58,28 @@ def move_to_root(groups: Sequence[ParamGroup], names: Collection[str]) -> tuple[
     return tuple(group for group in (ParamGroup("", tuple(moved)), *rest) if group.parameters)
 
 
+def backward_order(groups: Sequence[ParamGroup]) -> list[int]:
+    """Returns the indices of ``groups`` in the order in which backward completes their gradients.
+
+    Backward reaches the groups in reverse. The root group comes last: it holds what lies outside all units, such as the
+    embedding, and what several units share, whose gradients are complete only after the first unit's backward.
+    """
+    return sorted(range(len(groups)), key=lambda index: (groups[index].name == "", -index))
+
+
+def backward_names(groups: Sequence[ParamGroup]) -> list[str]:
+    """Returns the names of all parameters, about in the order in which backward reaches them."""
+    return [name for index in backward_order(groups) for name, _ in reversed(groups[index].parameters)]
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Returns the trainable parameters that weight decay acts on: of two dimensions or more, and not in a norm."""
+    norms = {id(p) for module in model.modules() if is_fp32_class(module) for p in module.parameters(recurse=False)}
+    return {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1 and id(p) not in norms}
+
+
 def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """The parameters that ``patterns`` (``fnmatch``) name, or that lie in modules that they name.
+    """Returns the parameters that ``patterns`` (``fnmatch``) name, or whose modules they name.
 
     Raises:
         ConfigError: a pattern matches neither a module nor a parameter.
@@ -80,7 +101,7 @@ def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
-    """Second names of tied parameters -> the name under which they are kept."""
+    """Returns {second name of a tied parameter: the name under which it is stored}."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -117,12 +138,12 @@ def _matched_units(model: nn.Module, patterns: str | Sequence[str]) -> list[str]
         if not found:
             raise ConfigError(f"groups pattern '{pattern}' matches no module{nearest(pattern, names)}")
         matched += found
-    # a unit inside another would share its parameters: the outer one wins
+    # a unit inside another one would share its parameters, so the outer one wins
     return [name for name in names if name in matched and not _unit_of(name, matched)]
 
 
 def _check_overlaps(model: nn.Module) -> None:
-    """Two parameters over one stretch of memory are a tie that flattening would cut."""
+    """Raises if two parameters overlap in memory, because flattening would untie them."""
     extents = []
     for name, p in model.named_parameters():
         if p.numel():

@@ -1,17 +1,19 @@
-"""What a rank holds of the trained parameters where a library below decides which part that is."""
+"""Local shards of the parameters, for engines whose library chooses the sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
-from dtrain.optim.adamw import AdamW, UpdateList, UpdateScalars
-from dtrain.optim.fused import ListedAdamW
+from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
+from dtrain.optim.fused import ParameterListAdamW
 
 
 @dataclass
@@ -23,9 +25,9 @@ class LocalShard:
         shape: of the whole parameter.
         start: the first element, row-major.
         master: the weights that are updated, as the library holds them.
-        main_grad: the reduced gradient of the step under way, where it lies now.
+        main_grad: the reduced gradient of the current step, where it lies now.
         decayed: whether weight decay acts on it.
-        replicated: all ranks hold the same, so each answers for a share of it.
+        replicated: whether all ranks hold the same interval; each rank then owns a part of it.
     """
 
     name: str
@@ -36,8 +38,8 @@ class LocalShard:
     decayed: bool
     replicated: bool
 
-    def piece(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> TensorShard:
-        """The part number ``share[0]`` of ``share[1]`` equal ones of ``values`` [length]."""
+    def tensor_shard(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> TensorShard:
+        """Returns part ``share[0]`` of ``share[1]`` equal parts of ``values`` [length]."""
         rank, count = share
         low, high = values.numel() * rank // count, values.numel() * (rank + 1) // count
         return TensorShard(
@@ -46,7 +48,7 @@ class LocalShard:
 
 
 def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tensor) -> None:
-    """Asserts that a parameter is trained still, and that ``local``, its values here, are what the engine updates.
+    """Checks that a parameter is still trained, and that ``local``, its values here, are those that the engine updates.
 
     Raises:
         ContractError: it was frozen or replaced.
@@ -60,11 +62,7 @@ def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tenso
 
 
 def require_trained(name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter that has been frozen.
-
-    Raises:
-        ContractError: naming it.
-    """
+    """Raises ``ContractError`` if the parameter called ``name`` has been frozen."""
     if not parameter.requires_grad:
         raise ContractError(
             f"'{name}' was frozen after dtrain.initialize; its moments and decay would go on, so freeze it before, and "
@@ -73,51 +71,54 @@ def require_trained(name: str, parameter: nn.Parameter) -> None:
 
 
 class LocalShards:
-    """All that a rank holds, with its moments, and their update.
+    """All local shards of a rank, their moments and their update.
 
     Args:
-        parts: one for each parameter that has an element here.
+        shards: one for each parameter; those without an element here are left out.
         rule: hyper-parameters.
         share: (rank, world size), for what is replicated.
     """
 
-    def __init__(self, parts: Sequence[LocalShard], rule: AdamW, share: tuple[int, int]) -> None:
-        self.parts = [part for part in parts if part.master.numel()]
+    def __init__(self, shards: Iterable[LocalShard], rule: AdamW, share: tuple[int, int]) -> None:
+        self.shards = [shard for shard in shards if shard.master.numel()]
         self._share = share
-        masters = [part.master for part in self.parts]
+        masters = [shard.master for shard in self.shards]
         self._values = {
             "master": masters,
             "exp_avg": [torch.zeros_like(master) for master in masters],
             "exp_avg_sq": [torch.zeros_like(master) for master in masters],
         }
-        numbers = range(len(self.parts))
-        self._classes = [[n for n in numbers if self.parts[n].decayed is decayed] for decayed in (True, False)]
+        numbers = range(len(self.shards))
+        self._classes = [[n for n in numbers if self.shards[n].decayed is decayed] for decayed in (True, False)]
         self._classes = [chosen for chosen in self._classes if chosen]
         lists = [[[self._values[kind][n] for n in chosen] for kind in self._values] for chosen in self._classes]
-        self._optimizer = ListedAdamW(
+        self._optimizer = ParameterListAdamW(
             rule,
-            [UpdateList(self.parts[chosen[0]].decayed, *own) for chosen, own in zip(self._classes, lists, strict=True)],
+            [
+                UpdateGroup(self.shards[chosen[0]].decayed, *own)
+                for chosen, own in zip(self._classes, lists, strict=True)
+            ],
         )
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """What this rank answers for of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``."""
-        for part, values in self._of_kind(kind):
-            yield part.piece(kind, values, self._share if part.replicated else (0, 1))
+        """Yields what this rank owns of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``."""
+        for shard, values in self._of_kind(kind):
+            yield shard.tensor_shard(kind, values, self._share if shard.replicated else (0, 1))
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """All of ``kind`` that lies here."""
-        for part, values in self._of_kind(kind):
-            yield part.piece(kind, values)
+        """Yields all of ``kind`` that lies on this rank."""
+        for shard, values in self._of_kind(kind):
+            yield shard.tensor_shard(kind, values)
 
     def _of_kind(self, kind: str) -> Iterator[tuple[LocalShard, Tensor]]:
         if kind == "main_grad":
-            yield from ((part, part.main_grad) for part in self.parts)
+            yield from ((shard, shard.main_grad) for shard in self.shards)
         else:
-            yield from zip(self.parts, self._values[kind], strict=True)
+            yield from zip(self.shards, self._values[kind], strict=True)
 
     def update(self, scalars: UpdateScalars) -> None:
-        """One AdamW update of masters and moments; the main grads are left divided."""
-        self._optimizer.update([[self.parts[n].main_grad for n in chosen] for chosen in self._classes], scalars)
+        """Runs one AdamW update of masters and moments; the main grads are left divided."""
+        self._optimizer.update([[self.shards[n].main_grad for n in chosen] for chosen in self._classes], scalars)
 
     @property
     def masters(self) -> list[Tensor]:
@@ -128,3 +129,30 @@ class LocalShards:
     def moments(self) -> list[Tensor]:
         """The tensors of both moments."""
         return [*self._values["exp_avg"], *self._values["exp_avg_sq"]]
+
+
+def full_tensors(
+    shards: Iterable[TensorShard], shapes: Mapping[str, tuple[int, ...]], comm: Communicator
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, full FP32 tensor) of every parameter, gathered one by one; all ranks call.
+
+    Args:
+        shards: what this rank owns, at most one interval a parameter.
+        shapes: of all parameters by name, in one order on all ranks.
+        comm: the ranks.
+    """
+    own = {shard.name: shard for shard in shards}
+    for name, shape in shapes.items():
+        shard = own.get(name)
+        values = torch.empty(0) if shard is None else shard.data
+        start = 0 if shard is None else shard.start
+        bounds = torch.tensor([start, start + values.numel()], dtype=torch.int64, device=comm.device)
+        intervals = comm.gather_rows(bounds, label=f"intervals of {name}").tolist()
+        # the rows of all ranks have the length of the longest interval
+        row = torch.zeros(max(stop - start for start, stop in intervals), device=comm.device)
+        row[: values.numel()] = values
+        full = torch.empty(math.prod(shape), device=comm.device)
+        rows = comm.gather_rows(row, label=f"full {name}")
+        for received, (start, stop) in zip(rows, intervals, strict=True):
+            full[start:stop] = received[: stop - start]
+        yield name, full.view(shape)

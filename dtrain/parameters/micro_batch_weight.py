@@ -4,22 +4,45 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from dtrain.errors import UsageError
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a micro-batch: ``value`` 0-dim FP32 on the device, and whether the host knows that it is one.
+    """The weight of one micro-batch.
 
-    Then a pass over memory is saved; to ask a device would cost more than the pass.
+    Attributes:
+        value: 0-dim FP32 on the device.
+        is_one: whether the host knows that the value is 1; the multiplication, a pass over memory, is then left out.
+            A device is never asked, because waiting for it costs more than the pass.
     """
 
     value: Tensor
     is_one: bool = False
 
     @staticmethod
+    def of(weight: float | Tensor, device: torch.device, *, micro_batch: int) -> Weight:
+        """Returns ``weight``, a number or a 0-dim tensor, as a weight on ``device`` without waiting for it.
+
+        Raises:
+            UsageError: a number that is negative or not finite. The vote checks tensors, whose value the host lacks.
+        """
+        if isinstance(weight, Tensor):
+            return Weight(weight.detach().to(device, torch.float32, non_blocking=True).reshape(()))
+        if not 0 <= float(weight) < float("inf"):
+            raise UsageError(
+                f"the weight of micro-batch {micro_batch} is {float(weight)}; expected a finite number >= 0, such as "
+                f"its token count"
+            )
+        # filled in on the device: a copy from pageable host memory would wait
+        return Weight(torch.full((), float(weight), dtype=torch.float32, device=device), is_one=weight == 1)
+
+    @staticmethod
     def of_ranks(row: Tensor) -> list[Weight]:
-        """From ``row`` [world_size]; the host looks at values that lie on its side only."""
+        """Returns the weights of all ranks from ``row`` [world_size]; the host reads only values in host memory."""
         if row.device.type != "cpu":
             return [Weight(value) for value in row.unbind()]
         return [Weight(value, number == 1.0) for value, number in zip(row.unbind(), row.tolist(), strict=True)]

@@ -1,10 +1,10 @@
-"""What a device's own autocast lacks: the operations that it should, and does not, compute in FP32 or low.
+"""Autocast kernels for the operations that PyTorch's autocast lists omit on a device.
 
-Products and convolutions are low; softmax, norms, losses, reductions and ``linalg`` are FP32. PyTorch's lists differ
-between CPU and CUDA and leave gaps in both: CPU's softmax and norms stay low, CUDA's ``linalg`` raises. The gaps are
-filled with kernels registered with the dispatcher under the device's autocast key, so that composite functions
-(attention with weights, ``gumbel_softmax``, ``torch.det``) are covered as well. They act only inside :func:`enabled`;
-elsewhere a user's own autocast stays what it is.
+The intended lists: matmuls and convolutions run in reduced precision; softmax, norms, losses, reductions and ``linalg``
+run in FP32. PyTorch's lists differ between CPU and CUDA and both have gaps: softmax and norms stay in reduced precision
+on CPU, and ``linalg`` raises on CUDA. Kernels registered under the device's autocast dispatch key fill the gaps, also
+for composite functions (attention with weights, ``gumbel_softmax``, ``torch.det``). The kernels act only inside
+:func:`enabled`; elsewhere autocast is unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 _NORMS = ("softmax.int", "log_softmax.int", "layer_norm", "group_norm", "rms_norm", "instance_norm", "batch_norm")
-# functions made of others are listed only where they refuse low inputs, or multiply matrices
+# composite functions are listed only if they refuse reduced-precision inputs or multiply matrices
 _REDUCTIONS = (
     *("sum", "sum.dim_IntList", "nansum", "mean", "mean.dim", "prod", "prod.dim_int"),
     *("var.correction", "std.correction", "var_mean.correction", "std_mean.correction", "cov", "trace"),
@@ -40,23 +40,24 @@ _LINALG = (
     *("linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_lu_solve", "lu_solve", "_lu_with_info"),
     *("linalg_ldl_factor", "linalg_ldl_factor_ex", "linalg_ldl_solve"),
 )
-_LOSSES = ("ctc_loss.IntList", "ctc_loss.Tensor")  # all others are on both devices' own lists, or made of such
+_LOSSES = ("ctc_loss.IntList", "ctc_loss.Tensor")  # all other losses are on both devices' lists, or composed of such
 _FP32 = (*_NORMS, *_REDUCTIONS, *_LINALG, *_LOSSES)
 _PRODUCTS = (
     *("mv", "addmv", "addr", "dot", "vdot", "bilinear", "chain_matmul", "linalg_multi_dot"),
     *("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
-_LOW = (torch.bfloat16, torch.float16)
-_NARROW = (*_LOW, torch.float32)
+_REDUCED_PRECISION = (torch.bfloat16, torch.float16)
+_FLOATS = (*_REDUCED_PRECISION, torch.float32)
 
-_depth = 0  # of nested `enabled`; a device's backward has a thread of its own, and no second forward runs meanwhile
+# nesting depth of `enabled`. A global, because backward runs in threads of its own; no second forward runs meanwhile
+_depth = 0
 
 
 @contextmanager
 def enabled(device_type: str) -> Iterator[None]:
-    """Inside, and under autocast of ``cpu`` or ``cuda``, the listed functions run in FP32, or low.
+    """Enables the kernels of this module under autocast of ``device_type`` (``cpu`` or ``cuda``).
 
-    For backward as well: activation checkpointing runs forwards again there, under the autocast it has saved.
+    Backward needs it too: activation checkpointing runs forwards again there, under the autocast that it saved.
     """
     global _depth
     _register(device_type)
@@ -68,13 +69,13 @@ def enabled(device_type: str) -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Whether a forward or backward inside :func:`enabled` is under way."""
+    """Whether code runs inside :func:`enabled`."""
     return _depth > 0
 
 
 def to_fp32(value: Any) -> Any:
-    """``value``, in FP32 where it is a BF16 or FP16 tensor."""
-    return value.float() if isinstance(value, Tensor) and value.dtype in _LOW else value
+    """Casts ``value`` to FP32 if it is a BF16 or FP16 tensor."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in _REDUCED_PRECISION else value
 
 
 @cache
@@ -101,8 +102,8 @@ def _casting(name: str, cast: Callable[[Any], Any], device_type: str) -> Callabl
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not _depth:
-            return function.redispatch(keys & below, *args, **kwargs)  # as if nothing were registered
-        # as torch.autocast(enabled=False), which takes longer than a small operation
+            return function.redispatch(keys & below, *args, **kwargs)  # PyTorch's own behavior
+        # not torch.autocast(enabled=False), which takes longer than a small operation
         torch.set_autocast_enabled(device_type, False)
         try:
             return function(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
@@ -114,17 +115,17 @@ def _casting(name: str, cast: Callable[[Any], Any], device_type: str) -> Callabl
 
 def _to_autocast_dtype(value: Any, device_type: str) -> Any:
     if isinstance(value, Tensor):
-        return value.to(torch.get_autocast_dtype(device_type)) if value.dtype in _NARROW else value
+        return value.to(torch.get_autocast_dtype(device_type)) if value.dtype in _FLOATS else value
     if isinstance(value, (list, tuple)):
-        return [_to_autocast_dtype(part, device_type) for part in value]
+        return [_to_autocast_dtype(item, device_type) for item in value]
     return value
 
 
 def _embedding(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A look-up in FP32 where there will be a gradient.
+    """Looks up in an FP32 table if a gradient will be needed.
 
     CPU adds the gradient rows of a repeated token one by one in the table's dtype, and a BF16 sum stops growing after
-    some 256 equal addends; CUDA sums them in FP32 by itself.
+    about 256 equal addends. CUDA already sums them in FP32.
     """
     table = weight.float() if _depth and torch.is_grad_enabled() else weight
     with torch.autocast("cpu", enabled=False):

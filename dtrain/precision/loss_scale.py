@@ -1,7 +1,7 @@
 """Loss scaling as a pure state machine: no tensors, no collectives.
 
-The vote decides whether any rank saw an overflow; every rank then feeds the same answer to the same machine, so the
-scales cannot part. Constants follow Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
+The vote decides whether any rank overflowed, and every rank passes the same decision to the same machine, so the scales
+cannot diverge. The constants follow Micikevicius et al., "Mixed Precision Training" (ICLR 2018), section 3.2.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _LARGEST_FP16 = 65504.0
 
 @dataclass(frozen=True)
 class LossScale:
-    """How the loss is scaled.
+    """Settings of loss scaling.
 
     Attributes:
         mode: ``none`` (1), ``static`` (always ``init``), ``dynamic`` (grows and backs off), ``calibrated`` (chosen once
-            from measured gradients, see :class:`LossScaleState`), or ``auto``: dynamic where the compute dtype is FP16,
-            none elsewhere, because BF16 and FP32 have the range of the gradients.
-        init: the first scale.
-        growth_factor: factor after ``growth_interval`` clean steps in a row.
+            from measured gradients, see :class:`LossScaleState`), or ``auto``: dynamic if the compute dtype is FP16,
+            else none, because BF16 and FP32 have enough range for gradients.
+        init: first scale.
+        growth_factor: factor after ``growth_interval`` steps in a row without overflow.
         backoff_factor: factor after an overflow.
-        growth_interval: clean steps before the scale grows.
-        hysteresis: overflows (since the scale last grew) before it backs off; 1 backs off at once.
-        min: floor of the dynamic and of the calibrated scale.
-        max: ceiling of both.
-        calibration_steps: applied steps whose gradients are measured.
-        margin: by how much gradients may outgrow those that were measured before they overflow FP16; at least 1.
+        growth_interval: steps without overflow before the scale grows.
+        hysteresis: overflows since the last growth before the scale backs off; 1 backs off immediately.
+        min: lower bound of the dynamic and the calibrated scale.
+        max: upper bound of both.
+        calibration_steps: number of applied steps whose gradients are measured.
+        margin: factor by which gradients may exceed the measured ones before they overflow FP16; at least 1.
     """
 
     mode: str = "auto"
@@ -74,7 +74,7 @@ class LossScale:
 
     @staticmethod
     def of(value: LossScale | str | float) -> LossScale:
-        """A record from what ``initialize(loss_scale=...)`` accepts: a record, a mode, or a number (static)."""
+        """Converts what ``initialize(loss_scale=...)`` accepts: a record, a mode, or a number (static)."""
         if isinstance(value, LossScale):
             return value
         if isinstance(value, str):
@@ -83,18 +83,18 @@ class LossScale:
         return LossScale(mode="static", init=scale, min=min(scale, LossScale.min), max=max(scale, LossScale.max))
 
     def resolved(self, compute_dtype: torch.dtype) -> LossScale:
-        """The record with ``auto`` decided for ``compute_dtype``; tells where ``calibrated`` serves no purpose."""
+        """Returns the settings with ``auto`` resolved for ``compute_dtype``; logs if ``calibrated`` has no effect."""
         if self.mode == "calibrated" and compute_dtype != torch.float16:
             logger.info(
-                f"loss scale mode 'calibrated' keeps gradients within FP16, and these are {compute_dtype}, which has "
-                f"the range of FP32: it does no harm and no good, loss_scale=none gives the same"
+                f"loss scale mode 'calibrated' has no effect: it keeps gradients in the range of FP16, and these are "
+                f"{compute_dtype}, which has the range of FP32; loss_scale=none gives the same result"
             )
         if self.mode != "auto":
             return self
         return replace(self, mode="dynamic" if compute_dtype == torch.float16 else "none")
 
     def start(self) -> LossScaleState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Raises:
             ConfigError: the mode is still ``auto``.
@@ -106,20 +106,20 @@ class LossScale:
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """The scale in force and what it takes to change it.
+    """The current loss scale and the counters that change it.
 
-    Mode ``calibrated`` is dynamic until so many steps were applied as the rule says, so that it gets measurements at
-    all. Then the scale becomes the largest power of two by which the largest gradient seen, times the margin, stays
-    within FP16. From there it is lowered by overflows, for good, and never raised.
+    Mode ``calibrated`` is dynamic for the first ``calibration_steps`` applied steps, in which gradients are measured.
+    Then the scale becomes the largest power of two that keeps the largest measured gradient, times the margin, in the
+    range of FP16. Later overflows lower it permanently; it never grows again.
 
     Attributes:
-        rule: how the loss is scaled.
-        scale: in force.
-        clean_steps: since the scale last changed.
-        overflows_left: that are tolerated before the scale backs off.
-        max_abs_grad: the largest gradient measured, without its scale.
+        rule: settings of loss scaling.
+        scale: current scale.
+        clean_steps: steps without overflow since the scale last changed.
+        overflows_left: overflows tolerated before the scale backs off.
+        max_abs_grad: largest measured gradient, unscaled.
         num_measured: applied steps that were measured.
-        is_calibrated: whether the scale was chosen from them.
+        is_calibrated: whether the scale was chosen from the measurements.
     """
 
     rule: LossScale
@@ -136,11 +136,11 @@ class LossScaleState:
         return self.rule.mode == "calibrated" and not self.is_calibrated
 
     def update(self, found_inf: bool, max_abs_grad: float = 0.0) -> LossScaleState:
-        """The state after a step.
+        """Returns the state after a step.
 
         Args:
-            found_inf: its gradients overflowed; else they were applied.
-            max_abs_grad: the largest element of all gradients as they left backward on any rank, without their scale.
+            found_inf: whether the gradients overflowed; otherwise they were applied.
+            max_abs_grad: largest unscaled element of the gradients that backward produced on any rank.
         """
         if self.rule.mode not in ("dynamic", "calibrated"):
             return self
@@ -173,22 +173,22 @@ class LossScaleState:
         return replace(measured, scale=scale, clean_steps=0, overflows_left=self.rule.hysteresis, is_calibrated=True)
 
     def _chosen_scale(self) -> float:
-        """The largest power of two whose product with the largest gradient and the margin FP16 holds, within limits."""
+        """Returns the largest power of two that keeps gradient x margin x scale within FP16, clamped to the limits."""
         mantissa, exponent = math.frexp(self.max_abs_grad * self.rule.margin)
         limit, room = math.frexp(_LARGEST_FP16)
         power = room - exponent - (mantissa > limit)
         return min(max(math.ldexp(1.0, power), self.rule.min), self.rule.max)
 
     def describe_change_since(self, before: LossScaleState) -> str:
-        """What the user should know of the change from the state ``before`` the step; empty if nothing."""
+        """Returns a message about the change since the state ``before`` the step, or an empty string."""
         if not self.is_calibrated:
             return ""
         if before.is_calibrated:
             if self.scale == before.scale:
                 return ""
             return (
-                f"loss scale lowered from {before.scale:g} to {self.scale:g} for good: gradients outgrew the margin of "
-                f"{self.rule.margin:g} over those of the calibration"
+                f"loss scale lowered permanently from {before.scale:g} to {self.scale:g}: gradients exceeded those of "
+                f"the calibration by more than the margin of {self.rule.margin:g}"
             )
         if not self.max_abs_grad:
             return f"loss scale stays {self.scale:g}: all gradients of the {self.num_measured} measured steps were 0"
@@ -200,11 +200,11 @@ class LossScaleState:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Returns plain values for a checkpoint."""
         return asdict(self)
 
     def restored(self, saved: dict[str, Any]) -> LossScaleState:
-        """This machine at the saved point; where the rule's mode was changed since, its own fresh start."""
+        """Returns the saved state under the current settings, or a fresh state if the mode has changed."""
         rule = self.rule
         if saved["rule"]["mode"] != rule.mode or rule.mode not in ("dynamic", "calibrated"):
             return self
@@ -213,7 +213,7 @@ class LossScaleState:
             scale=min(max(float(saved["scale"]), rule.min), rule.max),
             clean_steps=int(saved["clean_steps"]),
             overflows_left=min(int(saved["overflows_left"]), rule.hysteresis),
-            # absent from what was saved before there was a calibrated mode
+            # absent in checkpoints from before the calibrated mode
             max_abs_grad=float(saved.get("max_abs_grad", 0.0)),
             num_measured=int(saved.get("num_measured", 0)),
             is_calibrated=bool(saved.get("is_calibrated", False)),

@@ -1,8 +1,8 @@
-"""Precision as a value: which dtype each parameter, output and reduction has, and the contract that proves it.
+"""The precision policy: the dtypes that the user asks for.
 
-A :class:`PrecisionPolicy` is what the user asks for. Resolved on a model it becomes a
-:class:`~dtrain.precision.contract.Contract`: the format of every module and the dtype of every replica, printed at the
-start, stored with each checkpoint, asserted on the live tensors.
+Resolved on a model, a :class:`PrecisionPolicy` becomes a :class:`~dtrain.precision.contract.Contract`, which states the
+format of every module and the dtype of every compute replica. The contract is printed at the start, stored in each
+checkpoint, and checked on the live tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from dtrain.config.schema import check_rules, unsupported_format_reason
+from dtrain.config.precision import check_rules, unsupported_format_reason
 from dtrain.errors import ConfigError, ModelError, nearest
-from dtrain.precision.float8.choice import Decision
+from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.options import Float8Options
 
-HELD = (torch.float32, torch.bfloat16, torch.float16)
-"""What an FP32 master can hold; a parameter of another dtype keeps it, frozen."""
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that an FP32 master represents exactly. A frozen parameter of another dtype keeps its dtype."""
 
 NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
 REDUCE_NAMES = ("auto", "fp32", "bf16", "fp16")
@@ -34,22 +34,22 @@ _COMPUTE = {
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Which numbers a model computes in.
+    """The formats that a model computes in.
 
     Attributes:
         name: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``; ``auto`` until :meth:`on` has seen the device.
-        compute_dtype: of the replicas, of matrix products and of the gradients as they leave backward.
-        master_dtype: of the weights the optimizer updates, and of its state and the reduced gradients.
-        reduce_dtype: of gradients on the wire, where their replica has the compute dtype; sums are always FP32. None:
-            decided by :meth:`reducing`.
-        output_dtype: floating outputs of the model that carry no loss of their own are cast to it, so that a loss or
-            metric computed outside the model is never low.
-        rules: pairs of a name pattern and a format (``fp32``, ``bf16``, ``fp16``, ``fp8``) for the modules that it
-            covers; the last that covers a module decides (:mod:`dtrain.precision.rules`).
-        tf32: FP32 matrix products may run on TF32 Tensor Cores (10 mantissa bits).
-        reason: why ``auto`` chose this.
-        float8: how FP8 products are formed.
-        decisions: that were taken before about FP8 products, of a run that goes on; the others are taken anew.
+        compute_dtype: dtype of compute replicas, matmuls, and gradients as backward produces them.
+        master_dtype: dtype of master weights, optimizer state and reduced gradients.
+        reduce_dtype: dtype in which ranks send gradients whose replica has the compute dtype. Sums are always FP32.
+            None until :meth:`reducing` decides.
+        output_dtype: floating outputs of a model that returns no loss are cast to it, so that a loss or metric
+            computed outside the model is not in reduced precision.
+        rules: pairs of a name pattern and a format (``fp32``, ``bf16``, ``fp16``, ``fp8``). The last rule that covers a
+            module decides (:mod:`dtrain.precision.rules`).
+        tf32: whether FP32 matmuls may run on TF32 Tensor Cores (10 mantissa bits).
+        reason: why ``auto`` chose this format.
+        float8: options of FP8 matmuls.
+        decisions: FP8 decisions of the run being resumed. Linears without one are decided at the start.
     """
 
     name: str
@@ -61,7 +61,7 @@ class PrecisionPolicy:
     tf32: bool = False
     reason: str = ""
     float8: Float8Options = field(default_factory=Float8Options)
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[Float8Decision, ...] = ()
 
     def __post_init__(self) -> None:
         if self.master_dtype != torch.float32 or self.output_dtype != torch.float32:
@@ -88,15 +88,15 @@ class PrecisionPolicy:
     def named(
         name: str, *, rules: Mapping[str, str] | None = None, float8: Float8Options | None = None
     ) -> PrecisionPolicy:
-        """The policy of that name.
+        """Returns the policy of that name.
 
         Args:
             name: one of :data:`NAMES`.
-            rules: format by name pattern, see :mod:`dtrain.precision.rules`; the last that covers a module decides.
-            float8: how FP8 products are formed.
+            rules: format by name pattern, see :mod:`dtrain.precision.rules`.
+            float8: options of FP8 matmuls.
 
         Raises:
-            ConfigError: an unknown name or format, or an ``fp8`` rule where all else is not BF16.
+            ConfigError: the name or a format is unknown, or a rule says ``fp8`` but the compute dtype is not BF16.
         """
         if name not in NAMES:
             raise ConfigError(unsupported_format_reason(name) or f"unknown precision '{name}'{nearest(name, NAMES)}")
@@ -109,11 +109,11 @@ class PrecisionPolicy:
         )
 
     def on(self, device: torch.device) -> PrecisionPolicy:
-        """The policy as ``device`` can honour it; decides ``auto``, here and in the FP8 options, and says why.
+        """Returns the policy for ``device``, with every ``auto`` resolved, also in the FP8 options.
 
         Raises:
-            ConfigError: TF32, or FP8 products without emulation, on a device without them; ``auto`` that does not
-                become BF16 where a rule says ``fp8``.
+            ConfigError: the device has no TF32, or no FP8 and ``emulate=False``; or ``auto`` does not become BF16
+                although a rule says ``fp8``.
         """
         if self.uses_float8 and (float8 := self.float8.on(device)) != self.float8:
             return replace(self, float8=float8).on(device)
@@ -125,15 +125,16 @@ class PrecisionPolicy:
         return self
 
     def reducing(self, name: str, *, reduces_every_micro_batch: bool) -> PrecisionPolicy:
-        """The policy with the dtype of gradients on the wire decided.
+        """Returns the policy with the dtype decided in which ranks send gradients.
 
         Args:
-            name: ``fp32``, ``bf16`` or ``fp16``; ``auto``: what the policy says itself, else the compute dtype for
-                leaves, which have it anyway, and FP32 for sums, which would be rounded.
-            reduces_every_micro_batch: the gradients of single micro-batches are sent, not each rank's FP32 sum of them.
+            name: ``fp32``, ``bf16``, ``fp16`` or ``auto``. ``auto`` is the policy's own ``reduce_dtype``. If that is
+                None, it is the compute dtype for micro-batch gradients, which have that dtype already, and FP32 for
+                sums, which would be rounded.
+            reduces_every_micro_batch: whether each micro-batch's gradient is sent, instead of the rank's FP32 sum.
 
         Raises:
-            ConfigError: an unknown name, or a dtype that loses what it need not.
+            ConfigError: the name is unknown, or the dtype loses precision without saving bytes.
         """
         if name not in REDUCE_NAMES:
             raise ConfigError(f"unknown reduce dtype '{name}'{nearest(name, REDUCE_NAMES)}")
@@ -143,20 +144,20 @@ class PrecisionPolicy:
             dtype = _COMPUTE[name]
         if reduces_every_micro_batch and dtype == torch.bfloat16 and self.compute_dtype == torch.float16:
             raise ConfigError(
-                "reduce dtype bfloat16 under compute dtype float16: as many bytes as the FP16 leaves have, and three "
-                "bits of each lost; use fp16 or fp32"
+                "reduce dtype bfloat16 under compute dtype float16: micro-batch gradients are FP16 already, so that "
+                "BF16 saves no bytes and loses three bits of each; use fp16 or fp32"
             )
         return replace(self, reduce_dtype=dtype)
 
     def dtype_during_reduction(self, replica_dtype: torch.dtype) -> torch.dtype:
-        """Of the gradients of parameters whose replica has ``replica_dtype``: FP32 fp32_modules stay FP32."""
+        """Returns the dtype in which ranks send gradients of ``replica_dtype`` replicas (FP32 for FP32 modules)."""
         if self.reduce_dtype is not None and replica_dtype == self.compute_dtype:
             return self.reduce_dtype
         return torch.float32
 
     @property
     def uses_float8(self) -> bool:
-        """Whether it asks for FP8 products, by its name or by a rule."""
+        """Whether the name or a rule asks for FP8."""
         return self.name == "fp8" or any(name == "fp8" for _, name in self.rules)
 
     @property
@@ -178,11 +179,11 @@ def _choose(device: torch.device) -> tuple[str, str]:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Refuses parameters that no FP32 master can stand for.
+    """Checks that an FP32 master can represent every trainable parameter.
 
     Raises:
-        ModelError: naming the parameter: on ``meta``, lazy, float64 or complex, or no trainable parameter at all; or
-            naming what is expanded, parameter or buffer: its elements share memory, so none can be written alone.
+        ModelError: a parameter is on ``meta``, lazy, float64 or complex; a parameter or buffer is expanded, so that its
+            elements share memory; or nothing is trainable. The message names the tensor.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not nn.parameter.is_lazy(tensor) and any(
@@ -201,7 +202,7 @@ def check_trainable(model: nn.Module) -> None:
         if not p.requires_grad:
             continue
         trainable += 1
-        if p.dtype not in HELD:
+        if p.dtype not in TRAINABLE_DTYPES:
             raise ModelError(f"'{name}' is {p.dtype}; an FP32 master can hold float32, bfloat16 and float16 only")
     if not trainable:
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")

@@ -1,4 +1,4 @@
-"""Regions of a forward that compute in FP32, whatever the policy says about the module that they are in."""
+"""Regions of a forward that compute in FP32, whatever the module's format."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ _DEVICE_TYPES = ("cpu", "cuda")
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inside, what autocast would compute low is computed in FP32: products, convolutions and FP8 Linears too.
+    """Computes in FP32 what autocast would compute in reduced precision: matmuls, convolutions and FP8 Linears.
 
-    For use in a model's own forward::
+    Use it in a model's own forward::
 
         with dtrain.full_precision():
             energy = torch.einsum("bi,ij,bj->b", x, self.coupling, x)
 
-    Inputs and weights that are BF16 or FP16 are cast as they are used; what rounding they have had, they keep. The
-    gradients of what is computed inside are FP32 products as well. Elementwise operations compute in the dtype of their
-    inputs, as everywhere under autocast. Where no autocast is on (``precision=fp32`` or ``tf32``, or outside an engine)
-    nothing changes: TF32 is a mode of the whole process.
+    BF16 and FP16 inputs and weights are cast on use, and keep the rounding that they already have. The backward of the
+    region is FP32 too. Elementwise operations compute in the dtype of their inputs, as always under autocast. Nothing
+    changes if autocast is off (``precision=fp32`` or ``tf32``, or outside an engine): TF32 is a mode of the process.
 
-    Under activation checkpointing open the region inside the function that is checkpointed. On CPU, PyTorch does not
-    restore a region from outside when it runs the function again: it warns, and most checkpoints then raise.
+    With activation checkpointing, open the region inside the checkpointed function. On CPU, PyTorch does not restore a
+    region opened outside when it runs the function again: it warns, and most checkpoints then raise.
 
     ``torch.compile`` breaks its graph at a region: the rest of the function that opens it runs uncompiled.
     """
@@ -39,10 +38,11 @@ def full_precision() -> Iterator[None]:
             torch.set_autocast_dtype(name, dtype)
 
 
-# as torch.compiler.disable marks it: dynamo fails on a change of autocast's dtype; to import it takes a second
+# what torch.compiler.disable sets, without its import of dynamo, which takes a second: dynamo fails if the dtype of
+# autocast changes
 vars(full_precision)["_torchdynamo_disable"] = True
 
 
-def is_exempt(device_type: str) -> bool:
-    """Whether a :func:`full_precision` region is open for that type of device."""
+def in_full_precision_region(device_type: str) -> bool:
+    """Whether a :func:`full_precision` region is open for that device type."""
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float32

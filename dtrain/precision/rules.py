@@ -1,8 +1,8 @@
-"""Which format each module of a model computes in, and why: by its class, by rules, and by what FP8 can do.
+"""Assigns a format to each module of a model, from its class, the rules, and what FP8 supports.
 
-A rule is a name pattern (``fnmatch``) and a format. It covers the modules whose name matches, and all inside them; the
-last rule that covers a module decides. Low formats do not reach norms, softmax and losses by a pattern, because nobody
-who writes ``blocks.0.*`` means those: the rule must have the module's own name.
+A rule is a name pattern (``fnmatch``) and a format. It covers the modules whose name matches, and all modules inside
+them. The last rule that covers a module decides. A pattern does not put norms, softmax and losses into reduced
+precision, because ``blocks.0.*`` is rarely meant to include them: that takes a rule with the module's own name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import nn
 
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.cast import E4M3
-from dtrain.precision.float8.choice import Decision
+from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
-"""Of the weights of a module, by its format."""
+"""Dtype of a module's weights, by its format."""
 
 POLICY = "policy"
-"""The reason where nothing else has decided."""
+"""Reason of an assignment that follows from the policy alone."""
 
 OWN_FORWARD = "own_forward"
-"""Attribute of a forward that was replaced to change its format: the module's own."""
+"""Attribute of a replaced forward that stores the module's own forward."""
 
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
@@ -45,8 +45,8 @@ _PRODUCTS = (
 )
 
 
-def short(dtype: torch.dtype | None) -> str:
-    """The name that configurations use: ``fp32``, ``bf16``, ``fp16``, ``fp8``; ``auto`` for None."""
+def format_name(dtype: torch.dtype | None) -> str:
+    """Returns the name that configurations use (``fp32``, ``bf16``, ``fp16``, ``fp8``); ``auto`` for None."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     return "auto" if dtype is None else names.get(dtype, str(dtype).removeprefix("torch."))
 
@@ -54,7 +54,8 @@ def short(dtype: torch.dtype | None) -> str:
 def is_fp32_class(module: nn.Module) -> bool:
     """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses.
 
-    A norm whose children have parameters is a block round a norm, such as ``PreNorm``: its children decide.
+    A class with ``norm`` in its name whose children have parameters is a block that contains a norm, such as
+    ``PreNorm``, and is not FP32 itself.
     """
     return bool(_fp32_class(module))
 
@@ -69,14 +70,14 @@ def _fp32_class(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs as compiled or scripted code, which no hook and no replaced class reaches."""
-    is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: to import it takes a second
+    """Whether a module runs as compiled or scripted code, which ignores hooks and a replaced class."""
+    is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: the import takes a second
     is_whole = is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
     return is_whole or _is_compiled_function(getattr(module, "forward", None))
 
 
 def _is_compiled_function(function: Any) -> bool:
-    """Whether ``torch.compile`` made ``function``, or the one that it replaced: dynamo leaves attributes."""
+    """Whether ``torch.compile`` made ``function`` or one that it replaced; dynamo sets attributes on them."""
     while function is not None:
         is_dynamo = hasattr(function, "_torchdynamo_orig_callable")
         if is_dynamo and not getattr(function, "_torchdynamo_disable", False):
@@ -86,40 +87,40 @@ def _is_compiled_function(function: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """The format that one module computes in.
+class FormatAssignment:
+    """The format of one module.
 
     Attributes:
-        name: of the module; the first of them, where it has several.
-        module: itself.
+        name: name of the module; its first name if it has several.
+        module: the module.
         format: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
         reason: ``policy``, ``norm``, ``rule 'blocks.0.*'``, ``last product``, ...
-        inside: the modules that it lies in, innermost first.
+        ancestors: the modules that contain it, innermost first.
     """
 
     name: str
     module: nn.Module
     format: str
     reason: str
-    inside: tuple[nn.Module, ...] = ()
+    ancestors: tuple[nn.Module, ...] = ()
 
     @property
-    def is_forced(self) -> bool:
-        """Whether a rule with its own name makes low what its class keeps in FP32, itself or what it lies in."""
-        return self.format != "fp32" and any(map(is_fp32_class, (self.module, *self.inside)))
+    def overrides_fp32_class(self) -> bool:
+        """Whether a rule puts a module into reduced precision that is FP32 by its class or an ancestor's class."""
+        return self.format != "fp32" and any(map(is_fp32_class, (self.module, *self.ancestors)))
 
     @property
     def is_listed(self) -> bool:
-        """Whether people look for it in a table: it has parameters, multiplies, or is FP32 by its class."""
+        """Whether tables list it: it has parameters, multiplies, or is FP32 by its class."""
         has_own = any(True for _ in self.module.parameters(recurse=False))
         return has_own or isinstance(self.module, _PRODUCTS) or is_fp32_class(self.module)
 
 
-class Modules:
-    """The modules of a model by name, and what lies in what.
+class ModuleTree:
+    """The modules of a model by name, with their ancestors.
 
     Attributes:
-        names: all names of each module, by its id; in the order of definition.
+        names: all names of each module by its id, in the order of definition.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -141,19 +142,19 @@ class Modules:
         prefix = self.names[id(module)][0]
         return f"{prefix}.{local}" if prefix else local
 
-    def around(self, module: nn.Module) -> tuple[nn.Module, ...]:
-        """The modules that ``module`` lies in, by any of its names; innermost first."""
+    def ancestors(self, module: nn.Module) -> tuple[nn.Module, ...]:
+        """Returns the modules that contain ``module`` under any of its names, innermost first."""
         names = [prefix for name in self.names[id(module)] for prefix in list(_prefixes(name))[1:]]
         return tuple({id(outer): outer for outer in map(self._by_name.__getitem__, names)}.values())
 
-    def end(self, module: nn.Module) -> str:
-        """``first product``, ``last product``, or nothing, in the order of definition."""
+    def first_or_last(self, module: nn.Module) -> str:
+        """Returns ``first product``, ``last product`` or an empty string, in the order of definition."""
         if module in self._first:
             return "first product"
         return "last product" if module in self._last else ""
 
     def unsupported_reason(self, module: nn.Module) -> str:
-        """Why the products of ``module`` cannot be FP8; empty where they can."""
+        """Returns why ``module`` cannot be FP8, or an empty string if it can."""
         if type(module) is not nn.Linear:
             return "only a plain nn.Linear has FP8 products"
         weight = module._parameters.get("weight")
@@ -167,31 +168,34 @@ class Modules:
         tied = [other for other in self._owners[id(weight)] if other != own]
         if tied:
             return f"weight tied to '{tied[0]}'"
-        closed = next((other for other in (module, *self.around(module)) if is_compiled(other)), None)
-        if closed is not None:
-            return f"inside the compiled module '{self.names[id(closed)][0]}'"
+        compiled = next((other for other in (module, *self.ancestors(module)) if is_compiled(other)), None)
+        if compiled is not None:
+            return f"inside the compiled module '{self.names[id(compiled)][0]}'"
         if min(weight.shape) < ALIGNMENT:
             return f"too small for FP8: a dimension below {ALIGNMENT}"
         return ""
 
 
 def assign(
-    model: nn.Module, rules: Sequence[tuple[str, str]], default: str, decisions: Mapping[str, Decision] | None = None
-) -> list[Assignment]:
-    """The format of every module of ``model``, in the order of definition.
+    model: nn.Module,
+    rules: Sequence[tuple[str, str]],
+    default: str,
+    decisions: Mapping[str, Float8Decision] | None = None,
+) -> list[FormatAssignment]:
+    """Assigns a format to every module of ``model``, in the order of definition.
 
     Args:
-        model: with its names and shapes; it may be on ``meta``.
+        model: provides names and shapes; it may be on ``meta``.
         rules: pairs of pattern and format.
-        default: the format of the policy; ``fp8``: FP8 for Linears, but for the first and the last product, and BF16
+        default: format of the policy. ``fp8`` means FP8 for Linears except the first and the last product, and BF16
             for all else.
-        decisions: of the products that were weighed; those without one are FP8.
+        decisions: FP8 decisions by module name; a Linear without one is FP8.
 
     Raises:
-        ConfigError: a pattern that matches no module; an ``fp8`` rule that reaches no Linear that can be FP8, or that
-            names a module that cannot; a rule for a part of an ``nn.MultiheadAttention`` alone.
+        ConfigError: a pattern matches no module; an ``fp8`` rule covers no Linear that can be FP8, or names a module
+            that cannot; or a rule covers a submodule of an ``nn.MultiheadAttention`` alone.
     """
-    modules = Modules(model)
+    modules = ModuleTree(model)
     _check_reach(modules, rules)
     assigned = [_assign(name, module, modules, rules, default, decisions or {}) for name, module in modules]
     _check_attention(assigned)
@@ -201,14 +205,14 @@ def assign(
 def _assign(
     name: str,
     module: nn.Module,
-    modules: Modules,
+    modules: ModuleTree,
     rules: Sequence[tuple[str, str]],
     default: str,
-    decisions: Mapping[str, Decision],
-) -> Assignment:
-    outer = modules.around(module)
+    decisions: Mapping[str, Float8Decision],
+) -> FormatAssignment:
+    ancestors = modules.ancestors(module)
     own_names = modules.names[id(module)]
-    by_class = next((other for other in (module, *outer) if is_fp32_class(other)), None)
+    by_class = next((other for other in (module, *ancestors) if is_fp32_class(other)), None)
     found: tuple[str, str] | None = None
     for pattern, wanted in rules:
         if by_class is not None and wanted != "fp32" and pattern not in (*own_names, *modules.names[id(by_class)]):
@@ -218,31 +222,32 @@ def _assign(
     wanted, reason = (found[1], f"rule '{found[0]}'") if found else (default, POLICY)
     if found is None and by_class is not None:
         inside = f"inside '{modules.names[id(by_class)][0]}', a {_fp32_class(by_class)}"
-        return Assignment(name, module, "fp32", _fp32_class(module) or inside, outer)
+        return FormatAssignment(name, module, "fp32", _fp32_class(module) or inside, ancestors)
     if wanted == "fp8":
         unsupported_reason = modules.unsupported_reason(module)
         if not unsupported_reason and found is None:
-            unsupported_reason = modules.end(module)
+            unsupported_reason = modules.first_or_last(module)
             if not unsupported_reason and name in decisions:
                 reason = decisions[name].reason
                 unsupported_reason = "" if decisions[name].is_float8 else reason
         if unsupported_reason:
             wanted, reason = "bf16", unsupported_reason
-    return Assignment(name, module, wanted, reason, outer)
+    return FormatAssignment(name, module, wanted, reason, ancestors)
 
 
-def _check_attention(assigned: Sequence[Assignment]) -> None:
+def _check_attention(assigned: Sequence[FormatAssignment]) -> None:
     formats = {item.module: item for item in assigned}
     for item in assigned:
-        outer = formats[item.inside[0]] if item.inside else item
-        if isinstance(outer.module, nn.MultiheadAttention) and item.format != outer.format:
+        parent = formats[item.ancestors[0]] if item.ancestors else item
+        if isinstance(parent.module, nn.MultiheadAttention) and item.format != parent.format:
             raise ConfigError(
                 f"precision {item.reason}: '{item.name}' cannot be {item.format} by itself: the MultiheadAttention "
-                f"'{outer.name}' ({outer.format}) reads its weights and never calls it; give '{outer.name}' the format"
+                f"'{parent.name}' ({parent.format}) reads its weights and never calls it; "
+                f"give '{parent.name}' the format"
             )
 
 
-def _check_reach(modules: Modules, rules: Sequence[tuple[str, str]]) -> None:
+def _check_reach(modules: ModuleTree, rules: Sequence[tuple[str, str]]) -> None:
     everything = [name for names in modules.names.values() for name in names]
     for pattern, wanted in rules:
         if not any(fnmatchcase(name, pattern) for name in everything):
@@ -252,8 +257,8 @@ def _check_reach(modules: Modules, rules: Sequence[tuple[str, str]]) -> None:
             _check_float8_reach(modules, pattern)
 
 
-def _check_float8_reach(modules: Modules, pattern: str) -> None:
-    obstacles = {}
+def _check_float8_reach(modules: ModuleTree, pattern: str) -> None:
+    reasons = {}
     for name, module in modules:
         if not _covers(pattern, modules.names[id(module)]):
             continue
@@ -262,9 +267,9 @@ def _check_float8_reach(modules: Modules, pattern: str) -> None:
         if is_named and unsupported_reason and (isinstance(module, _PRODUCTS) or is_fp32_class(module)):
             raise ConfigError(f"precision rule '{pattern}: fp8': {unsupported_reason}; give it bf16 or fp32")
         if isinstance(module, nn.Linear):
-            obstacles[name] = unsupported_reason
-    if all(obstacles.values()):
-        first = f" ('{next(iter(obstacles))}': {next(iter(obstacles.values()))})" if obstacles else ""
+            reasons[name] = unsupported_reason
+    if all(reasons.values()):
+        first = f" ('{next(iter(reasons))}': {next(iter(reasons.values()))})" if reasons else ""
         raise ConfigError(f"precision rule '{pattern}: fp8' reaches no Linear that can be FP8{first}")
 
 
@@ -273,7 +278,7 @@ def _covers(pattern: str, names: Iterable[str]) -> bool:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """``a.b.c``, ``a.b``, ``a``, and the empty name of the model itself."""
+    """Yields ``a.b.c``, ``a.b``, ``a``, and the empty name of the model itself."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Sums of gradient leaves, in FP32 always.
+"""Sums of unreduced gradients, always in FP32.
 
 Rounding errors of a sum of n terms grow with the depth of the summation: n for a running sum, log2(n) for a balanced
 tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 4.2).
@@ -17,78 +17,76 @@ from dtrain.parameters.micro_batch_weight import Weight
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
-def add_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
-    """``target`` (FP32) grows by ``leaf`` times ``weight``, a product in FP32 never rounded to the leaf's dtype."""
-    target.add_(leaf if weight.is_one else leaf.float() * weight.value)
+def add_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
+    """Adds ``grad`` times ``weight``, an FP32 product, to ``target`` (FP32)."""
+    target.add_(grad if weight.is_one else grad.float() * weight.value)
 
 
-def assign_scaled(target: Tensor, leaf: Tensor, weight: Weight) -> None:
-    """``target`` (FP32) becomes ``leaf`` times ``weight``."""
-    target.copy_(leaf)
+def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
+    """Overwrites ``target`` (FP32) with ``grad`` times ``weight``."""
+    target.copy_(grad)
     if not weight.is_one:
         target.mul_(weight.value)
 
 
 class GradientSum(Protocol):
-    """Adds up the leaves of one shard over one step."""
+    """Sum of the gradients of one shard over one step."""
 
-    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Takes the next leaves [n], in order of the micro-batches' global index."""
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Adds the next gradients [n], in order of the micro-batches' global index."""
 
     def finish(self, output: Tensor) -> None:
-        """Leaves the sum in ``output`` [n] FP32 and starts anew."""
+        """Writes the sum to ``output`` [n] FP32 and starts the next step."""
 
 
 class RunningSum:
-    """Adds every leaf to the main grad as it arrives; no memory of its own."""
+    """Adds every gradient to the main grad as it arrives, without memory of its own."""
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
         self._empty = True
 
-    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Adds the leaves; the first of a step overwrites what the last step left.
-
-        On CPU block by block, so that the main grad goes through memory once.
-        """
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Adds the gradients; the first of a step overwrites the last step's sum."""
         numel = self._main_grad.numel()
+        # block by block on a CPU, so that the main grad goes through memory once
         size = _CPU_BLOCK if self._main_grad.device.type == "cpu" else max(numel, 1)
         for start in range(0, numel, size):
             block = slice(start, start + size)
             target = self._main_grad[block]
-            for number, (leaf, weight) in enumerate(zip(leaves, weights, strict=True)):
+            for number, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
                 if number == 0 and self._empty:
-                    assign_scaled(target, leaf[block], weight)
+                    assign_scaled(target, grad[block], weight)
                 else:
-                    add_scaled(target, leaf[block], weight)
+                    add_scaled(target, grad[block], weight)
         self._empty = False
 
     def finish(self, output: Tensor) -> None:
-        """The sum is in place already."""
+        """Zeroes ``output`` if nothing was added; else the sum is in place."""
         if self._empty:
             output.zero_()
         self._empty = True
 
 
 class TreeSum:
-    """Sums along one balanced binary tree that depends only on the number of leaves.
+    """Sums along one balanced binary tree that depends only on the number of gradients.
 
-    A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive leaves; two blocks of a
-    level merge into the next. Leftovers merge right to left. So any split of the same leaves over ranks gives the
+    A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive gradients; two blocks of
+    a level merge into the next. Leftovers merge right to left. So any split of the same gradients over ranks gives the
     same bits.
     """
 
     def __init__(self) -> None:
         self._levels: list[Tensor | None] = []
 
-    def push(self, leaves: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Takes the next leaves and carries."""
-        for leaf, weight in zip(leaves, weights, strict=True):
-            self._push(leaf, weight)
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Adds the next gradients, with carries."""
+        for grad, weight in zip(grads, weights, strict=True):
+            self._push(grad, weight)
 
-    def _push(self, leaf: Tensor, weight: Weight) -> None:
-        carry = torch.empty_like(leaf, dtype=torch.float32)
-        assign_scaled(carry, leaf, weight)
+    def _push(self, grad: Tensor, weight: Weight) -> None:
+        carry = torch.empty_like(grad, dtype=torch.float32)
+        assign_scaled(carry, grad, weight)
         for level, block in enumerate(self._levels):
             if block is None:
                 self._levels[level] = carry
@@ -98,7 +96,7 @@ class TreeSum:
         self._levels.append(carry)
 
     def finish(self, output: Tensor) -> None:
-        """Merges what is left, the latest leaves first."""
+        """Merges the remaining blocks, the latest gradients first."""
         total: Tensor | None = None
         for block in self._levels:
             if block is not None:

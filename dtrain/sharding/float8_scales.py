@@ -1,7 +1,7 @@
 """The scales of FP8 replicas, and the casts from the masters.
 
-A rank casts its shard. Scales follow from the largest magnitudes of whole weights, the maxima over the shards; every
-rank computes all of them, so that sharding changes nothing and no scale travels.
+A rank casts its shard. A scale depends on the largest magnitude (amax) of a whole weight, the maximum over its shards.
+Every rank computes all scales from those maxima, so sharding changes no scale and no scale is sent.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BLOCK = 1 << 17
 """Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
 
 HEAD_ROOM = 2.0
-"""How much a weight with a delayed scale may grow in one update before its largest elements are clipped: this factor,
-or this many times the learning rate, whichever is more. Adam changes an element by about the learning rate at most."""
+"""Growth of a weight with a delayed scale in one update before its largest elements are clipped: this factor, or this
+many times the learning rate, whichever is more. Adam changes an element by about the learning rate at most."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Rectangle:
     column: int
     rows: int
     columns: int
-    offset: int  # of its first element in the stretch
+    offset: int  # of its first element in the interval
 
     def cut(self, limit: int) -> Iterator[Rectangle]:
-        """In parts of at most ``limit`` elements; of whole rows where there are several, though they be longer."""
+        """Yields parts of at most ``limit`` elements; if there are several rows, parts of whole rows, at least one."""
         rows = max(limit // self.columns, 1)
         columns = limit if self.rows == 1 else self.columns
         for i in range(0, self.rows, rows):
@@ -53,7 +53,7 @@ class Rectangle:
 
 
 def rectangles(start: int, stop: int, width: int) -> Iterator[Rectangle]:
-    """The row-major stretch ``start`` to ``stop`` of a matrix with rows of ``width``, in at most three rectangles."""
+    """Yields the row-major elements ``start`` to ``stop`` of a matrix with rows of ``width``, as up to three rectangles."""
     cursor = start
     while cursor < stop:
         row, column = divmod(cursor, width)
@@ -65,49 +65,49 @@ def rectangles(start: int, stop: int, width: int) -> Iterator[Rectangle]:
 
 
 class ScaleTable:
-    """The scales of all FP8 weights, whole on every rank, and the magnitudes that they follow from.
+    """The scales of all FP8 weights, complete on every rank, and the largest magnitudes behind them.
 
     Args:
-        layouts: of all flat buffers; those that are not FP8 have no scales.
-        rowwise: one scale for each row [N] and each column [K] of a weight [N, K], not one a weight.
-        device: of the tensors.
+        layouts: layouts of all flat buffers; those that are not FP8 have no scales.
+        rowwise: one scale for each row [N] and each column [K] of a weight [N, K], instead of one for the weight.
+        device: device of the tensors.
 
     Attributes:
-        amax: FP32 [all scales]: the largest magnitudes.
-        scale: FP32 [all scales]: of the replicas as they are now.
+        amax: FP32 [all scales], the largest magnitudes.
+        scale: FP32 [all scales], the scales of the replicas as they are now.
     """
 
     def __init__(self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device) -> None:
         self.rowwise = rowwise
-        self._places: dict[str, list[slice]] = {}  # of each copy
+        self._slices: dict[str, list[slice]] = {}  # of each copy
         cursor = 0
         for slot in (slot for layout in layouts if layout.dtype == E4M3 for slot in layout.slots):
-            places = []
+            slices = []
             for size in slot.spec.shape if rowwise else (1,):
-                places.append(slice(cursor, cursor + size))
+                slices.append(slice(cursor, cursor + size))
                 cursor += size
-            self._places[slot.spec.name] = places
+            self._slices[slot.spec.name] = slices
         self.amax = torch.zeros(cursor, dtype=torch.float32, device=device)
         self.scale = torch.ones(cursor, dtype=torch.float32, device=device)
 
     @property
     def names(self) -> list[str]:
-        """Of the weights, in their order in the table."""
-        return list(self._places)
+        """Names of the weights, in the order of the table."""
+        return list(self._slices)
 
     @property
     def num_copies(self) -> int:
-        """Of every weight."""
+        """Number of quantized copies per weight (2 for row-wise scaling)."""
         return 2 if self.rowwise else 1
 
     def of_copy(self, values: Tensor, name: str, copy: int) -> Tensor:
-        """That part of ``values`` [all scales] which belongs to a copy of weight ``name``."""
-        return values[self._places[name][copy]]
+        """Returns the elements of ``values`` [all scales] that belong to a copy of weight ``name``."""
+        return values[self._slices[name][copy]]
 
 
 @dataclass(frozen=True)
-class Cast:
-    """A stretch of a segment, and what the update makes of its masters; see :class:`UpdateSlice`."""
+class CastRange:
+    """A range of a segment that is updated with one set of options; see :class:`UpdateSlice`."""
 
     decayed: bool
     start: int  # in the segment
@@ -131,7 +131,7 @@ class _Patch:
     axis: int
 
     def rebased(self) -> _Patch:
-        """The same for compiled functions, which know the offsets of their inputs."""
+        """Returns the patch with tensors of offset 0, because a compiled graph is specialized on the offsets."""
         master, values, amax, scale = map(from_dlpack, (self.master, self.values, self.amax, self.scale))
         return _Patch(master, values, amax, scale, self.axis)
 
@@ -146,19 +146,19 @@ def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
 
 @cache
 def _compiled() -> tuple[Callable[[Tensor, Tensor, int], None], Callable[[Tensor, Tensor, Tensor], None]]:
-    """Both functions, once in a process; a shape too many runs uncompiled, to the same bits."""
+    """Compiles both functions, once in a process; beyond torch's limit of shapes they run eagerly, with the same bits."""
     return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
 
 
 class CurrentScales:
-    """Scales that follow from the weights which are cast, so the casts wait for the maximum over the ranks.
+    """Scales that depend on the very weights that are cast, so the casts wait for the maximum over the ranks.
 
     Args:
-        table: of the scales.
-        segments: of the arena.
-        master: the arena, FP32.
-        replicas: the copies of each segment, each [segment.numel].
-        comm: the ranks that share the masters; None: each has them all.
+        table: the scales.
+        segments: segments of the arena.
+        master: FP32 arena of masters.
+        replicas: local copies of each segment, each [segment.numel].
+        comm: the ranks over which masters are sharded; None: every rank has all masters.
         compiled: compile the casts.
     """
 
@@ -186,68 +186,68 @@ class CurrentScales:
         }
 
     def _patches_of(self, segment: ArenaSegment, master: Tensor, copies: Sequence[Tensor]) -> Iterator[_Patch]:
-        own = master[segment.arena_start : segment.arena_stop]
-        for part in segment.intervals():
-            for box in self._boxes(part):
-                start = part.offset + box.offset
-                place, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
+        local = master[segment.arena_start : segment.arena_stop]
+        for interval in segment.intervals():
+            for box in self._boxes(interval):
+                start = interval.offset + box.offset
+                elements, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
                 for copy, values in enumerate(copies):
                     axis = 1 - copy  # rows share a scale in the first copy, columns in the second
                     first, count = (box.row, box.rows) if axis == 1 else (box.column, box.columns)
                     amax, scale = (
-                        self._table.of_copy(whole, part.spec.name, copy)[first : first + count].unsqueeze(axis)
+                        self._table.of_copy(whole, interval.spec.name, copy)[first : first + count].unsqueeze(axis)
                         for whole in (self._table.amax, self._table.scale)
                     )
-                    yield _Patch(own[place].view(shape), values[place].view(shape), amax, scale, axis)
+                    yield _Patch(local[elements].view(shape), values[elements].view(shape), amax, scale, axis)
 
-    def _boxes(self, part: ShardInterval) -> Iterator[Rectangle]:
-        """``part`` in rectangles; where a weight has one scale, as one row of their own."""
-        length = part.stop - part.start
+    def _boxes(self, interval: ShardInterval) -> Iterator[Rectangle]:
+        """Yields ``interval`` in rectangles; a weight with one scale counts as a single row."""
+        length = interval.stop - interval.start
         if self._table.rowwise:
-            boxes = rectangles(part.start, part.stop, part.spec.shape[1])
+            boxes = rectangles(interval.start, interval.stop, interval.spec.shape[1])
         else:
             boxes = rectangles(0, length, length)
         limit = _BLOCK if self._table.amax.device.type == "cpu" else length
-        return (piece for box in boxes for piece in box.cut(limit))
+        return (part for box in boxes for part in box.cut(limit))
 
     @property
     def num_copies(self) -> int:
-        """Of every weight."""
+        """Number of quantized copies per weight."""
         return self._table.num_copies
 
     @property
-    def held(self) -> list[Tensor]:
-        """The tensors that this needs at all times."""
+    def tensors(self) -> list[Tensor]:
+        """Tensors that are held at all times."""
         return [self._table.amax, self._table.scale]
 
-    def casts(self, number: int) -> list[Cast]:
-        """What the update makes of segment ``number``: masters only, here."""
-        return [Cast(*found, None) for found in self._segments[number].class_ranges()]
+    def cast_ranges(self, number: int) -> list[CastRange]:
+        """Returns the ranges of segment ``number`` for the update, which casts none of them."""
+        return [CastRange(*found, None) for found in self._segments[number].class_ranges()]
 
     def begin(self, skipped: Tensor | None) -> list[int]:
-        """Before a refresh; the segments that are measured, and cast after the exchange, by this.
+        """Begins a refresh; returns the segments whose cast is deferred until the maximum over the ranks is known.
 
         Args:
-            skipped: of the update that casts: whether it changes nothing, 0-dim; None: there is no update.
+            skipped: whether the update changes nothing, 0-dim; None: there is no update.
         """
         self._table.amax.zero_()
         return list(self._patches)
 
     def measure(self, number: int) -> None:
-        """Takes the masters of segment ``number`` into account."""
+        """Adds the masters of segment ``number`` to the largest magnitudes."""
         for patch in self._patches[number]:
             self._measure(patch.master, patch.amax, patch.axis)
 
-    def exchange(self) -> Pending:
-        """Starts the maximum over the ranks; the scales follow once it has been waited for."""
+    def start_maximum(self) -> Pending:
+        """Starts the maximum over the ranks; its wait sets the scales."""
         amax = self._table.amax
         if not amax.numel():
             return Pending()
         amax.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a maximum may drop a NaN
         pending = Pending() if self._comm is None else self._comm.all_reduce_max(amax, label="largest weights")
-        return pending.then(self._settle)
+        return pending.then(self._set_scales)
 
-    def _settle(self) -> None:
+    def _set_scales(self) -> None:
         self._table.scale.copy_(scale_of(self._table.amax, E4M3))
 
     def cast(self, number: int) -> None:
@@ -256,23 +256,23 @@ class CurrentScales:
             self._cast(patch.master, patch.scale, patch.values)
 
     def saved(self) -> dict[str, float] | None:
-        """What a checkpoint needs beside the masters: nothing, here."""
+        """Returns what a checkpoint must hold besides the masters: nothing."""
         return None
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
-        """Takes back what :meth:`saved` gave, before a refresh without an update."""
+        """Restores the result of :meth:`saved`, before a refresh without an update."""
 
 
 class DelayedScales(CurrentScales):
-    """Scales that follow from the weights before the update, with head room, so that the update casts in its own pass.
+    """Scales that depend on the weights before the update, with head room, so that the update itself casts.
 
-    One scale a weight. The scale of the next cast is a function of the masters and the learning rate alone; the one in
-    force is not, because it was chosen an update ago, so a checkpoint holds it.
+    Each weight has one scale. The scale of the next cast is a function of the masters and the learning rate. The
+    current scale is not, because it was chosen one update earlier, so a checkpoint holds it.
 
     Args:
-        peak_lr: the largest learning rate, by which a weight of zeros, or of very small numbers, may outgrow any
-            factor. Beyond the head room (a schedule above its peak, a rare gradient with a large second beta) elements
-            are clipped for one step.
+        peak_lr: largest learning rate, by which a weight of zeros or of very small numbers may outgrow any factor.
+            Beyond the head room (a schedule above its peak, a rare gradient with a large second beta) elements are
+            clipped for one step.
         table, segments, master, replicas, comm, compiled: as for :class:`CurrentScales`.
     """
 
@@ -293,24 +293,24 @@ class DelayedScales(CurrentScales):
         self._is_fresh = True
 
     @property
-    def held(self) -> list[Tensor]:
-        """The tensors that this needs at all times."""
-        return [*super().held, self._next]
+    def tensors(self) -> list[Tensor]:
+        """Tensors that are held at all times."""
+        return [*super().tensors, self._next]
 
-    def casts(self, number: int) -> list[Cast]:
-        """The update casts each weight with its scale, and measures it."""
+    def cast_ranges(self, number: int) -> list[CastRange]:
+        """Returns one range for each weight: the update casts it with its scale and measures it."""
         (replica,) = self._replicas[number]
 
-        def of_slot(slot: ParameterSlot, start: int, stop: int) -> Cast:
+        def of_slot(slot: ParameterSlot, start: int, stop: int) -> CastRange:
             scale, amax = (
                 self._table.of_copy(whole, slot.spec.name, 0)[0] for whole in (self._table.scale, self._table.amax)
             )
-            return Cast(slot.spec.decayed, start, stop, replica, scale, amax)
+            return CastRange(slot.spec.decayed, start, stop, replica, scale, amax)
 
         return [of_slot(*found) for found in self._segments[number].slot_ranges()]
 
     def begin(self, skipped: Tensor | None) -> list[int]:
-        """An update casts with the next scale; one that changes nothing with the old one, so that no bit changes."""
+        """Moves to the next scales, unless the update is skipped: then no bit may change. Defers nothing in an update."""
         measured = super().begin(skipped)
         if skipped is None:
             return measured
@@ -318,21 +318,21 @@ class DelayedScales(CurrentScales):
         scale.copy_(torch.where(skipped != 0, scale, self._next))
         return []
 
-    def _settle(self) -> None:
+    def _set_scales(self) -> None:
         amax = self._table.amax
         self._next.copy_(scale_of(torch.maximum(HEAD_ROOM * amax, amax + HEAD_ROOM * self._peak_lr), E4M3))
         scale = self._next if self._is_fresh else self._table.scale
         self._is_fresh = False
-        # the cast has made 448 of an Inf, or will
+        # a cast turns Inf into 448, which would hide it
         self._table.scale.copy_(torch.where(self._next.isnan(), torch.nan, scale))
 
     def saved(self) -> dict[str, float] | None:
-        """{weight: scale in force}; without those of weights that are not finite."""
+        """Returns {weight: current scale}, without scales that are not finite."""
         scales = zip(self._table.names, self._table.scale.tolist(), strict=True)
         return {name: scale for name, scale in scales if math.isfinite(scale)}
 
     def restore(self, saved: Mapping[str, float] | None) -> None:
-        """The scales in force are the saved ones; fresh ones where others were saved, or none."""
+        """Restores the saved scales; if they belong to other weights, or there are none, fresh ones are computed."""
         names = self._table.names
         self._is_fresh = saved is None or saved.keys() != set(names)
         if saved is not None and not self._is_fresh:

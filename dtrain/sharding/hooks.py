@@ -1,4 +1,4 @@
-"""What is put on the modules of a model whose parameters are not always there."""
+"""Guards and hooks on the modules of a model whose parameters are sharded (stage 3)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtrain.sharding.execution_order import ShardedGroup
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's ``_parameters``: a read by name, which is what ``self.weight`` does, asks for the group first."""
+    """Replacement of a module's ``_parameters``: a read by name, as ``self.weight`` does, requires the group first."""
 
     def __init__(
         self,
@@ -26,13 +26,13 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         guard = self._guards.get(key)
-        # repr() of a Linear reads its bias, to tell whether there is one
+        # repr() of a Linear reads its bias, to print whether there is one
         if guard is not None and not guard[0].is_open and sys._getframe(2).f_code.co_name != "extra_repr":
             self._require(*guard)
         return super().__getitem__(key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # a copy of the module is nobody's
+        return dict, (dict(self),)  # a copy of the module belongs to no engine
 
 
 class ModuleHook:
@@ -54,7 +54,7 @@ def _nothing(*_: Any) -> None:
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """``module``, or the parts of it that are called where it has no forward itself, as a ``ModuleList``."""
+    """Yields ``module``, or, if it has no forward (a ``ModuleList``), the modules in it that have one."""
     if type(module).forward is not nn.Module.forward:
         yield module
     else:

@@ -1,8 +1,8 @@
-"""FP8 compute replicas: copies of FP8 numbers in flat buffers, one byte an element, also where they travel.
+"""FP8 compute replicas: quantized copies in flat buffers, one byte an element, in memory and in all-gathers.
 
-One copy a weight where it has one scale. Where each row and each column has its own, two: in the first each row has
-one scale, in the second each column, because the weight is the right operand of two products, whose sums run along
-its rows and along its columns.
+A weight with one scale has one copy. With row-wise scaling it has two: one with a scale for each row and one with a
+scale for each column, because the weight is the right operand of two products, which sum along its rows and along its
+columns.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dtrain.sharding.replicas import ParameterViews, slot_views
 
 
 class ReplicaWeights(QuantizedWeights):
-    """Where a Linear finds its weight: in the copies that it was shown.
+    """Weight source of a Linear that reads the copies which were bound.
 
     Args:
-        recipe: of the Linear.
-        name: of the weight.
-        parameter: that stands for it.
-        scales: of the copies: 0-dim, or [N] and [K].
+        recipe: recipe of the Linear.
+        name: name of the weight.
+        parameter: the model's parameter that stands for the weight.
+        scales: scales of the copies: 0-dim, or [N] and [K].
     """
 
     def __init__(self, recipe: Recipe, name: str, parameter: nn.Parameter, scales: Sequence[Tensor]) -> None:
@@ -39,38 +39,38 @@ class ReplicaWeights(QuantizedWeights):
         self._copies: list[Tensor] = []
 
     def bind(self, copies: Sequence[Tensor]) -> None:
-        """The weight lies in ``copies``, each [N, K], from now on; nowhere, if there are none."""
+        """Reads the weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
         self._copies = list(copies)
-        self.refresh()
+        self.invalidate()
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`; of another weight, its own numbers."""
+        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`; another weight is cast here."""
         if weight is not self._parameter:
             return self._cast(weight)
         if not self._copies:
-            raise ContractError(f"'{self._name}' is computed with while it is sharded; its group was not gathered")
+            raise ContractError(f"'{self._name}' is computed with while it is sharded; its group was not unsharded")
         found = [Quantized(values, scale) for values, scale in zip(self._copies, self._scales, strict=True)]
         return found[0], found[-1]
 
-    def held(self) -> Sequence[Tensor]:
+    def stored_copies(self) -> Sequence[Tensor]:
         """See :class:`dtrain.precision.float8.weights.QuantizedWeights`."""
         return self._copies
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """See :class:`dtrain.precision.float8.weights.WeightSource`; NaN, as the parameter is, where it is sharded."""
+        """See :class:`dtrain.precision.float8.weights.WeightSource`; NaN, as the parameter, while it is sharded."""
         if weight is not self._parameter or not self._copies:
             return weight
         return dequantized(self._name, weight, self.copies(weight)[0])
 
 
 class Float8Views(ParameterViews):
-    """How a model sees an FP8 replica: its Linears find the copies; the parameters stay NaN, so nobody reads them.
+    """Connects a model's FP8 Linears with the copies of an FP8 replica; the parameters stay NaN.
 
     Args:
-        layout: of the flat buffer.
-        parameters: by name.
-        table: of the scales.
-        recipe: of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
+        layout: layout of the flat buffer.
+        parameters: the model's parameters by name.
+        table: scales of the weights.
+        recipe: recipe of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Float8Views(ParameterViews):
         self._versions = [parameter._version for parameter in self._parameters]
 
     def check(self) -> None:
-        """Asserts also that nobody has written to a parameter, which holds no weight.
+        """Asserts also that no parameter was written to, because it holds no weight.
 
         Raises:
             ContractError: naming the parameter.
@@ -102,7 +102,7 @@ class Float8Views(ParameterViews):
                 )
 
     def attach(self, model: nn.Module) -> None:
-        """Hands each Linear its source."""
+        """Sets the weight source of each Linear."""
         for name, source in self._sources.items():
             module = model.get_submodule(name.rpartition(".")[0])
             if not isinstance(module, Float8Linear):
@@ -110,22 +110,22 @@ class Float8Views(ParameterViews):
             module.source = source
 
     def bind(self, copies: Sequence[Tensor]) -> None:
-        """The values are in ``copies``, each [numel], from now on."""
+        """Makes the Linears read ``copies``, each [numel]."""
         by_slot = zip(*(slot_views(copy, self._layout) for copy in copies), strict=True)
         for source, views in zip(self._sources.values(), by_slot, strict=True):
             source.bind(views)
 
     def unbind(self) -> None:
-        """There are no values from now on."""
+        """Marks the weights as sharded."""
         super().unbind()
         for source in self._sources.values():
             source.bind(())
 
     def invalidate(self) -> None:
-        """What was kept of the old values is dropped."""
+        """Drops the operands that were made from the old values."""
         for source in self._sources.values():
-            source.refresh()
+            source.invalidate()
 
     def cached(self) -> list[Tensor]:
-        """Operands of products, made once after each refresh."""
-        return [tensor for source in self._sources.values() for tensor in source.tensors()]
+        """Operands of products, which are made once after each refresh."""
+        return [tensor for source in self._sources.values() for tensor in source.cached()]

@@ -1,13 +1,20 @@
-"""Gradients on their way from backward to the main grads.
+"""Reduction of gradients: what a parameter group does when its gradients of a micro-batch are complete.
 
-Two ways, chosen by where the gradient is placed:
+There are two kinds, chosen by the gradient's placement:
 
-- REPLICATE: micro-batches accumulate in an unsharded FP32 buffer; the sum is reduced on the last one.
-- SHARD: the leaves of every micro-batch go to their owners as they are, in the replica dtype; the owner weighs and
-  sums them in FP32. Half the bytes of FP32 on the wire, no rounding between ranks, and the canonical order for
-  reproducible runs.
+- REPLICATE: micro-batches accumulate in an unsharded FP32 buffer, whose sum is reduced after the last one.
+- SHARD: every micro-batch's gradient is sent to the owners of its shards unreduced, in the replica dtype; each owner
+  applies the weights and sums in FP32. That is half the bytes of FP32, it rounds nothing between ranks, and it allows
+  the canonical order of reproducible runs.
 
-What travels is in the reduce dtype, rounded once where that is lower than what is sent; sums are FP32 always.
+Gradients are sent in the reduce dtype, rounded once if that is narrower; sums are FP32 always.
+
+[Note: order of waits] Backends match collectives by their order, and a reduction may start a second collective when it
+is waited for (an all-reduce on CPU is a reduce-scatter, then an all-gather). So all ranks wait for reductions in the
+order in which they started them, which is the same on all ranks. Nothing is waited for when a gradient arrives, because
+ranks whose graphs differ see other gradients first; :class:`GradientReducer` waits only when it starts a group, at the
+end of a micro-batch and at the end of the step. The weights of a micro-batch are gathered before its first reduction
+starts and waited for inside it.
 """
 
 from __future__ import annotations
@@ -30,104 +37,104 @@ from dtrain.sharding.micro_batch_gradients import MAX_BYTES_IN_FLIGHT, MicroBatc
 from dtrain.sharding.replicas import slot_views
 
 Weights = Callable[[], Sequence[Weight]]
-"""The weights of one micro-batch on all ranks; waits for them."""
+"""Waits for the weights of one micro-batch and returns them, by rank."""
 
 
 class FlatGradient(Protocol):
     """The gradient of one flat buffer."""
 
     reduces_every_micro_batch: bool
-    transient_bytes: int  # held while a reduction is under way
+    transient_bytes: int  # held while a reduction is in flight
 
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Takes the gradient of parameter number ``slot`` of this micro-batch."""
 
     def complete(self) -> Sequence[Tensor]:
-        """No more gradients come in this micro-batch; what is missing is zero. Returns this rank's, by slot."""
+        """Zeroes the gradients that this micro-batch did not give; returns all gradients of this rank by slot."""
 
     def launch(self, weights: Weights) -> Pending:
-        """Starts the reduction of what is complete."""
+        """Starts the reduction of the complete gradients."""
 
     def finish(self) -> Pending:
         """Completes the main grad after the last micro-batch."""
 
 
 class UnshardedGradient:
-    """REPLICATE: accumulates ``full`` [numel] FP32, all-reduces or reduce-scatters it once a step.
+    """REPLICATE: accumulates in ``full`` [numel] FP32, and all-reduces or reduce-scatters it once a step.
 
     Args:
-        layout: of the flat buffer.
-        comm: who takes part.
+        layout: layout of the flat buffer.
+        comm: the ranks that reduce.
         full: the unsharded FP32 buffer, zero in its padding.
-        everywhere: all ranks want the whole sum (all-reduce), not only their slice of ``full``.
-        leaf: where the sum of this rank is rounded to before it travels; None: it travels in FP32.
+        all_reduce: all ranks need the whole sum, not only their shard of it.
+        rounded: buffer for this rank's sum in the reduce dtype; None: it is reduced in FP32.
     """
 
     reduces_every_micro_batch = False
 
     def __init__(
-        self, layout: FlatLayout, comm: Communicator, full: Tensor, everywhere: bool, leaf: MicroBatchGradient | None
+        self, layout: FlatLayout, comm: Communicator, full: Tensor, all_reduce: bool, rounded: MicroBatchGradient | None
     ) -> None:
         self._layout = layout
         self._comm = comm
         self._full = full
-        self._everywhere = everywhere
-        self._leaf = leaf
+        self._all_reduce = all_reduce
+        self._rounded = rounded
         start, stop = layout.shard(comm.rank)
         self._shard = full[start:stop]
         self._sum = RunningSum(self._shard)
         self._one = Weight(torch.ones((), device=full.device), is_one=True)
         self._views = slot_views(full, layout)
-        self.transient_bytes = full.nbytes if leaf is None else leaf.nbytes
-        self._fresh = set(range(len(self._views)))  # slots that still hold the last step's gradient
+        self.transient_bytes = full.nbytes if rounded is None else rounded.nbytes
+        self._stale = set(range(len(self._views)))  # slots that still hold the last step's gradient
 
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
         """Adds the weighted gradient in FP32."""
         view = self._views[slot]
-        if slot in self._fresh:
-            self._fresh.discard(slot)
+        if slot in self._stale:
+            self._stale.discard(slot)
             assign_scaled(view, grad, weight)
         else:
             add_scaled(view, grad, weight)
 
     def complete(self) -> Sequence[Tensor]:
-        """Zeroes what got no gradient; the sums over this rank's micro-batches so far."""
-        for slot in self._fresh:
+        """Zeroes slots without a gradient; returns the sums over this rank's micro-batches so far."""
+        for slot in self._stale:
             self._views[slot].zero_()
-        self._fresh.clear()
+        self._stale.clear()
         return self._views
 
     def launch(self, weights: Weights) -> Pending:
         """Starts the one reduction of this step."""
-        self._fresh = set(range(len(self._views)))
-        if self._leaf is not None:
-            rounded = self._leaf.open()
+        self._stale = set(range(len(self._views)))
+        if self._rounded is not None:
+            rounded = self._rounded.open()
             rounded.copy_(self._full)
             ones = [self._one] * self._comm.world_size
-            return self._leaf.exchange(rounded, lambda rows: self._sum.push(rows, ones))
-        if self._everywhere:
+            return self._rounded.send(rounded, lambda shards: self._sum.push(shards, ones))
+        if self._all_reduce:
             return self._comm.all_reduce_sum(self._full, label=self._layout.name)
         return self._comm.reduce_scatter_sum(self._shard, self._full, label=self._layout.name)
 
     def finish(self) -> Pending:
-        """Hands out the sum of rounded parts where all ranks want the whole."""
-        if self._leaf is None:
+        """Starts the all-gather of the sums of rounded shards, if all ranks need the whole."""
+        if self._rounded is None:
             return Pending()
         self._sum.finish(self._shard)
-        if not self._everywhere:
+        if not self._all_reduce:
             return Pending()
         return self._comm.all_gather(self._full, self._shard, label=f"sum {self._layout.name}")
 
 
 class ShardedGradient:
-    """SHARD: sends each micro-batch's leaves to their owners, who sum them.
+    """SHARD: sends the shards of each micro-batch's gradient to their owners, which sum them.
 
     Args:
-        layout: of the flat buffer.
-        comm: who takes part.
-        buffer: where the leaves lie.
-        gradient_sum: sums this rank's shard of the leaves.
-        main_grad: FP32 [shard_numel], or [numel] where every rank wants the whole sum (stage 0, reproducible).
+        layout: layout of the flat buffer.
+        comm: the ranks that reduce.
+        buffer: buffers of the unreduced gradient.
+        gradient_sum: sums this rank's shard.
+        main_grad: FP32 [shard_numel], or [numel] if every rank needs the whole sum (stage 0, reproducible).
     """
 
     reduces_every_micro_batch = True
@@ -148,24 +155,24 @@ class ShardedGradient:
         start, stop = layout.shard(comm.rank)
         self._shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
         self.transient_bytes = buffer.nbytes
-        self._leaf: Tensor | None = None
+        self._gradient: Tensor | None = None
         self._views: list[Tensor] = []
         self._missing = set(range(len(layout.slots)))
 
     def _open(self) -> Tensor:
-        if self._leaf is None:
-            self._leaf = self._buffer.open()
-            self._views = slot_views(self._leaf, self._layout)
-        return self._leaf
+        if self._gradient is None:
+            self._gradient = self._buffer.open()
+            self._views = slot_views(self._gradient, self._layout)
+        return self._gradient
 
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
-        """Puts the leaf, unweighted, in its place of the flat buffer."""
+        """Copies the gradient, unweighted, into its slot."""
         self._open()
         self._views[slot].copy_(grad)
         self._missing.discard(slot)
 
     def complete(self) -> Sequence[Tensor]:
-        """Zeroes what got no gradient; the leaf of this micro-batch."""
+        """Zeroes slots without a gradient; returns the gradient of this micro-batch."""
         self._open()
         for slot in self._missing:
             self._views[slot].zero_()
@@ -173,14 +180,14 @@ class ShardedGradient:
         return self._views
 
     def launch(self, weights: Weights) -> Pending:
-        """Sends the leaves; when waited for, sums what came from all ranks, in rank order."""
-        leaf = self._open()
+        """Sends the shards to their owners; sums this rank's shards, in rank order, when it is waited for."""
+        gradient = self._open()
         self._missing = set(range(len(self._views)))
-        self._leaf, self._views = None, []
-        return self._buffer.exchange(leaf, lambda rows: self._sum.push(rows, weights()))
+        self._gradient, self._views = None, []
+        return self._buffer.send(gradient, lambda shards: self._sum.push(shards, weights()))
 
     def finish(self) -> Pending:
-        """Leaves the sum in the main grad, on every rank where the main grad is the whole buffer."""
+        """Writes the sum to the main grad, and starts its all-gather if the main grad is the whole buffer."""
         self._sum.finish(self._shard)
         if self._shard is self._main_grad:
             return Pending()
@@ -188,16 +195,16 @@ class ShardedGradient:
 
 
 class GradientReducer:
-    """Starts each group's reduction during backward, in one order on all ranks.
+    """Starts each group's reduction during backward, in one order on all ranks; see [Note: order of waits].
 
     A group is launched when its own gradients and those of all groups before it are complete, so ranks whose graphs
     differ (unused parameters, data-dependent branches) still issue the same collectives.
 
     Args:
         groups: the flat gradients of each group, in the order in which backward is expected to complete them.
-        num_parameters: how many gradients complete each group.
-        comm: who takes part.
-        monitor: sees every gradient.
+        num_parameters: number of gradients that complete each group.
+        comm: the ranks that reduce.
+        monitor: records whether the gradients are finite.
     """
 
     def __init__(
@@ -211,35 +218,35 @@ class GradientReducer:
         self._incomplete: set[int] = set()
         self._num_parameters = num_parameters
         self._comm = comm
-        self._every = any(flat.reduces_every_micro_batch for group in groups for flat in group)
+        self._reduces_every = any(flat.reduces_every_micro_batch for group in groups for flat in group)
         self._missing: list[set[int]] = []
         self._next = len(groups)
         self._reduce = False
         self._finished = True
-        self._weights: Weights = list  # of the micro-batch; used only where every one is reduced
+        self._weights: Weights = list  # of the micro-batch; used only if every one is reduced
         self._in_flight: deque[tuple[Pending, int]] = deque()  # with the bytes that each holds
-        self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if exchanged
+        self.micro_batch_weights: list[Tensor] = []  # [world_size] of each micro-batch of this step, if gathered
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
-        """Opens micro-batch ``number`` of ``weight``; ``last``: the sums are reduced after it."""
+        """Begins micro-batch ``number`` with ``weight``; accumulated sums are reduced after the ``last``."""
         self._micro_batch = number
         self._incomplete = set(range(len(self._groups)))
         self._missing = [set(range(number)) for number in self._num_parameters]
         self._next = 0
         self._finished = False
-        self._reduce = last or self._every
-        if self._every:
+        self._reduce = last or self._reduces_every
+        if self._reduces_every:
             row = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
             pending = self._comm.all_gather(row, weight.value.reshape(1), label="weights")
             self._weights = cache(partial(_waited, pending, row))
             self.micro_batch_weights.append(row)
 
     def is_duplicate(self, group: int, parameter: int) -> bool:
-        """Whether this parameter has sent its gradient of this micro-batch already."""
+        """Whether this parameter has given a gradient in this micro-batch before."""
         return parameter not in self._missing[group]
 
     def complete(self, group: int, parameter: int) -> None:
-        """Notes that a parameter's gradient was received, and launches what may start."""
+        """Marks a parameter's gradient as received, and launches the groups that may start."""
         self._missing[group].discard(parameter)
         if not self._missing[group]:
             self._complete(group)
@@ -247,7 +254,7 @@ class GradientReducer:
             self._launch_next()
 
     def end_micro_batch(self) -> None:
-        """Launches the groups that backward left incomplete: what is missing counts as zero."""
+        """Launches the groups that backward left incomplete; missing gradients are zero."""
         for group in sorted(self._incomplete):
             self._complete(group)
         while self._reduce and self._next < len(self._groups):
@@ -258,9 +265,8 @@ class GradientReducer:
         number = self._first_numbers[group]
         for flat in self._groups[group]:
             grads = flat.complete()
-            self._monitor.record_finiteness(
-                self._micro_batch, number, grads[::-1]
-            )  # backward reaches the last one first
+            # backward reaches the last parameter first
+            self._monitor.record_finiteness(self._micro_batch, number, grads[::-1])
             number += len(grads)
 
     def _launch_next(self) -> None:
@@ -275,14 +281,14 @@ class GradientReducer:
         return len(self._in_flight) >= 2 and held > MAX_BYTES_IN_FLIGHT
 
     def drain(self) -> None:
-        """Waits for all reductions that were launched, in the order in which they were."""
+        """Waits for all launched reductions, in launch order."""
         for pending, _ in self._in_flight:
-            pending.proceed()  # those of two collectives start the second before any is waited for
+            pending.proceed()  # starts the second collective of all of them before any is waited for
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
 
     def finish(self) -> None:
-        """Completes the main grads of this step; a second call finds them complete."""
+        """Completes the main grads of this step; a second call does nothing."""
         if self._finished:
             return
         self._finished = True

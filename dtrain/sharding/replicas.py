@@ -1,4 +1,4 @@
-"""Tensors over a layout: the replicas that the model computes with, and reusable leaf buffers."""
+"""Compute replicas in flat buffers, the model's parameters as views of them, and a pool of reusable buffers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dtrain.sharding.layout import ArenaSegment, FlatLayout
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """One view a parameter, in the parameter's shape."""
+    """Returns one view a parameter, in the parameter's shape."""
     return [flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots]
 
 
 class ParameterViews:
-    """How a model sees a replica: its parameters are views of the flat buffer.
+    """Makes a model's parameters views of a flat buffer.
 
-    The Parameter objects stay the same, so ties, user references and hooks survive. While there is no buffer, every
+    The Parameter objects stay the same, so ties, user references and hooks survive. While no buffer is bound, every
     parameter is NaN in its own shape, at the cost of one element.
 
     Args:
-        layout: of the flat buffer.
-        parameters: by name.
-        dtype: of the parameters; None: that of the layout.
+        layout: layout of the flat buffer.
+        parameters: the model's parameters by name.
+        dtype: dtype of the parameters; None: the layout's.
     """
 
     num_copies = 1
-    """Flat buffers that hold the replica."""
+    """Number of flat buffers that hold the replica."""
 
     def __init__(
         self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None = None
@@ -45,11 +45,11 @@ class ParameterViews:
         self.unbind()
 
     def bind(self, copies: Sequence[Tensor]) -> None:
-        """The values are in ``copies``, each [numel], from now on."""
+        """Makes the parameters views of ``copies``, each [numel]."""
         self._set(slot_views(copies[0], self._layout))
 
     def unbind(self) -> None:
-        """There are no values from now on."""
+        """Makes the parameters NaN."""
         self._set(self._placeholders)
 
     def _set(self, values: Sequence[Tensor]) -> None:
@@ -58,14 +58,14 @@ class ParameterViews:
             parameter.data = value
 
     def invalidate(self) -> None:
-        """The values have changed where they lie."""
+        """Drops what was derived from the values: they have changed in place."""
 
     def cached(self) -> list[Tensor]:
-        """What is kept beside the copies, made from their values."""
+        """Tensors derived from the copies' values and kept beside them."""
         return []
 
     def check(self) -> None:
-        """Asserts that the model still computes with what it was shown.
+        """Asserts that the model still computes with the tensors that were bound.
 
         Raises:
             ContractError: naming the parameter that was replaced.
@@ -85,109 +85,117 @@ class ParameterViews:
 
 
 class ReplicaBuffer:
-    """The compute replicas of one flat layout; zeros until they are first refreshed.
+    """Compute replicas of one flat layout, whole on this rank; zeros until they are first refreshed.
 
     Args:
         segment: this rank's slice of the layout.
-        views: how the model sees them.
-        comm: the ranks that share.
+        views: the model's parameters.
+        comm: the ranks that share the layout.
+        master: FP32 [segment.numel], the masters, if they are also the replica: [Note: FP32 replicas].
 
     Attributes:
         copies: the whole layout, each [numel].
-        own: this rank's segment of each copy, [segment.numel]: what the master is cast into.
+        local: this rank's segment of each copy, [segment.numel]; the masters are cast into it.
+        shares_master: whether ``local`` is the masters' own storage.
     """
 
-    def __init__(self, segment: ArenaSegment, views: ParameterViews, comm: Communicator) -> None:
+    def __init__(
+        self, segment: ArenaSegment, views: ParameterViews, comm: Communicator, master: Tensor | None = None
+    ) -> None:
         self.layout = segment.layout
         self.views = views
         self._comm = comm
-        self._take_over(segment)
+        self.shares_master = master is not None
+        self._bind_local(segment, master)
 
-    def _take_over(self, segment: ArenaSegment) -> None:
-        self.copies = [self._comm.allocate(self.layout.numel, self.layout.dtype) for _ in range(self.views.num_copies)]
-        self.own = [copy[segment.flat_start : segment.flat_start + segment.numel] for copy in self.copies]
+    def _bind_local(self, segment: ArenaSegment, master: Tensor | None) -> None:
+        self.copies = [master] if master is not None else self._allocate(self.layout.numel)
+        self.local = [copy[segment.flat_start : segment.flat_start + segment.numel] for copy in self.copies]
         self.views.bind(self.copies)
 
+    def _allocate(self, numel: int) -> list[Tensor]:
+        return [self._comm.allocate(numel, self.layout.dtype) for _ in range(self.views.num_copies)]
+
     def start_all_gather(self) -> list[Pending]:
-        """Starts the gather of all shards; all ranks call in the same order."""
+        """Starts the all-gather of all shards; all ranks call in the same order."""
         return [
-            self._comm.all_gather(copy, own, label=f"{self.layout.name}{'/columns' if number else ''}")
-            for number, (copy, own) in enumerate(zip(self.copies, self.own, strict=True))
+            self._comm.all_gather(copy, local, label=f"{self.layout.name}{'/columns' if number else ''}")
+            for number, (copy, local) in enumerate(zip(self.copies, self.local, strict=True))
         ]
 
     @property
-    def held(self) -> list[Tensor]:
-        """What this rank holds from one refresh to the next."""
-        return [*self.copies, *self.views.cached()]
+    def persistent(self) -> list[Tensor]:
+        """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
+        return [*([] if self.shares_master else self.copies), *self.views.cached()]
 
     @property
     def unsharded(self) -> list[Tensor]:
-        """What it holds for as long as a group is gathered."""
+        """Tensors that this rank holds only while the group is unsharded."""
         return []
 
 
 class ShardedReplica(ReplicaBuffer):
-    """Compute replicas of which each rank holds its shard; the whole layout exists only between gather and free.
+    """Compute replicas of which each rank holds its shard; the whole layout exists only while it is unsharded.
 
-    Every gather has new copies, so what a caller still holds of old ones stays what it was. While there are none,
-    they are empty.
+    Every unshard allocates new copies, so tensors that a caller kept do not change. While the replica is sharded, the
+    copies are empty.
     """
 
-    def _take_over(self, segment: ArenaSegment) -> None:
-        self.own = [self._comm.allocate(segment.numel, self.layout.dtype) for _ in range(self.views.num_copies)]
+    def _bind_local(self, segment: ArenaSegment, master: Tensor | None) -> None:
+        self.local = [master] if master is not None else self._allocate(segment.numel)
         self._pending: list[Pending] = []
         self.reshard()
 
     def start_unshard(self) -> None:
-        """Starts the gather of all shards; all ranks call in the same order."""
-        with torch.inference_mode(False):
-            self.copies = [own.new_empty(self.layout.numel) for own in self.own]
+        """Starts the all-gather of all shards; all ranks call in the same order."""
+        with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
+            self.copies = [local.new_empty(self.layout.numel) for local in self.local]
         self._pending = self.start_all_gather()
 
     def finish_unshard(self) -> None:
-        """Waits for the gather; the model sees its result."""
+        """Waits for the all-gather and binds the parameters to its result."""
         self._wait()
         with torch.inference_mode(False):
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
-        """Lets the whole go, after a gather that is under way."""
+        """Frees the whole layout; an all-gather under way is waited for first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
         with torch.inference_mode(False):
-            self.copies = [own.new_empty(0) for own in self.own]
+            self.copies = [local.new_empty(0) for local in self.local]
 
     def _wait(self) -> None:
         for pending in self._pending:
             pending.wait()
 
     @property
-    def held(self) -> list[Tensor]:
-        """What this rank holds from one refresh to the next."""
-        return self.own
+    def persistent(self) -> list[Tensor]:
+        """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
+        return [] if self.shares_master else self.local
 
     @property
     def unsharded(self) -> list[Tensor]:
-        """What it holds for as long as a group is gathered."""
+        """Tensors that this rank holds only while the group is unsharded."""
         return [*self.copies, *self.views.cached()]
 
 
 class BufferPool:
-    """Flat buffers that are used again by the next group of the same layout; padding stays zero in them."""
+    """Flat buffers that the next group of the same layout reuses; their padding stays zero."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: dict[object, list[Tensor]] = {}
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer that was given back under ``key``, or a new one of zeros."""
+        """Returns a buffer that was given back under ``key``, or a new one of zeros."""
         free = self._free.get((key, numel, dtype))
         return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
 
     def give(self, key: object, buffer: Tensor) -> None:
-        """Takes ``buffer`` back."""
+        """Puts ``buffer`` back into the pool."""
         self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
 
     def idle(self) -> list[Tensor]:
-        """The buffers that nobody uses now: between steps, all of them."""
+        """Buffers that are not in use: between steps, all of them."""
         return [buffer for free in self._free.values() for buffer in free]

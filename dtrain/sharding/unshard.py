@@ -1,14 +1,16 @@
-"""Sharded compute replicas: a parameter group is gathered before it computes, and freed after.
+"""Stage 3: a parameter group is unsharded before its modules compute, and resharded after.
 
-Three things ask for a group:
+A group is unsharded by one of three events:
 
-- Forward: hooks on the modules. The root group is gathered for the whole forward and backward, a unit's for its call.
-- Backward: autograd itself. What it saves of a gathered buffer is saved as a place in it, and looked up when it is
-  needed. Hooks on outputs would miss outputs that are no tensors, and activation checkpointing.
-- A module that reads its parameter while backward recomputes a part of the forward.
+- Forward: hooks on the modules. The root group is unsharded for the whole forward and backward, a unit's group for its
+  call.
+- Backward: autograd's saved-tensor hooks. A saved view of an unsharded buffer is saved as a reference to its place, and
+  looked up when backward needs it. Hooks on outputs would miss outputs that are not tensors, and activation
+  checkpointing.
+- A module that reads its parameter while backward recomputes part of the forward.
 
-The next groups are gathered ahead, in the order in which the last pass used them. Every rank goes through the same
-modules, so all of them gather in one order; the vote compares it, and a branch that only some ranks take ends the run.
+The next groups are prefetched in the order in which the last pass used them. Every rank runs the same modules, so all
+ranks start the all-gathers in one order; the vote compares it, and a branch that only some ranks take ends the run.
 """
 
 from __future__ import annotations
@@ -32,11 +34,11 @@ from dtrain.sharding.replicas import ShardedReplica
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """How sharded compute replicas come and go.
+    """When sharded groups are unsharded and resharded.
 
     Attributes:
-        reshard_after_forward: free a group after its forward; else it stays until backward has used it.
-        prefetch: groups that are gathered ahead of their use.
+        reshard_after_forward: reshard a group after its forward; else it stays unsharded until backward has used it.
+        prefetch: number of groups that are unsharded ahead of their use.
         keep_gathered: name patterns (``fnmatch``) of modules and parameters that join the root group.
 
     Raises:
@@ -53,19 +55,19 @@ class UnshardOptions:
 
 
 class UnshardScheduler:
-    """Gathers and frees the groups of a model whose compute replicas are sharded.
+    """Unshards and reshards the groups of a model whose compute replicas are sharded.
 
-    Beside the root group, at most ``1 + prefetch`` groups are gathered at a time, and those whose forward is under way;
-    without ``reshard_after_forward`` more, between forward and backward.
+    Besides the root group and groups whose forward is running, at most ``1 + prefetch`` groups are unsharded at a time;
+    without ``reshard_after_forward`` more are, between forward and backward.
 
     Args:
         model: hooks are installed on its modules.
-        groups: all parameter groups, freed.
-        options: when to gather and free.
-        comm: the ranks that share.
+        groups: all parameter groups, sharded.
+        options: when to unshard and reshard.
+        comm: the ranks that share the groups.
 
     Attributes:
-        peak: the most groups, beside the root, that were gathered at a time.
+        peak: largest number of groups, besides the root, that were unsharded at a time.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class UnshardScheduler:
         units = [group for group in groups if group.name]
         self._forward = ExecutionOrder(units)
         self._backward: ExecutionOrder | None = None  # no backward has been yet
-        self._held: dict[ShardedGroup, None] = {}  # units that are gathered, or will be; the last used comes last
+        self._unsharded: dict[ShardedGroup, None] = {}  # units that are gathered, or will be; the last used comes last
         self._storages: dict[int, tuple[ShardedGroup, ShardedReplica, int]] = {}  # with the number of the copy
         self._depth = 0  # forwards of the model that are under way
         self._records_graph = False
@@ -90,7 +92,7 @@ class UnshardScheduler:
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def _install(self, model: nn.Module) -> None:
-        """Hooks of one module run in the order: model, unit, owner of a parameter."""
+        """Installs the hooks; those of one module run in the order model, unit, owner of a parameter."""
         owners = {id(p): group for group in self._groups for p in group.parameters.values()}
         names = {id(p): name for group in self._groups for name, p in group.parameters.items()}
         for module in model.modules():
@@ -109,7 +111,7 @@ class UnshardScheduler:
         model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
 
     def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ShardedGroup, str]]) -> None:
-        """Modules that keep their parameters in a list as well (``nn.GRU``) read past their ``_parameters``."""
+        """Guards a module's parameters; ``nn.GRU`` and others bypass ``_parameters``, so their forward is guarded as well."""
 
         def require_all(*_: Any) -> None:
             for group, name in guards.values():
@@ -128,7 +130,7 @@ class UnshardScheduler:
         module.register_state_dict_pre_hook(ModuleHook(refuse))
 
     def _require(self, group: ShardedGroup, name: str) -> None:
-        """Parameter ``name`` is about to be read."""
+        """Makes parameter ``name`` readable, or raises if it is read outside its unit's forward."""
         if group.is_open:
             return
         if self._in_backward:  # activation checkpointing runs modules without their unit
@@ -155,7 +157,7 @@ class UnshardScheduler:
         if not self._in_backward:
             self._records_graph = torch.is_grad_enabled()
             self._forward.begin()
-            self._gather_ahead(self._forward)
+            self._prefetch(self._forward)
         if "" in self._by_name:
             self._use(self._by_name[""])
 
@@ -172,7 +174,8 @@ class UnshardScheduler:
             return
         self._forward.end()
         for group in self._groups:
-            if not (self._records_graph and group.is_ready):  # what was kept is ready; what was not used is not
+            # a prefetched group that was not used is not ready; its all-gather is waited for: [Note: buffer reuse]
+            if not (self._records_graph and group.is_ready):
                 self._reshard(group)
 
     def _enter_unit(self, group: ShardedGroup) -> None:
@@ -189,12 +192,12 @@ class UnshardScheduler:
         group.calls = max(group.calls - 1, 0)
         if group.calls or self._in_backward or not group.is_started:
             return
-        own = {id(p): name for name, p in group.parameters.items()}
-        for leaf in pytree.tree_leaves(output):
-            if id(leaf) in own:
+        names = {id(p): name for name, p in group.parameters.items()}
+        for value in pytree.tree_leaves(output):
+            if id(value) in names:
                 raise ModelError(
-                    f"'{group.name}' returns its parameter '{own[id(leaf)]}', which is sharded outside its forward "
-                    f"(zero_stage=3); return a view or a copy, or keep it gathered: keep_gathered=['{own[id(leaf)]}']"
+                    f"'{group.name}' returns its parameter '{names[id(value)]}', which is sharded outside its forward "
+                    f"(zero_stage=3); return a view or a copy, or keep it gathered: keep_gathered=['{names[id(value)]}']"
                 )
         # backward begins with the group that forward used last
         is_last = group is self._forward.current and self._forward.is_at_end
@@ -205,13 +208,13 @@ class UnshardScheduler:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """The context of one micro-batch's backward; frees all groups after it."""
+        """Context of one micro-batch's backward; reshards all groups after it."""
         for group in self._groups:
-            group.gradients_to_come = len(group.parameters)
+            group.num_missing_gradients = len(group.parameters)
         if self._backward is None:
             self._backward = self._forward.reverse()
         self._backward.begin()
-        self._gather_ahead(self._backward)
+        self._prefetch(self._backward)
         self._in_backward = True
         try:
             yield
@@ -220,20 +223,20 @@ class UnshardScheduler:
             self._backward.end()
             self.reshard()
 
-    def received(self, number: int) -> None:
-        """A gradient of group ``number`` has come; after the last one backward needs the group no more."""
+    def gradient_received(self, number: int) -> None:
+        """Reshards group ``number`` after its last gradient, because backward no longer needs it."""
         group = self._groups[number]
-        group.gradients_to_come -= 1
-        if group.name and not group.gradients_to_come:
+        group.num_missing_gradients -= 1
+        if group.name and not group.num_missing_gradients:
             self._reshard(group)
 
     def reshard(self) -> None:
-        """Frees what is gathered: the shards are about to change."""
+        """Reshards all groups; called before the shards change."""
         for group in self._groups:
             self._reshard(group)
 
     def _pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of ``tensor``: of a gathered buffer the place, of others the tensor and its version."""
+        """Saves a view of an unsharded buffer as a reference, any other tensor with its version."""
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
             found = self._storages.get(tensor.untyped_storage().data_ptr())
             if found is not None and tensor.dtype == found[1].layout.dtype:
@@ -248,7 +251,7 @@ class UnshardScheduler:
             return saved.replica.copies[saved.copy].as_strided(saved.size, saved.stride, saved.offset)
         tensor: Tensor
         tensor, version = saved
-        if tensor._version != version:  # torch checks this itself only where there are no hooks
+        if tensor._version != version:  # torch checks this only without hooks
             raise RuntimeError(
                 f"a tensor that backward needs was modified in place: {tensor.dtype} {list(tensor.shape)} is at "
                 f"version {tensor._version}, and was at version {version} in the forward"
@@ -258,37 +261,38 @@ class UnshardScheduler:
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def _is_current(self, group: ShardedGroup) -> bool:
-        """Whether nothing is to be done before ``group`` is used in backward."""
-        course = self._backward if self._in_backward else self._forward
-        return group.is_ready and (not group.name or course is None or course.current is group)
+        """Whether ``group`` is unsharded and the pass has noted its use."""
+        order = self._backward if self._in_backward else self._forward
+        return group.is_ready and (not group.name or order is None or order.current is group)
 
     def _use(self, group: ShardedGroup) -> None:
-        """Gathers ``group``, if it is not, and starts what follows."""
+        """Unshards ``group`` and starts the groups that follow it."""
         if group.name:
-            course = self._backward if self._in_backward else self._forward
-            assert course is not None
-            course.use(group)
-            self._gather_ahead(course, group)
+            order = self._backward if self._in_backward else self._forward
+            assert order is not None
+            order.use(group)
+            self._prefetch(order, group)
         group.finish_unshard()
         for replica in group.replicas:
             for number, copy in enumerate(replica.copies):
                 self._storages[copy.data_ptr()] = (group, replica, number)
 
-    def _gather_ahead(self, course: ExecutionOrder, *current: ShardedGroup) -> None:
-        """Starts ``current`` and the groups expected next; what is needed least makes room for them."""
-        wanted = [*current, *course.following(self._options.prefetch)]
+    def _prefetch(self, order: ExecutionOrder, *current: ShardedGroup) -> None:
+        """Starts ``current`` and the groups expected next; reshards the least recently used groups for them."""
+        wanted = [*current, *order.following(self._options.prefetch)]
         if self._options.reshard_after_forward:
-            others = [group for group in self._held if group not in wanted and not group.calls]
-            kept = 1 + self._options.prefetch - len(wanted)
-            for group in others[: max(len(others) - kept, 0)]:
+            others = [group for group in self._unsharded if group not in wanted and not group.calls]
+            allowed = 1 + self._options.prefetch - len(wanted)
+            for group in others[: max(len(others) - allowed, 0)]:
                 self._reshard(group)
         for group in reversed(wanted):
-            self._held.pop(group, None)
-            self._held[group] = None
+            self._unsharded.pop(group, None)
+            self._unsharded[group] = None
         for group in wanted:
             group.start_unshard()
+        # now, and not at the wait: the other ranks may read while this one computes
         self._comm.send_ready_message()
-        self.peak = max(self.peak, len(self._held))
+        self.peak = max(self.peak, len(self._unsharded))
 
     def _reshard(self, group: ShardedGroup) -> None:
         if group.is_started:
@@ -296,12 +300,12 @@ class UnshardScheduler:
                 for copy in replica.copies:
                     self._storages.pop(copy.data_ptr(), None)
             group.reshard()
-            self._held.pop(group, None)
+            self._unsharded.pop(group, None)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensorRef:
-    """A view of a gathered buffer."""
+    """Reference to a view of an unsharded buffer, which autograd saves instead of the view."""
 
     group: ShardedGroup
     replica: ShardedReplica

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress line on a terminal, plain lines elsewhere. Rank 0, standard error."""
+"""Console output of a run on rank 0 (standard error): a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtrain.telemetry.metrics import StepMetrics
 
 
 class Console:
-    """Tells a person how the run goes: plain lines, and on a terminal the last step beside a progress bar.
+    """Prints logged steps as lines, or on a terminal beside a progress bar.
 
     Args:
         total_steps: attempted steps of the whole run.
-        start_step: the step that the run continues from.
+        start_step: step that the run resumes from.
     """
 
     def __init__(self, total_steps: int, start_step: int) -> None:
@@ -45,7 +45,7 @@ class Console:
         logger.info("step %d/%d  val_loss %.4f", step, self._total, loss)
 
     def close(self, exit_code: int) -> None:
-        """Takes the progress line away."""
+        """Removes the progress bar."""
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
@@ -56,7 +56,7 @@ class Console:
     def _start_progress(self, start_step: int) -> None:
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # what the others leave
+            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the remaining width
             TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
             console=RichConsole(stderr=True),
@@ -65,7 +65,7 @@ class Console:
         )
         self._progress.add_task("train", total=self._total, completed=start_step, status="")
         self._progress.start()
-        # rich has put a proxy in place of sys.stderr that prints above the live line; log lines must go through it
+        # rich replaces sys.stderr by a proxy that prints above the progress bar; log lines must go through it
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 self._streams.append((handler, handler.stream))
@@ -73,7 +73,7 @@ class Console:
 
 
 def format_step(metrics: StepMetrics, total_steps: int) -> str:
-    """One line: ``step 20/200  loss 3.2140  lr 2.00e-03  grad_norm 1.02  45.2k tok/s  310 ms``."""
+    """Formats one line: ``step 20/200  loss 3.2140  lr 2.00e-03  grad_norm 1.02  45.2k tok/s  310 ms``."""
     head = f"step {metrics.step}/{total_steps}"
     if not metrics.applied:
         culprit = f"  culprit: {metrics.culprit}" if metrics.culprit else ""
@@ -87,7 +87,7 @@ def format_step(metrics: StepMetrics, total_steps: int) -> str:
 
 
 def compact(number: float) -> str:
-    """A count in three figures: ``950``, ``45.2k``, ``124M``."""
+    """Formats a count with three digits: ``950``, ``45.2k``, ``124M``."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -95,12 +95,12 @@ def compact(number: float) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters other than line ends and tabs replaced, so that it cannot steer a terminal."""
+    """Replaces control characters except newlines and tabs, so that ``text`` cannot control a terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def memory_lines(memory: dict[str, int], formula: dict[str, int]) -> list[str]:
-    """Bytes on one rank by kind, measured against the ZeRO formula (Rajbhandari et al., 2020, section 5)."""
+    """Formats bytes on one rank by kind, beside the ZeRO formula (Rajbhandari et al., 2020, section 5)."""
     lines = []
     for kind in [*memory, *(key for key in formula if key not in memory)]:
         measured, expected = memory.get(kind, 0), formula.get(kind)

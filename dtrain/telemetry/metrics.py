@@ -1,10 +1,8 @@
-"""What a run reports, and the files it keeps: ``metrics.jsonl`` and ``summary.json``.
+"""Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
-A skipped step also has a file of its own, ``failures/step-N.json``, with all that is known of it.
-
-``metrics.jsonl`` has two kinds of lines. A training line carries the fields of :class:`StepMetrics` (``reason`` and
-``culprit`` only where a step was skipped); a validation line is ``{"step": ..., "val_loss": ...}``. JSON has no NaN or
-infinity, so a number that is not finite is written as ``null``.
+``metrics.jsonl`` has two kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
+``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``. JSON has no NaN or
+infinity, so non-finite numbers are written as ``null``.
 """
 
 from __future__ import annotations
@@ -28,8 +26,9 @@ FAILURES = "failures"
 class StepMetrics:
     """One logged step.
 
-    ``step`` counts attempted steps; ``tokens`` those of applied steps. ``tokens_per_s`` and ``step_ms`` are the mean
-    over the steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit field by field.
+    ``step`` counts attempted steps; ``tokens`` counts tokens of applied steps. ``tokens_per_s`` and ``step_ms`` are
+    means over the steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit as a
+    dictionary.
     """
 
     step: int
@@ -47,7 +46,7 @@ class StepMetrics:
     evidence: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """A line of the log: the fields as JSON values; ``reason`` and ``culprit`` only where the step was skipped."""
+        """Returns the fields as JSON values; ``reason`` and ``culprit`` only for a skipped step."""
         values = finite(asdict(self))
         del values["evidence"]
         return {key: value for key, value in values.items() if value is not None or key not in ("reason", "culprit")}
@@ -55,10 +54,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Summary:
-    """The end of a run: ``summary.json``.
+    """Summary of a run, written to ``summary.json`` at its end.
 
-    ``tokens_per_s`` and ``wall_s`` are those of the last start of the run (its first step, which compiles, is left out
-    of the rate where there are others); ``mfu`` is None where the device's peak is unknown.
+    ``tokens_per_s`` and ``wall_s`` cover the time since the run was last started. The rate excludes the first step,
+    which compiles, unless it is the only one. ``mfu`` is None if the device's peak rate is unknown.
     """
 
     finished: bool
@@ -82,25 +81,25 @@ class Summary:
 
 
 class Sink(Protocol):
-    """Something that listens to a run on rank 0: the metrics file, the console, a tracker."""
+    """Receives the metrics of a run on rank 0: the metrics file, the console, a tracker."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A logged step."""
+        """Receives a logged step."""
 
     def validation(self, step: int, loss: float) -> None:
-        """A validation loss after ``step`` attempted steps."""
+        """Receives the validation loss after ``step`` attempted steps."""
 
     def close(self, exit_code: int) -> None:
-        """The end, also after a failure."""
+        """Ends the run, also after a failure."""
 
 
 class MetricsFile:
-    """Appends to ``metrics.jsonl``, a flushed line at a time.
+    """Appends lines to ``metrics.jsonl`` and flushes each.
 
     Args:
         run_dir: the run directory.
-        start_step: the step that the run continues from. Lines after it are dropped first, so that the curve of a
-            resumed run is continued, not doubled.
+        start_step: step that the run resumes from. Lines after it are dropped first, so that a resumed run does not
+            repeat them.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -117,7 +116,7 @@ class MetricsFile:
         self._append(metrics.to_dict())
 
     def validation(self, step: int, loss: float) -> None:
-        """Appends a validation line; not a second one where a run that died at its end is started again."""
+        """Appends a validation line, but not twice for a step if a run that died at its end is restarted."""
         if step > self._validated:
             self._append(finite({"step": step, "val_loss": loss}))
             self._validated = step
@@ -135,7 +134,7 @@ class FailureFiles:
     """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``).
 
     Args:
-        run_dir: the run directory; its folder is made with the first failure.
+        run_dir: the run directory. The folder ``failures`` is created with the first skipped step.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -152,14 +151,14 @@ class FailureFiles:
         )
 
     def validation(self, step: int, loss: float) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self, exit_code: int) -> None:
-        """Nothing is open."""
+        """Does nothing: no file stays open."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, without a last one that a crash cut short.
+    """Returns the lines of a ``metrics.jsonl``, without an incomplete last line that a crash left.
 
     Raises:
         ConfigError: a line before the last one is not a JSON object with a ``step``.
@@ -182,13 +181,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Writes ``summary.json``: whole or not at all."""
+    """Writes ``summary.json`` atomically."""
     text = json.dumps(finite(asdict(summary)), indent=2, allow_nan=False)
     write_atomically(run_dir / SUMMARY_FILE, text + "\n")
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """The ``summary.json`` of a run directory; None where there is none that can be read."""
+    """Returns the ``summary.json`` of a run directory, or None if it is missing or invalid."""
     try:
         values = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
         return Summary(**{item.name: values[item.name] for item in fields(Summary)})
@@ -197,7 +196,7 @@ def read_summary(run_dir: Path) -> Summary | None:
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None in place of each number that is not finite, in dicts and sequences too."""
+    """Replaces each non-finite number by None, also in dicts and sequences."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -208,7 +207,7 @@ def finite(value: Any) -> Any:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at ``path``; a crash leaves the old one or the new one, never a part."""
+    """Replaces the file at ``path``; after a crash the file is either the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

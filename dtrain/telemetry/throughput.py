@@ -1,4 +1,4 @@
-"""Tokens a second, and model FLOPs utilisation where the peak of the device is known."""
+"""Step times, and model FLOPs utilization (MFU) if the peak rate of the device is known."""
 
 from __future__ import annotations
 
@@ -10,64 +10,64 @@ from dataclasses import dataclass
 
 import torch
 
-from dtrain.precision.tensor_cores import rate
+from dtrain.precision.hardware import rate
 
 
 def device_name(device: torch.device) -> str:
-    """The name that torch reports for a GPU, else the type of the device."""
+    """Returns the name that torch reports for a GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # what a scheduler gave us; macOS has no such call
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # respects a scheduler's limit; macOS has no such call
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
-    """Model FLOPs utilisation (Chowdhery et al., 2022, PaLM, appendix B): achieved over peak, in [0, 1].
+    """Returns the model FLOPs utilization (PaLM, Chowdhery et al., 2022, appendix B): achieved over peak, in [0, 1].
 
     Args:
-        device: the name of one rank's device, as :func:`device_name` gives it.
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``; under ``fp8`` products have formats of several rates.
-        flops_per_s: the model's own FLOPs a second on one rank (no recomputation).
+        device: name of one rank's device, from :func:`device_name`.
+        precision: name of the policy.
+        flops_per_s: model FLOPs per second on one rank, without recomputation.
 
     Returns:
-        None where there is no one peak: of an unknown device, or under ``fp8``.
+        None if there is no single peak: for an unknown device, and for ``fp8``, which mixes formats of several rates.
     """
     teraflops = None if precision == "fp8" else rate(device, precision)
     return flops_per_s / (teraflops * 1e12) if teraflops is not None else None
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Steps and the seconds they took."""
+class StepTiming:
+    """Number of steps and the seconds they took."""
 
     steps: int = 0
     seconds: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds a step; 0.0 before the first."""
+        """Seconds per step; 0.0 before the first step."""
         return self.seconds / self.steps if self.steps else 0.0
 
-    def plus(self, seconds: float) -> Pace:
-        """With one more step that took ``seconds``."""
-        return Pace(self.steps + 1, self.seconds + seconds)
+    def plus(self, seconds: float) -> StepTiming:
+        """Returns the timing with one more step that took ``seconds``."""
+        return StepTiming(self.steps + 1, self.seconds + seconds)
 
 
 class StepTimer:
-    """Times training steps on a clock that stands still during evaluation and saving.
+    """Times training steps, excluding evaluation and saving.
 
-    The clock runs on between steps, so that work which a GPU still does when a step returns is not lost.
+    The clock runs between steps too, so that GPU work that is still queued when a step returns is counted.
     """
 
     def __init__(self) -> None:
         self._mark = time.perf_counter()
-        self._window = Pace()
-        self._first = Pace()
-        self._later = Pace()
+        self._window = StepTiming()
+        self._first = StepTiming()
+        self._later = StepTiming()
 
     def step_done(self) -> None:
         """Ends one step and begins the next."""
@@ -81,16 +81,16 @@ class StepTimer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
+        """Excludes the time spent inside."""
         start = time.perf_counter()
         yield
         self._mark += time.perf_counter() - start
 
-    def window(self) -> Pace:
-        """The steps since the last call."""
-        pace, self._window = self._window, Pace()
-        return pace
+    def window(self) -> StepTiming:
+        """Returns the timing of the steps since the last call."""
+        timing, self._window = self._window, StepTiming()
+        return timing
 
-    def total(self) -> Pace:
-        """All steps but the first, which compiles and warms up; that one where there is no other."""
+    def total(self) -> StepTiming:
+        """Returns the timing of all steps except the first, which compiles, unless it is the only one."""
         return self._later if self._later.steps else self._first

@@ -1,7 +1,7 @@
-"""Experiment trackers: sinks that pass metrics on to Weights & Biases or TensorBoard.
+"""Experiment trackers: sinks that send metrics to Weights & Biases or TensorBoard.
 
-The only file that imports wandb and tensorboard, inside the functions that need them. Trackers exist on rank 0 only,
-and one that fails is dropped with a warning: training goes on, and ``metrics.jsonl`` has everything anyway.
+Only this file imports wandb and tensorboard, inside the functions that need them. Trackers exist on rank 0 only. A
+tracker that fails is dropped with a warning; training continues, and ``metrics.jsonl`` has all metrics anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Mode = Literal["online", "offline", "disabled"]
 
 
 def check_tracker(config: TrackerConfig) -> None:
-    """Checks on every rank, before anything starts, that the tracker can be had.
+    """Checks on every rank, before anything starts, that the tracker is available.
 
     Raises:
         ConfigError: its package is not installed.
@@ -40,13 +40,13 @@ def check_tracker(config: TrackerConfig) -> None:
 
 
 def open_tracker(config: TrackerConfig, run_dir: Path, *, settings: Mapping[str, Any], start_step: int) -> list[Sink]:
-    """The tracker that ``config`` names, as a list of none or one.
+    """Opens the tracker that ``config`` names; returns a list of zero or one sinks.
 
     Args:
         config: the tracker group of the run.
-        run_dir: the run directory, which holds all files of the tracker.
-        settings: the resolved config of the run, redacted: it may leave this machine.
-        start_step: the step that the run continues from.
+        run_dir: the run directory, for all files of the tracker.
+        settings: resolved config of the run, redacted because it may leave this machine.
+        start_step: step that the run resumes from.
     """
     opened: Sink | None = None
     if isinstance(config, WandbConfig):
@@ -58,10 +58,9 @@ def open_tracker(config: TrackerConfig, run_dir: Path, *, settings: Mapping[str,
 
 
 class WandbTracker:
-    """A Weights & Biases run in ``run_dir/wandb``; its id is kept in ``tracker.json``, so a resumed run continues it.
+    """A Weights & Biases run in ``run_dir/wandb``; a resumed run continues it by the id stored in ``tracker.json``.
 
-    Nothing but the redacted config and the metrics is sent: neither the command line, nor code, nor git state, nor
-    console output.
+    Only the redacted config and the metrics are sent: no command line, code, git state or console output.
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -82,7 +81,7 @@ class WandbTracker:
                 silent=True, console="off", disable_git=True, save_code=False, x_disable_meta=True, init_timeout=60
             ),
         )
-        # our own axis: wandb drops what is logged at a step that its run has already seen, as a resumed one has
+        # a step axis of our own: wandb drops values logged at a step that it has seen, which a resumed run repeats
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         if mode == "online":
@@ -92,22 +91,22 @@ class WandbTracker:
 
     def step(self, metrics: StepMetrics) -> None:
         """Logs the numbers of a training step as ``train/...``."""
-        self._run.log({"step": metrics.step} | {f"train/{key}": value for key, value in _numbers(metrics).items()})
+        self._run.log({"step": metrics.step} | {f"train/{key}": value for key, value in _scalars(metrics).items()})
 
     def validation(self, step: int, loss: float) -> None:
         """Logs ``val/loss``."""
         self._run.log({"step": step, "val/loss": loss})
 
     def close(self, exit_code: int) -> None:
-        """Ends the run, marked as failed where ``exit_code`` is not 0."""
+        """Ends the run, marked as failed if ``exit_code`` is not 0."""
         self._run.finish(exit_code=exit_code)
 
 
 def wandb_mode(asked: str) -> Mode:
-    """``online``, ``offline`` or ``disabled``, decided without network and without a prompt.
+    """Returns ``online``, ``offline`` or ``disabled``, without network access and without a prompt.
 
-    ``auto`` is ``WANDB_MODE`` where it is set, else online when logged in, else offline. Online without a login would
-    make wandb ask for a key, so it becomes offline with a warning.
+    ``auto`` is ``WANDB_MODE`` if it is set, else online if logged in, else offline. Online without a login becomes
+    offline with a warning, because wandb would ask for a key.
     """
     mode = os.environ.get("WANDB_MODE", "auto").lower() if asked == "auto" else asked
     mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)  # wandb's older names
@@ -116,12 +115,12 @@ def wandb_mode(asked: str) -> Mode:
     if mode != "offline" and _logged_in():
         return "online"
     if mode == "online":
-        logger.warning("wandb: online was asked for but nobody is logged in (`wandb login`); tracking offline")
+        logger.warning("wandb: mode=online, but not logged in (`wandb login`); tracking offline")
     return "offline"
 
 
 def _logged_in() -> bool:
-    """Whether wandb would find a key without asking: in ``WANDB_API_KEY``, or in the netrc file for its host."""
+    """Whether wandb finds a key without asking: in ``WANDB_API_KEY``, or in the netrc file for its host."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
@@ -136,7 +135,7 @@ def _logged_in() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The run's id from ``tracker.json``, which is written the first time."""
+    """Returns the run's id from ``tracker.json``, which the first call writes."""
     path = run_dir / TRACKER_FILE
     if path.exists():
         run_id = json.loads(path.read_text(encoding="utf-8")).get("wandb_run_id")
@@ -148,7 +147,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 class TensorboardTracker:
-    """TensorBoard event files in ``run_dir/tensorboard``; what a resumed run repeats is purged from the curve."""
+    """TensorBoard event files in ``run_dir/tensorboard``; steps that a resumed run repeats are purged."""
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -157,7 +156,7 @@ class TensorboardTracker:
 
     def step(self, metrics: StepMetrics) -> None:
         """Logs the numbers of a training step as ``train/...``."""
-        for key, value in _numbers(metrics).items():
+        for key, value in _scalars(metrics).items():
             self._writer.add_scalar(f"train/{key}", value, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
@@ -170,7 +169,7 @@ class TensorboardTracker:
 
 
 class _Guarded:
-    """Passes everything on until it fails once; then says so and is silent."""
+    """Forwards to a tracker until it fails once; then warns and drops it."""
 
     def __init__(self, name: str, tracker: Sink) -> None:
         self._name = name
@@ -204,10 +203,10 @@ def _guarded(name: str, make: Callable[[], Sink]) -> Sink | None:
 
 
 def _warn(name: str, error: Exception) -> None:
-    logger.warning("%s failed and is off from here, training goes on: %s: %s", name, type(error).__name__, error)
+    logger.warning("%s failed and is switched off; training continues: %s: %s", name, type(error).__name__, error)
 
 
-def _numbers(metrics: StepMetrics) -> dict[str, float]:
-    """What a tracker can plot: the numbers of a step, and whether it was applied as 0 or 1."""
+def _scalars(metrics: StepMetrics) -> dict[str, float]:
+    """Returns the numbers of a step that a tracker can plot; ``applied`` is 0 or 1."""
     values = metrics.to_dict()
     return {key: float(value) for key, value in values.items() if key != "step" and isinstance(value, (int, float))}

@@ -1,4 +1,4 @@
-"""The facts about a machine that a measurement is worth nothing without; never its name."""
+"""Describes the machine and the software of a measurement, without the machine's name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dtrain.telemetry.throughput import num_cores
 from dtrain.version import version
 
 _PEERS = ("accelerate", "deepspeed")
-"""Packages that dtrain is measured against."""
+"""Packages that the benchmarks compare dtrain with."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The machine and the software, without its name.
+    """A machine and its software.
 
     Attributes:
         peers: versions of the installed packages that dtrain is measured against.
@@ -37,9 +37,18 @@ class Host:
     dtrain: str
     peers: dict[str, str] = field(default_factory=dict)
 
+    def summary(self) -> str:
+        """Returns machine and software in one line."""
+        gpus = "".join(f", {name}" for name in self.gpus)
+        peers = "".join(f", {name} {number}" for name, number in self.peers.items())
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory_gib:g} GiB{gpus}, {self.system}; Python {self.python}, "
+            f"torch {self.torch}, dtrain {self.dtrain}{peers}"
+        )
+
 
 def describe_host() -> Host:
-    """This machine and its software."""
+    """Describes this machine and its software."""
     return Host(
         cpu=_cpu_model(),
         cores=num_cores(),
@@ -54,7 +63,7 @@ def describe_host() -> Host:
 
 
 def memory_left() -> float:
-    """The share of this machine's memory that new processes can have; 1 where the system does not say."""
+    """Returns the share of this machine's memory that new processes can have, or 1 if the system does not say."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return 1.0
@@ -63,7 +72,7 @@ def memory_left() -> float:
 
 
 def _cpu_model() -> str:
-    """The model name; where a virtual machine hides it, with family and model number."""
+    """Returns the model name with family and number: a virtual machine may hide all but those."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.processor() or "unknown"

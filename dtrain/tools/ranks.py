@@ -1,4 +1,4 @@
-"""Ranks that dtrain starts on this host by itself, each a process with one order: a line of text. Imports no torch."""
+"""Starts ranks on this host, each a process whose standard input begins with its job, one line of text. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_S = 0.02
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The environment of a rank: dtrain importable, the threads set, gloo on the loopback interface."""
+    """Returns the environment of a rank: dtrain importable, the threads set, gloo on the loopback interface."""
     package_parent = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (package_parent, os.environ.get("PYTHONPATH"))))
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
@@ -29,14 +29,38 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **extra, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
-def run_ranks(module: str, orders: Sequence[str], *, threads: int, folder: Path) -> list[str]:
-    """Runs ``python -m module`` once for each order, all at the same time, and waits for them.
+def start_rank(module: str, *, threads: int, stdout: IO[str] | int, stderr: IO[str]) -> subprocess.Popen[str]:
+    """Starts ``python -m module`` with a pipe as standard input; :func:`kill_group` ends it with all it has started."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment(threads),
+        text=True,
+        start_new_session=True,  # a process group of its own, so that its compilers end with it
+    )
 
-    A rank reads its order with :func:`read_order`. What it writes to :func:`open_answer` is its answer, or the reason
-    why it failed; standard error goes to ``folder/<rank>.log``.
+
+def send_line(process: subprocess.Popen[str], line: str) -> None:
+    """Writes one line to the standard input of ``process``.
+
+    Raises:
+        BrokenPipeError: it has ended.
+    """
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -> list[str]:
+    """Runs ``python -m module`` once for each job, all at the same time, and waits for them.
+
+    A rank reads its job with :func:`read_job`. What it writes to :func:`open_result` is its result, or the reason of
+    its failure; standard error goes to ``folder/<rank>.log``.
 
     Returns:
-        The answers, by rank.
+        The results, by rank.
 
     Raises:
         RankError: a rank failed; the others were ended.
@@ -45,43 +69,33 @@ def run_ranks(module: str, orders: Sequence[str], *, threads: int, folder: Path)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end_all, processes)
-        answers: list[IO[str]] = []
-        for rank, order in enumerate(orders):
+        outputs: list[IO[str]] = []
+        for rank, job in enumerate(jobs):
             log = stack.enter_context((folder / f"{rank}.log").open("w", encoding="utf-8"))
-            answers.append(stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")))
-            process = subprocess.Popen(
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=answers[rank],
-                stderr=log,
-                env=environment(threads),
-                text=True,
-                start_new_session=True,  # a process group of its own, so that its compilers end with it
-            )
-            processes.append(process)
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it is gone already, and its exit code says why
-                process.stdin.write(order + "\n")
-                process.stdin.flush()
+            outputs.append(stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")))
+            processes.append(start_rank(module, threads=threads, stdout=outputs[rank], stderr=log))
+            with suppress(BrokenPipeError):  # the exit code says why it has ended
+                send_line(processes[rank], job)
         codes = [process.poll() for process in processes]
         while None in codes and not any(codes):
             time.sleep(_POLL_S)
             codes = [process.poll() for process in processes]
-        for answer in answers:
-            answer.seek(0)
-        texts = [answer.read() for answer in answers]
+        for output in outputs:
+            output.seek(0)
+        results = [output.read() for output in outputs]
         failed = [(code, rank) for rank, code in enumerate(codes) if code]
         if failed:
-            code, rank = min(failed)  # one ended by a signal, whose code is negative, is no victim of the others
-            said = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
-            words = (texts[rank].strip() or said.strip() or "without a word").splitlines()[-1]
-            raise RankError(f"rank {rank} {_ending(code)}: {words}")
-        return texts
+            # A rank that a signal ended has a negative code. It comes first: its end may have made the others fail.
+            code, rank = min(failed)
+            stderr = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
+            reason = (results[rank].strip() or stderr.strip() or "no output").splitlines()[-1]
+            raise RankError(f"rank {rank} {_ending(code)}: {reason}")
+        return results
 
 
-def read_order() -> str:
-    """This rank's order. From here on the rank ends as soon as the process that has started it is gone."""
-    order = sys.stdin.readline()
+def read_job() -> str:
+    """Returns this rank's job. From here on the rank ends as soon as the process that started it has ended."""
+    job = sys.stdin.readline()
 
     def end_with_the_starter() -> None:
         while os.read(0, 1):  # empty once the other end of the pipe is closed
@@ -89,14 +103,14 @@ def read_order() -> str:
         os._exit(1)
 
     threading.Thread(target=end_with_the_starter, daemon=True).start()
-    return order
+    return job
 
 
-def open_answer() -> IO[str]:
-    """Standard output for this rank's answer alone: what libraries print goes to standard error."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+def open_result() -> IO[str]:
+    """Reserves standard output for this rank's result: what libraries print goes to standard error."""
+    result = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    return answer
+    return result
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

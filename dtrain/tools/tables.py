@@ -1,4 +1,4 @@
-"""Tables for people: drawn on a terminal, Markdown elsewhere, so that a report of a fault can hold them as they are."""
+"""Prints tables: drawn by rich on a terminal, as Markdown elsewhere, so that a bug report can hold them unchanged."""
 
 from __future__ import annotations
 
@@ -12,39 +12,37 @@ from rich.table import Table as RichTable
 
 Row = TypeVar("Row")
 Column: TypeAlias = tuple[str, Callable[[Row], str]]
-"""A title, and a row's text under it."""
-
-
-def markdown_table(columns: Sequence[Column[Row]], rows: Sequence[Row]) -> str:
-    """A Markdown table, its columns aligned."""
-    lines = [[title for title, _ in columns], *([cell(row) for _, cell in columns] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(columns))]
-    texts = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    rule = "| " + " | ".join("-" * width for width in widths) + " |"
-    return "\n".join([texts[0], rule, *texts[1:]])
+"""A column's title, and the function that gives a row's text in it."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a title; text between backticks is what a user types."""
+    """Rows of text under a title. Text between backticks is what a user types."""
 
     title: str
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
+    @classmethod
+    def of(cls, title: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Table:
+        """Fills every column's function with every row."""
+        texts = [tuple(cell(row) for _, cell in columns) for row in rows]
+        return cls(title, tuple(name for name, _ in columns), texts)
+
     def markdown(self) -> str:
-        """The table without its title."""
-        columns: list[Column[tuple[str, ...]]] = [
-            (name, lambda row, index=index: row[index])  # type: ignore[misc]
-            for index, name in enumerate(self.columns)
-        ]
-        return markdown_table(columns, self.rows)
+        """Returns the table without its title, its columns aligned."""
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.columns))]
+        header, *rows = (
+            "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+            for line in lines
+        )
+        rule = "| " + " | ".join("-" * width for width in widths) + " |"
+        return "\n".join([header, rule, *rows])
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Prints the tables."""
+    """Prints the tables, each under its title."""
     console = Console(markup=False, highlight=False)
     for table in tables:
         if not sys.stdout.isatty():
@@ -52,11 +50,11 @@ def show(tables: Sequence[Table]) -> None:
             continue
         drawn = RichTable(title=table.title, title_justify="left", show_lines=len(table.columns) > 3)
         for name in table.columns:
-            drawn.add_column(_plain(name))
+            drawn.add_column(_without_backticks(name))
         for row in table.rows:
-            drawn.add_row(*map(_plain, row))
+            drawn.add_row(*map(_without_backticks, row))
         console.print(drawn)
 
 
-def _plain(text: str) -> str:
+def _without_backticks(text: str) -> str:
     return text.replace("`", "")

@@ -16,7 +16,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
-from dtrain.distributed.peers import Peers
+from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
@@ -79,7 +79,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     with StopSignals() as stop, torch_settings_restored():
         try:
             configure_logging(comm.rank)
-            with Peers(comm).named(), ExitStack() as held:
+            with RankLiveness(comm).name_ended_rank(), ExitStack() as held:
                 exit_code = _train(config, comm, job, stop, held)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written

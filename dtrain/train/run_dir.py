@@ -10,10 +10,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dtrain.checkpoint.directory import committed, is_single, make_directories, of_run, quarantined, step_name, step_of
-from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.directory import (
+    checkpoints_dir,
+    committed_checkpoints,
+    is_single_checkpoint,
+    make_directories,
+    quarantined_checkpoints,
+    step_name,
+    step_of,
+)
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
+from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import redact
 from dtrain.checkpoint.state_diff import state_differences
@@ -182,9 +190,9 @@ def _create(config: RunConfig, job: int | None) -> Path:
     return path
 
 
-def _hold(path: Path, held: ExitStack, meanwhile: Callable[[], None]) -> None:
+def _hold(path: Path, held: ExitStack, while_waiting: Callable[[], None]) -> None:
     try:
-        held.enter_context(hold(path / CHECKPOINTS, meanwhile=meanwhile))
+        held.enter_context(hold(path / CHECKPOINTS, while_waiting=while_waiting))
     except CheckpointError as error:
         raise ConfigError(f"run_dir={path} is not free: {error}") from error
 
@@ -192,7 +200,7 @@ def _hold(path: Path, held: ExitStack, meanwhile: Callable[[], None]) -> None:
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
     """What to load and whether there is nothing left to do."""
     summary = read_summary(path)
-    steps, damaged = _steps(path / CHECKPOINTS), quarantined(path / CHECKPOINTS)
+    steps, damaged = _steps(path / CHECKPOINTS), quarantined_checkpoints(path / CHECKPOINTS)
     if config.resume == "none" and (steps or damaged or (path / SUMMARY_FILE).exists()):
         what = f"checkpoints up to step {steps[-1]}" if steps else damaged[0].name if damaged else "a run's summary"
         raise ConfigError(
@@ -213,7 +221,7 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
 
 
 def _newest_manifest(load_from: Path) -> Manifest | None:
-    candidates = [load_from] if is_single(load_from) else committed(load_from)
+    candidates = [load_from] if is_single_checkpoint(load_from) else committed_checkpoints(load_from)
     try:
         return load_manifest(candidates[-1]) if candidates else None
     except (DamageError, OSError):
@@ -230,9 +238,9 @@ def _find_checkpoints(resume: str) -> Path:
     """The checkpoint at ``resume``, or the directory of checkpoints there or in the run directory there."""
     path = Path(resume).absolute()
     if path.is_dir():
-        directory = of_run(path)
+        directory = checkpoints_dir(path)
         try:
-            if is_single(path) or committed(directory):
+            if is_single_checkpoint(path) or committed_checkpoints(directory):
                 return directory
         except CheckpointError as error:
             raise ConfigError(f"resume={resume}: {error}") from error
@@ -244,4 +252,4 @@ def _find_checkpoints(resume: str) -> Path:
 
 
 def _steps(directory: Path) -> list[int]:
-    return [step_of(path) for path in committed(directory)]
+    return [step_of(path) for path in committed_checkpoints(directory)]

@@ -168,15 +168,16 @@ def make_engine(
 
 def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
     """The schedule that ``config`` names, over ``total_steps`` applied steps."""
+    warmup_steps = config.resolve_warmup_steps(total_steps)
     match config:
         case CosineConfig():
-            return Cosine(config.warmup_steps, total_steps, config.min_ratio)
+            return Cosine(warmup_steps, total_steps, config.min_ratio)
         case LinearConfig():
-            return Linear(config.warmup_steps, total_steps, config.min_ratio)
+            return Linear(warmup_steps, total_steps, config.min_ratio)
         case WSDConfig():
-            return WSD(config.warmup_steps, total_steps, config.decay_steps, config.min_ratio)
+            return WSD(warmup_steps, total_steps, config.decay_steps, config.min_ratio)
         case _:
-            return Constant(config.warmup_steps)
+            return Constant(warmup_steps)
 
 
 def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:

@@ -16,7 +16,7 @@ from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.distributed.peers import is_lost_connection
+from dtrain.distributed.rank_liveness import is_lost_connection
 from dtrain.engine.interface import Engine, StepOutcome
 from dtrain.errors import CheckpointError, ModelError, NonFiniteError
 from dtrain.precision.forward import find_loss
@@ -110,7 +110,7 @@ class Trainer:
             return self._run()
         except BaseException as error:
             # the save under way holds a good state, whatever has ended the run
-            self._engine.leave_save(give_up=is_lost_connection(error))
+            self._engine.leave_save(cancel=is_lost_connection(error))
             if isinstance(error, NonFiniteError | CheckpointError):  # all ranks raise it
                 self._report_last(error)
             raise

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import dtrain
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 NUM_MICRO_BATCHES = 5
 WEIGHTS = (1.0, 3.0, 7.0, 0.1, 1000.0)
 NUMEL = 3000
@@ -45,7 +47,7 @@ def main_grads(rank: int, world: int, stage: int, reproducible: bool) -> Tensor 
     for number, weight in engine.accumulate(zip(numbers, WEIGHTS, strict=True)):
         engine.backward(engine(leaf(number)), weight=weight)
     engine.finish_gradients()  # type: ignore[attr-defined]
-    full = [grad.clone() for _, grad in engine.state.gather_full_main_grads()]  # type: ignore[attr-defined]
+    full = [grad.clone() for _, grad in engine.state.full_main_grads()]  # type: ignore[attr-defined]
     engine.step()
     return full[0] if rank == 0 else None
 

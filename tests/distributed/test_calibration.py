@@ -17,6 +17,8 @@ from dtrain.precision.loss_scale import LossScale, LossScaleState
 from tests.engines.helpers import state_digests
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ENGINES = [("native", 0), ("native", 1), ("native", 2), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
 
 

@@ -10,8 +10,10 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError
-from tests.helpers.checkpoints import make_tensors, pieces_of
+from tests.helpers.checkpoints import make_tensors, shards_of
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def _comm() -> Communicator:
@@ -19,7 +21,7 @@ def _comm() -> Communicator:
 
 
 def _save(rank: int, world: int, directory: Path, step: int) -> str:
-    snapshot = Snapshot(step, pieces_of(make_tensors(step), rank, world), {"world_size": world})
+    snapshot = Snapshot(step, shards_of(make_tensors(step), rank, world), {"world_size": world})
     return save(directory, snapshot, _comm()).name
 
 
@@ -27,7 +29,7 @@ def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
     comm = _comm()
     reader = open_newest(directory, comm)
     held = []
-    for want in pieces_of(make_tensors(reader.step), rank, world):
+    for want in shards_of(make_tensors(reader.step), rank, world):
         data = reader.read(want.kind, want.name, want.start, want.stop)
         assert torch.equal(data, want.data)
         held.append(TensorShard(want.name, want.kind, want.shape, want.dtype, want.start, want.stop, data))
@@ -54,7 +56,7 @@ def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> N
 
 def _place_wrongly(rank: int, world: int, directory: Path) -> str:
     comm = _comm()
-    held = list(pieces_of(make_tensors(10), rank, world))
+    held = list(shards_of(make_tensors(10), rank, world))
     if rank == 1:
         held[0].data[0] += 1e-6
     with pytest.raises(CheckpointError) as error:

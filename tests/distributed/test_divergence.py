@@ -15,6 +15,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 from tests.helpers.zoo import make
 
+pytestmark = pytest.mark.processes
+
 RUN = Run("transformer", options={"precision": "fp32"})
 
 
@@ -32,7 +34,7 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
         elif field == "data_cursor":
             engine.data_cursor = 16
         elif field == "loss_scale":
-            engine.loss_scale = dtrain.LossScale.of(8.0).start()
+            engine._finalizer.scale = dtrain.LossScale.of(8.0).start()
         elif field == "config_hash":
             engine._config_hash += 1
             finalizer = engine._finalizer

@@ -26,10 +26,12 @@ from dtrain.precision.float8.options import Float8Options
 from dtrain.sharding.float8_scales import HEAD_ROOM, DelayedScales
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
-from tests.helpers import gather_models
+from tests.helpers import unshard_models
 from tests.helpers.float8_models import DIM, VARIANTS, Model, batch, copies, start, train
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 STEPS = range(4)
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -98,15 +100,15 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def differs_from_stage_2(rank: int, world: int) -> list[str]:
-    gather_models.DIM = DIM  # what is too small is no FP8 product
+    unshard_models.DIM = DIM  # what is too small is no FP8 product
 
     def run(name: str, variant: str, stage: int, **options: Any) -> tuple[list[float], str]:
-        engine = start(variant, gather_models.build(name), zero_stage=stage, reproducible=True, **options)
+        engine = start(variant, unshard_models.build(name), zero_stage=stage, reproducible=True, **options)
         assert len(engine.contract.float8_modules) >= 2, name
         losses = []
         for step in range(2):
             for index in engine.accumulate([rank, world + rank]):
-                engine.backward(engine(gather_models.batch(step, index)))
+                engine.backward(engine(unshard_models.batch(step, index)))
             losses.append(engine.step().loss)
         return losses, digest(engine.master_state())
 

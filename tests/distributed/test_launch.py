@@ -34,6 +34,8 @@ from tests.helpers.launch import (
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 # the default run, smaller
 QUICK = (
     "model.num_layers=2",

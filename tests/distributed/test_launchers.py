@@ -37,6 +37,8 @@ from tests.helpers.launch import (
     write_samples,
 )
 
+pytestmark = pytest.mark.processes
+
 ENDLESS = ("train.steps=100000", "train.save_every=0", "train.eval_every=0")
 SHORT = ("train.steps=2", "train.save_every=0", "train.eval_every=0", "checkpoint.save_at_end=false")
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import dtrain
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 NUMEL = 34_000_000  # FP32: even half of it, what one of two ranks holds, is more than the bound
 BOUND = 64 << 20  # bytes
 

@@ -15,6 +15,8 @@ import dtrain
 from dtrain.engine.native import NativeEngine
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 DIM, BLOCKS, VOCAB = 256, 4, 512
 
 
@@ -147,8 +149,8 @@ def gathered_at_most(rank: int, world: int, prefetch: int) -> tuple[int, int, li
     for _ in range(2):
         engine.backward(engine(torch.randn(4, DIM)))
         engine.step()
-    assert engine.state.gathering is not None
-    return max(seen), engine.state.gathering.peak, [4 * layout.numel for layout in engine.state.layouts]
+    assert engine.state.unshard_scheduler is not None
+    return max(seen), engine.state.unshard_scheduler.peak, [4 * layout.numel for layout in engine.state.layouts]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

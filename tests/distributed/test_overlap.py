@@ -12,6 +12,8 @@ from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 
+pytestmark = pytest.mark.processes
+
 
 def trace(rank: int, world: int, stage: int) -> list[str]:
     """Gradients and collectives of one step, in the order in which they happened."""

@@ -18,6 +18,8 @@ from dtrain.train.run import run_training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
+pytestmark = pytest.mark.processes
+
 RULES = {
     **{"blocks.0": "fp16", "head": "fp32", "blocks.1.ffn": "fp32", "blocks.1.ffn.0": "bf16"},
     **{"norm": "fp16", "blocks.0.ffn_norm": "bf16", "blocks.1.attention_norm": "bf16"},  # by their own names
@@ -74,7 +76,7 @@ def test_rank_0_times_for_all_ranks() -> None:
     first, second = run_ranks(2, decided, "ddp")
     assert first == second
     assert [decision["name"] for decision in first] == ["1", "2"]
-    assert first[0]["low_ms"] > 0
+    assert first[0]["bf16_ms"] > 0
     assert first[0]["float8_ms"] > 0
 
 
@@ -113,7 +115,7 @@ def test_a_resumed_run_keeps_its_decisions(tmp_path: Path) -> None:
     assert run_ranks(1, train, str(tmp_path), "train.steps=1") == [0]
     before = contract_in(tmp_path)
     assert before["decisions"]
-    assert all(decision["low_ms"] > 0 for decision in before["decisions"])
+    assert all(decision["bf16_ms"] > 0 for decision in before["decisions"])
     assert run_ranks(1, train, str(tmp_path), "train.steps=2") == [0]
     assert contract_in(tmp_path) == before, "timed again, the milliseconds would be others"
     assert run_ranks(1, train, str(tmp_path), "train.steps=3", "precision.float8.recipe=rowwise") == [0]

@@ -11,6 +11,8 @@ from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 LEAVES = [256.0, *[1.0] * 7]  # BF16 holds 256 and 1, but 256 + 1 is 256 there
 
 
@@ -34,7 +36,7 @@ def summed(rank: int, world: int, stage: int, precision: str, reduce_dtype: str)
     for value in engine.accumulate(LEAVES[rank::world]):
         engine.backward(engine(torch.full((8,), value)))
     engine.finish_gradients()
-    ((_, gradient),) = engine.state.gather_full_main_grads()
+    ((_, gradient),) = engine.state.full_main_grads()
     assert torch.equal(gradient, gradient[0].expand(8))
     return engine.contract.to_dict()["reduce"], float(gradient[0])
 

@@ -9,6 +9,8 @@ import pytest
 from tests.helpers.launch import SMALL, checkpoints, losses, newest_step, record_of, said, train, write_samples
 from tests.helpers.mishap import Mishap
 
+pytestmark = pytest.mark.processes
+
 REPRODUCIBLE = "engine.reproducible=true"
 TOLERANCE = 5e-3  # relative, for BF16 (promise P5)
 

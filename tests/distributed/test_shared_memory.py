@@ -20,9 +20,11 @@ from dtrain.distributed import host_memory as shared_memory
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError
-from dtrain.sharding import micro_batch_gradients as leaves
+from dtrain.sharding import micro_batch_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, train
+
+pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
 NUMEL = 3000  # of one rank's slice
@@ -43,22 +45,22 @@ def fill(comm: Communicator, numel: int, dtype: torch.dtype, seed: int) -> Tenso
 
 
 def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
-    """What each collective gives this rank, in place and not, twice over the same buffers."""
+    """Returns the result of each collective on this rank, in place and not, twice over the same buffers."""
     comm = communicator(shared=shared)
     got: dict[str, Tensor] = {}
     for dtype in DTYPES:
         flat, shard = fill(comm, world * NUMEL, dtype, 1), fill(comm, NUMEL, dtype, 2)
         assert comm.is_shared(flat) == comm.is_shared(shard[5:]) == shared
-        for turn in range(2):
+        for repeat in range(2):
             rows: list[Tensor] = []
             comm.all_to_all_single(flat, lambda r, rows=rows: rows.extend(x.clone() for x in r), label="s").wait()
-            got[f"slices {dtype} {turn}"] = torch.cat(rows)
+            got[f"slices {dtype} {repeat}"] = torch.cat(rows)
             output = torch.empty(world * NUMEL, dtype=dtype)
             comm.all_gather(output, shard, label="g").wait()
-            got[f"gather {dtype} {turn}"] = output
+            got[f"gather {dtype} {repeat}"] = output
             own = flat[rank * NUMEL : (rank + 1) * NUMEL]
             comm.all_gather(flat, own, label="g in place").wait()
-            got[f"gather in place {dtype} {turn}"] = flat.clone()
+            got[f"gather in place {dtype} {repeat}"] = flat.clone()
             comm.barrier()
             flat.add_(rank)
             shard.mul_(2)
@@ -69,7 +71,7 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     own = full[rank * NUMEL : (rank + 1) * NUMEL]
     comm.reduce_scatter_sum(own, full, label="rs in place").wait()
     got["reduce-scatter in place"] = own.clone()
-    # several under way at once, each of two collectives
+    # several in flight at once, each of two collectives
     tensors = [fill(comm, world * NUMEL, torch.float32, seed) for seed in (4, 5, 6)]
     pending = [comm.all_reduce_sum(tensor, label="ar") for tensor in tensors]
     for work in pending:
@@ -93,13 +95,13 @@ def test_same_bits_as_sockets(world: int) -> None:
 
 
 def _numbers(rank: int, world: int) -> Tensor:
-    alone = Communicator(None, CPU)
-    alone.rank = rank
-    return fill(alone, world * NUMEL, torch.float32, 4)
+    single_rank = Communicator(None, CPU)
+    single_rank.rank = rank
+    return fill(single_rank, world * NUMEL, torch.float32, 4)
 
 
-def refused(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
-    """Something fails on the last rank only; every rank falls back, and goes on."""
+def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
+    """Something fails on the last rank only; every rank falls back to sockets and continues."""
     comm = communicator(shared=True)
     before = comm.is_shared(comm.allocate(8, torch.float32)) if what != "other host" else True
     if rank == world - 1:
@@ -108,15 +110,15 @@ def refused(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
         elif what == "memory is short":
             os.posix_fallocate = _fail  # type: ignore[assignment]
         else:
-            shared_memory._identify_host = lambda: ["another", "host"]
+            shared_memory.host_identity = lambda: ["another", "host"]
     tensor = comm.allocate(world * 4, torch.float32)
     later = comm.allocate(4, torch.float32)
     tensor.fill_(rank + 1)
     comm.all_reduce_sum(tensor, label="sum").wait()
     right = torch.equal(tensor, torch.full_like(tensor, world * (world + 1) / 2))
-    refusal = comm._memory.refusal if comm._memory is not None else ""
+    reason = comm._memory.unsupported_reason if comm._memory is not None else ""
     assert not any((comm.is_shared(tensor), comm.is_shared(later), comm.may_share))
-    return before, refusal, right
+    return before, reason, right
 
 
 def _fail(*_: object) -> None:
@@ -132,7 +134,7 @@ def _fail(*_: object) -> None:
     ],
 )
 def test_falls_back_on_all_ranks(what: str, reason: str) -> None:
-    for result in run_ranks(2, refused, what):
+    for result in run_ranks(2, fail_to_share, what):
         assert result == (True, reason, True)
 
 
@@ -155,8 +157,8 @@ def test_leaves_no_descriptor_and_no_file() -> None:
         assert files == set()
 
 
-def lose_a_peer(rank: int, world: int, folder: str) -> tuple[str, float]:
-    """Rank 1 dies without having told that its leaf is ready."""
+def lose_a_rank(rank: int, world: int, folder: str) -> tuple[str, float]:
+    """Rank 1 dies before it has sent the ready message of its gradient."""
     comm = communicator(shared=True)
     tensor = fill(comm, world * NUMEL, torch.float32, 0)
     comm.all_reduce_sum(tensor, label="first").wait()
@@ -177,10 +179,10 @@ def lose_a_peer(rank: int, world: int, folder: str) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def test_a_killed_peer_is_an_error_at_once(tmp_path: Path) -> None:
+def test_a_killed_rank_is_an_error_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 1:\nthe process died without a word"):
-        run_ranks(2, lose_a_peer, str(tmp_path))
+        run_ranks(2, lose_a_rank, str(tmp_path))
     assert (tmp_path / "error").read_text(encoding="ascii").endswith(")")
     assert time.monotonic() - start < 20
 
@@ -197,15 +199,15 @@ def differ(rank: int, world: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("number", "collective number 7 here, of 64 bytes, and met number 8 of rank 1"),
         ("size", "of 64 bytes, and met number 7 of rank 1, of 32 bytes"),
     ],
 )
-def test_other_collectives_on_another_rank_are_an_error(what: str, told: str) -> None:
+def test_other_collectives_on_another_rank_are_an_error(what: str, message: str) -> None:
     first, second = run_ranks(2, differ, what)
-    assert told in first
+    assert message in first
     assert "of rank 0" in second
 
 
@@ -219,7 +221,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def train_both_ways(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
+def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
     runs = []
     for options in OPTIONS:
         masters = []
@@ -234,14 +236,14 @@ def train_both_ways(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_has_the_same_bits(world: int) -> None:
-    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(world, train_both_ways)[0], strict=True):
+    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(world, train_with_and_without)[0], strict=True):
         assert through_sockets
         for key, tensor in through_sockets.items():
             assert torch.equal(in_place[key], tensor), f"{options}: {key}"
 
 
 class Deep(nn.Module):
-    """More blocks than the ring holds, used in an order of its own; the head takes part first and last."""
+    """More blocks than the ring holds, used in any order; the head is used first and last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,15 +258,15 @@ class Deep(nn.Module):
 
 
 def train_deep(rank: int, world: int) -> list[dict[str, Tensor]]:
-    """Leaves go round the ring; those that come out of order are put elsewhere first; ranks run at their own speed."""
-    leaves.MAX_BYTES_IN_FLIGHT = 1
+    """Gradients reuse the ring; those out of order lie in private memory first; ranks run at their own speed."""
+    micro_batch_gradients.MAX_BYTES_IN_FLIGHT = 1
     masters = []
     for shared in (False, True):
         torch.manual_seed(0)
         rng = random.Random(rank)
         engine = dtrain.initialize(Deep(), precision="bf16", seed=0, comm=communicator(shared=shared))
         assert isinstance(engine, NativeEngine)
-        assert (engine.state._leaves._ring is not None) == shared
+        assert (engine.state._gradient_buffers._ring_memory is not None) == shared
         for step in range(6):
             order = list(range(8)) if step % 2 else [3, 1, 7, 0, 2, 6, 5, 4]
             for micro in engine.accumulate(range(3)):
@@ -276,7 +278,7 @@ def train_deep(rank: int, world: int) -> list[dict[str, Tensor]]:
     return masters
 
 
-def test_a_ring_that_is_used_again_and_again() -> None:
+def test_a_ring_that_is_reused_many_times() -> None:
     through_sockets, in_place = run_ranks(2, train_deep)[0]
     for key, tensor in through_sockets.items():
         assert torch.equal(in_place[key], tensor), key

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import dtrain
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
+
+pytestmark = pytest.mark.processes
 
 RUN = Run("transformer", accumulation=2, options={"precision": "fp16"})
 

@@ -31,6 +31,8 @@ from tests.helpers.host_reads import like_a_gpu
 from tests.helpers.launch import Job
 from tests.helpers.ranks import RankFailure, run_ranks
 
+pytestmark = pytest.mark.processes
+
 MICRO_BATCHES = 4
 ENGINES = [("native", 1), ("native", 3), ("fsdp2", 3), ("ddp", 0), ("deepspeed", 3)]
 
@@ -136,7 +138,7 @@ def _train_through_saves(rank: int, world: int, name: str, stage: int, directory
     with instead("write", failing(errno.ENOSPC)) if rank == world - 1 else instead("write", slow(0.3)):
         engine.save(directory, asynchronous=True)
         if rank == world - 1:
-            until(lambda: engine._saver.has_failed)
+            until(lambda: engine._checkpointer.has_failed)
         assert train_step(engine, MICRO_BATCHES).applied, "its vote says so"
         began = time.monotonic()
         failure = raised(lambda: train_step(engine, MICRO_BATCHES))
@@ -213,7 +215,7 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
         train_step(engine, MICRO_BATCHES)
         with instead("rename" if rank == 0 else "write", failing(errno.EIO) if rank == 0 else slow(0)):
             engine.save(directory, asynchronous=True)
-            engine._saver._thread.join()  # type: ignore[union-attr]
+            engine._checkpointer._saver._thread.join()  # type: ignore[union-attr]
         messages.append(raised(collect))
         assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
     state = {"when": object()} if rank == 0 else {}
@@ -251,7 +253,7 @@ def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, 
         with instead("write", failing(errno.EIO) if rank == world - 1 else slow(0)):
             engine.save(directory, asynchronous=True)
             if rank == world - 1:
-                until(lambda: engine._saver.has_failed)
+                until(lambda: engine._checkpointer.has_failed)
             outcome = train_step(engine, MICRO_BATCHES)  # its vote says so
             assert looks[-1] != engine.attempted_steps - 1, "nobody has looked at it yet"
             if rank == 0:
@@ -309,7 +311,7 @@ def _dies_while_saving(rank: int, world: int, directory: Path) -> None:
         with pytest.raises(CommunicationError):
             train_steps(engine, 50)
         began = time.monotonic()
-        engine.leave_save(give_up=True)
+        engine.leave_save(cancel=True)
         assert time.monotonic() - began < 2, "it writes on in vain"
     assert not any(thread.name == "dtrain-save" for thread in threading.enumerate())
 
@@ -352,7 +354,7 @@ def _hangs_while_saving(rank: int, world: int, folder: Path) -> float:
         began = time.monotonic()
         with pytest.raises(CommunicationError):
             train_step(engine, MICRO_BATCHES)
-        engine.leave_save(give_up=True)
+        engine.leave_save(cancel=True)
         return time.monotonic() - began
 
 

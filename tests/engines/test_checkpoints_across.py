@@ -20,6 +20,8 @@ from tests.engines.helpers import batch, start, state_digests, train_step
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ENGINES = ("native", "fsdp2", "deepspeed", "ddp")
 MICRO_BATCHES = 6  # of a step before the save, on 1, 2 or 3 ranks
 NUM_LOSSES = 20

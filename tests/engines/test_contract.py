@@ -20,6 +20,8 @@ from dtrain.errors import ConfigError, ContractError
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 WORLD = 2
 
 
@@ -31,7 +33,7 @@ def lower_a_moment(engine: Any) -> None:
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()
     else:
-        moments = engine._holdings._values["exp_avg"]
+        moments = engine._local_shards._values["exp_avg"]
         moments[0] = moments[0].bfloat16()
 
 

@@ -17,17 +17,19 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.weights import KeptWeights
+from dtrain.precision.float8.weights import CachedWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step
 from tests.engines.helpers import held, same, state_digests
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 ENGINES = [
     (name, stage)
     for name, engine in CAPABILITIES.items()
-    if engine.takes("precision", "fp8")
+    if engine.supports("precision", "fp8")
     for stage in engine.values("zero_stage")
 ]
 ROWWISE = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise"))
@@ -84,7 +86,7 @@ def watch_ddp(rank: int, world: int, folder: Path) -> None:
     engine = start("ddp", 0)
     engine.save(folder)
     name, linear = next(iter(float8_linears(engine).items()))
-    source = cast(KeptWeights, linear.source)
+    source = cast(CachedWeights, linear.source)
     weight = linear.get_parameter("weight")
 
     def copies() -> Tensor:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.engines.helpers import start, train_step
 from tests.engines.test_checkpoints_across import fingerprints
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 CHAIN = [
     ("native", 2, 1),

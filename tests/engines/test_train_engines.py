@@ -20,6 +20,8 @@ from tests.helpers.launch import (
     write_samples,
 )
 
+pytestmark = pytest.mark.processes
+
 WORLD = 2
 STEPS = 8
 COMMAND = (*CORE, "schedule=constant", f"train.steps={STEPS}", f"train.eval_every={STEPS}")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers.launch import losses, record_of, said, summary, train
 
+pytestmark = pytest.mark.processes
+
 SMALL = (
     "data=text",  # a part of what data=stdlib reads
     f"data.files={Path(asyncio.__file__).parent}/*.py",

@@ -161,6 +161,7 @@ CASES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", CASES)
 def test_all_skip_and_the_next_step_is_clean(tmp_path: Path, engine: str) -> None:
     cases = CASES[engine]

@@ -1,4 +1,4 @@
-"""A save that fails or dies at any of its calls into the file system leaves the last good checkpoint as it was."""
+"""A save that fails or is killed at any file system call leaves the last good checkpoint unchanged (F2, F10)."""
 
 import errno
 import os
@@ -20,9 +20,9 @@ from tests.helpers.checkpoints import (
     ALONE,
     assert_holds,
     make_tensors,
-    pieces_of,
     save_good,
     save_threads,
+    shards_of,
 )
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -43,7 +43,7 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 class Seam:
-    """Wraps every function of the storage seam: counts the calls, and at one of them does something else."""
+    """Wraps every function of ``storage``: records the calls and runs ``act`` before each of them."""
 
     def __init__(self, patch: pytest.MonkeyPatch, act: Callable[[int, Call], None] = lambda index, call: None) -> None:
         self.calls: list[Call] = []
@@ -66,7 +66,7 @@ class Seam:
         return call
 
     def is_at(self, call: Call, function: str, what: str) -> bool:
-        """Whether a call is one of ``function`` for a file whose name begins with ``what``."""
+        """Whether a call is ``function`` on a file whose name starts with ``what``."""
         name, (target, *_) = call
         if name == "sync_directory" and (target / "step-00000300").exists():
             return (function, what) == COMMITTED
@@ -74,7 +74,7 @@ class Seam:
 
 
 def prepare(directory: Path) -> None:
-    """Two good checkpoints and what a crash has left, so that a save commits, sweeps and retires."""
+    """Two good checkpoints and leftovers of a crash, so that a save commits, cleans up and deletes."""
     for step in (100, 200):
         save_good(directory, step)
     leftover = directory / "step-00000250.tmp-ab12cd34"
@@ -84,7 +84,7 @@ def prepare(directory: Path) -> None:
 
 
 def assert_sound(directory: Path, *, newest: int) -> None:
-    """What is visible verifies, the newest of it holds what was saved, and the next save leaves nothing behind."""
+    """Visible checkpoints verify, the newest holds what was saved, and the next save leaves no leftovers."""
     assert verify(directory).ok
     reader = open_newest(directory, ALONE)
     assert reader.step == newest
@@ -100,7 +100,7 @@ def names_of(calls: list[Call]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def points(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """The calls of one save by one rank."""
+    """Recorded calls of one save by one rank."""
     directory = tmp_path_factory.mktemp("points")
     prepare(directory)
     with pytest.MonkeyPatch.context() as patch:
@@ -110,24 +110,24 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
 
 
 def test_order_of_the_protocol(points: list[Call]) -> None:
-    """Bytes, then their names, then the commit, then the proof of the commit, and only then anything old goes."""
+    """Order: data, directory entries, the commit's rename, its fsync, and only then the deletion of old checkpoints."""
     names = names_of(points)
     temporary = next(name.split()[1] for name in names if name.startswith("make_directory"))
     begin, manifest = names.index(f"make_directory {temporary}"), names.index("create manifest.json")
-    taking, order = names[:begin], names[begin : manifest + 7]
-    assert taking.pop(0).startswith("sync_directory ")  # of the directory's own name, whoever made it
-    lease = taking[0].split()[1]
+    acquiring, order = names[:begin], names[begin : manifest + 7]
+    assert acquiring.pop(0).startswith("sync_directory ")  # makes the directory's own name durable, whoever created it
+    lease = acquiring[0].split()[1]
     assert re.fullmatch(r"lease-00000001\.tmp-[0-9a-f]{8}", lease)
-    assert taking[:5] == [
+    assert acquiring[:5] == [
         f"create {lease}",
         "write ",
         "sync ",
         f"link {lease} lease-00000001.json",
         f"remove_file {lease}",
     ]
-    assert re.fullmatch(r"rename step-00000250\.tmp-ab12cd34 step-00000250\.tmp-[0-9a-f]{8}", taking[5])
-    assert taking[6] == "sync_directory points0"
-    assert {name.split()[0] for name in taking[7:]} == {"remove_file", "remove_directory"}  # the sweep
+    assert re.fullmatch(r"rename step-00000250\.tmp-ab12cd34 step-00000250\.tmp-[0-9a-f]{8}", acquiring[5])
+    assert acquiring[6] == "sync_directory points0"
+    assert {name.split()[0] for name in acquiring[7:]} == {"remove_file", "remove_directory"}  # clean up
     assert order == [
         f"make_directory {temporary}",
         "create r0000.safetensors",
@@ -142,8 +142,10 @@ def test_order_of_the_protocol(points: list[Call]) -> None:
         f"rename {temporary} step-00000300",
         "sync_directory points0",
     ]
-    retired, synced, *removals, release, closed = names[begin + len(order) :]
-    assert retired.startswith("rename step-00000100 step-00000100.tmp-")  # no longer visible before it is incomplete
+    renamed, synced, *removals, release, closed = names[begin + len(order) :]
+    assert renamed.startswith(
+        "rename step-00000100 step-00000100.tmp-"
+    )  # loses its committed name before any file is removed
     assert synced == "sync_directory points0"
     assert all(name.startswith("remove_") for name in removals)
     assert [release, closed] == ["remove_file lease-00000001.json", "close "]
@@ -151,7 +153,7 @@ def test_order_of_the_protocol(points: list[Call]) -> None:
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs ``work`` in a forked child; its exit code, or minus the signal that ended it."""
+    """Runs ``work`` in a forked child; returns its exit code, or minus the signal that ended it."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -248,7 +250,7 @@ UNTIL_COMMIT = [
     ("rename", "step-00000300.tmp"),
     COMMITTED,
 ]
-SWEEP = UNTIL_COMMIT[:4]
+CLEAN_UP = UNTIL_COMMIT[:4]
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
@@ -274,15 +276,15 @@ def test_failure_reaches_every_rank_and_hurts_nothing(
     assert len({str(error) for error in results}) == 1
     assert re.search(r"step-00000300 failed on rank [01]( \(and on 1 more\))?: ", str(results[0]))
     assert what != "r0001" or lasting or "failed on rank 1: " in str(results[0])
-    assert (function, what) not in LEASE + SWEEP or "failed on rank 0: " in str(results[0])
+    assert (function, what) not in LEASE + CLEAN_UP or "failed on rank 0: " in str(results[0])
     assert f"{os.strerror(fault)} (errno {fault})" in str(results[0])
-    # where even taking the commit's rename back fails, the checkpoint is there, and whole
+    # where even acquiring the commit's rename back fails, the checkpoint is there, and whole
     stays = lasting and (function, what) == COMMITTED
     if not lasting:
         left = sorted(path.name for path in directory.iterdir())
         visible = [name for name in left if ".tmp-" not in name]
         assert visible == ["step-00000100", "step-00000200"]
-        assert left == visible or (function, what) in LEASE + SWEEP
+        assert left == visible or (function, what) in LEASE + CLEAN_UP
     assert verify(directory).ok
     assert open_newest(directory, ALONE).step == (300 if stays else 200)
     if not stays:
@@ -291,30 +293,30 @@ def test_failure_reaches_every_rank_and_hurts_nothing(
 
 
 @pytest.mark.parametrize("function", ["rename", "sync_directory", "remove_file", "remove_directory"])
-def test_failure_to_remove_old_ones_is_no_failed_save(
+def test_failure_to_delete_old_checkpoints_does_not_fail_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     directory = tmp_path / "checkpoints"
     for step in (100, 200):
         save_good(directory, step)
-    retiring = threading.Event()
+    deleting = threading.Event()
 
     def act(index: int, call: Call) -> None:
         name, args = call
         if name == "rename" and Path(args[0]).name == "step-00000100":
-            retiring.set()
-        if retiring.is_set() and name == function:
+            deleting.set()
+        if deleting.is_set() and name == function:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
         Seam(patch, act)
         assert save_threads(directory, 300) == [directory / "step-00000300"] * 2
-    assert retiring.is_set()
+    assert deleting.is_set()
     assert verify(directory).ok
     assert_sound(directory, newest=300)
 
 
-def test_nothing_is_written_over(tmp_path: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     for name in ("file", "link"):
@@ -362,7 +364,7 @@ def _dies_in_its_write(rank: int, world: int, directory: Path) -> None:
     comm: Communicator = connect(ALONE.device)
     if rank == 1:
         Seam(pytest.MonkeyPatch(), lambda index, call: die() if call[0] == "sync" else None)
-    save(directory, Snapshot(300, pieces_of(make_tensors(300), rank, world), {}), comm)
+    save(directory, Snapshot(300, shards_of(make_tensors(300), rank, world), {}), comm)
 
 
 def test_one_real_rank_killed_in_a_save(tmp_path: Path) -> None:

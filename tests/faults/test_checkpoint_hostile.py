@@ -20,7 +20,7 @@ import torch
 
 from dtrain.checkpoint import list_checkpoints, open_newest, verify
 from dtrain.checkpoint.format.manifest import canonical_json
-from dtrain.checkpoint.lease.lease import Pace, hold
+from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.errors import CheckpointError
 from dtrain.tools.checkpoint.cli import main
 from tests.helpers.audit import install, watched
@@ -275,7 +275,7 @@ LEASES: dict[str, Damage] = {  # in a directory of checkpoints
 def save_where(directory: Path) -> str:
     """Saves in a directory with a hostile lease whose holder shows no sign of life; what was not as it should be."""
     try:
-        with hold(directory, Pace(limit_s=0)):
+        with hold(directory, LeaseTiming(limit_s=0)):
             save_good(directory, 300, 1)
     except CheckpointError as error:
         return "" if len(str(error)) < 2000 and str(error).isprintable() else f"says {error!s:.300}"
@@ -288,7 +288,7 @@ def out_of_time(*_: object) -> None:
     raise TimeoutError(f"it takes more than {SECONDS} s")
 
 
-def watch_one(folder: Path, template: Path, damage: Damage, look: Callable[[Path], str]) -> str:
+def watch_one(folder: Path, template: Path, damage: Damage, read_lease: Callable[[Path], str]) -> str:
     """What was wrong with one hostile file, in a process that is watched: what it did, or how long it took."""
     directory = folder / "hostile" / "checkpoints"
     shutil.copytree(template, directory)
@@ -296,7 +296,7 @@ def watch_one(folder: Path, template: Path, damage: Damage, look: Callable[[Path
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         with watched(directory.parent) as seen:
-            problem = look(directory)
+            problem = read_lease(directory)
     except BaseException as error:
         problem = f"{type(error).__name__}: {error!s:.300}"
     signal.setitimer(signal.ITIMER_REAL, 0)
@@ -325,8 +325,8 @@ def try_all(rank: int, world: int, folder: Path) -> dict[str, str]:
     def ignored(directory: Path) -> str:
         return outcome(directory / NEWEST, refused=False)
 
-    for look in (refused, save_where):  # what is imported when it is first needed
-        watch_one(folder, template, at_newest(file(R0, b"")), look)
+    for read_lease in (refused, save_where):  # what is imported when it is first needed
+        watch_one(folder, template, at_newest(file(R0, b"")), read_lease)
     found = {name: watch_one(folder, template, at_newest(damage), refused) for name, damage in REFUSED.items()}
     found |= {name: watch_one(folder, template, at_newest(damage), ignored) for name, damage in IGNORED.items()}
     found |= {name: watch_one(folder, template, damage, save_where) for name, damage in LEASES.items()}

@@ -49,7 +49,7 @@ def _rank(rank: int, world: int, config: RunConfig, env: dict[str, str], log: st
 
 
 CHECKPOINT = "dtrain.checkpoint"
-FIRST_SAVE = f"{CHECKPOINT}.saver:save"
+FIRST_SAVE = f"{CHECKPOINT}.async_saver:save"
 
 
 @dataclass
@@ -187,7 +187,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "lease: its file": (f"{CHECKPOINT}.storage:create", 1, 0),
     "lease: its content": (f"{CHECKPOINT}.storage:write", 1, 0),
     "lease: its name": (f"{CHECKPOINT}.storage:link", 1, 0),
-    "lease: leftovers": (f"{CHECKPOINT}.lease:_clear", 1, 0),
+    "lease: leftovers": (f"{CHECKPOINT}.lease.lease:_clear_leftovers", 1, 0),
     "step: forward": ("dtrain.models.transformer:Attention.forward", 7, -1),
     "step: reduction": ("dtrain.distributed.communicator:Communicator.all_to_all_single", 20, -1),
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
@@ -196,8 +196,8 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "step: gather": ("dtrain.distributed.communicator:Communicator.all_gather", 9, -1),
     "step: metrics": ("dtrain.telemetry.metrics:MetricsFile._append", 4, 0),
     "save: copy": (f"{CHECKPOINT}.snapshot:HostCopy.take", 2, -1),
-    "save: thread": (f"{CHECKPOINT}.saver:save", 1, -1),
-    "save: begin": (f"{CHECKPOINT}.writer:_begin", 2, 0),
+    "save: thread": (f"{CHECKPOINT}.async_saver:save", 1, -1),
+    "save: begin": (f"{CHECKPOINT}.commit:_begin", 2, 0),
     "save: directory": (f"{CHECKPOINT}.storage:make_directory", 2, 0),
     "save: file": (f"{CHECKPOINT}.storage:create", 1, -1),
     "save: all files": (f"{CHECKPOINT}.storage:create", 2, None),
@@ -205,22 +205,22 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "save: all bytes": (f"{CHECKPOINT}.storage:write", 12, None),
     "save: fsync": (f"{CHECKPOINT}.storage:sync", 2, -1),
     "save: close": (f"{CHECKPOINT}.storage:close", 2, -1),
-    "save: reports": (f"{CHECKPOINT}.writer:_assemble", 2, 0),
+    "save: reports": (f"{CHECKPOINT}.commit:_assemble", 2, 0),
     "save: manifest": (f"{CHECKPOINT}.storage:create", 3, 0),
     "save: manifest's fsync": (f"{CHECKPOINT}.storage:sync", 3, 0),
     "save: directory's fsync": (f"{CHECKPOINT}.storage:sync_directory", 1, 0),
-    "save: lease check": (f"{CHECKPOINT}.lease:Lease.check", 2, 0),
-    "save: commit": (f"{CHECKPOINT}.writer:_commit", 2, 0),
+    "save: lease check": (f"{CHECKPOINT}.lease.lease:Lease.check", 2, 0),
+    "save: commit": (f"{CHECKPOINT}.commit:_commit", 2, 0),
     "save: rename": (f"{CHECKPOINT}.storage:rename", 2, 0),
     "save: names' fsync": (f"{CHECKPOINT}.storage:sync_directory", 4, 0),
-    "retire: choice": (f"{CHECKPOINT}.writer:find_retired", 2, 0),
-    "retire: rename": (f"{CHECKPOINT}.writer:retire", 1, 0),
-    "retire: files": (f"{CHECKPOINT}.storage:remove_file", 4, 0),
-    "retire: directory": (f"{CHECKPOINT}.storage:remove_directory", 2, 0),
-    "save: wait": (f"{CHECKPOINT}.saver:Saver.wait", 6, -1),
+    "delete: choice": (f"{CHECKPOINT}.commit:find_expired", 2, 0),
+    "delete: rename": (f"{CHECKPOINT}.commit:delete_checkpoint", 1, 0),
+    "delete: files": (f"{CHECKPOINT}.storage:remove_file", 4, 0),
+    "delete: directory": (f"{CHECKPOINT}.storage:remove_directory", 2, 0),
+    "save: wait": (f"{CHECKPOINT}.async_saver:AsyncSaver.wait", 6, -1),
     "end: validation": ("dtrain.train.trainer:validation_loss", 1, -1),
     "end: summary": ("dtrain.train.run:write_summary", 1, 0),
-    "end: lease": (f"{CHECKPOINT}.lease:Lease.release", 1, 0),
+    "end: lease": (f"{CHECKPOINT}.lease.lease:Lease.release", 1, 0),
 }
 
 

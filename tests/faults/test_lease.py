@@ -23,14 +23,14 @@ import torch.distributed as dist
 
 from dtrain.checkpoint import Snapshot, open_newest, save, storage, verify
 from dtrain.checkpoint.lease import lease
-from dtrain.checkpoint.lease.lease import Pace, hold
-from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
+from dtrain.checkpoint.lease.lease import LeaseTiming, hold
+from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError, DtrainError
 from dtrain.train.run import run_training
-from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, pieces_of, save_good
+from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of, write_samples
 from tests.helpers.mishap import Mishap
@@ -50,7 +50,7 @@ def _train(config: RunConfig, env: dict[str, str], log: Path, pace: tuple[float,
         os.environ.pop(name, None)
     os.environ.update(env)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    lease.PACE = Pace(*pace)
+    lease.TIMING = LeaseTiming(*pace)
     try:
         code = run_training(config)
     except DtrainError as error:
@@ -221,7 +221,7 @@ def test_stopped_for_long_and_continued(
         second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
         second.send(signal.SIGSTOP)
         second.wait_until(second.is_stopped)
-        assert f"no sign of life from process {first.pid} on " in second.said
+        assert f"no heartbeat from process {first.pid} on " in second.said
         names = checkpoints(run_dir)
         first.send(signal.SIGCONT)
         assert first.wait() == 1
@@ -253,7 +253,7 @@ def test_stopped_for_less_than_the_limit(tmp_path: Path, config: RunConfig, whol
         first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
         first.wait_until(first.is_stopped)
         second = start(run_dir, config, "other")
-        second.wait_until(lambda: "waiting 30 s for a sign" in second.said)
+        second.wait_until(lambda: "waiting 30 s for a heartbeat" in second.said)
         first.send(signal.SIGCONT)
         assert second.wait() == 2
         assert refused(second, by=first)
@@ -270,7 +270,7 @@ def test_stale_lease_of_another_system(tmp_path: Path, config: RunConfig, whole:
         job = start(run_dir, config, "one", pace=QUICK)
         job.wait_until(lambda: "lease-00000042.json" in checkpoints(run_dir))
         assert job.wait() == 0
-    assert re.search(r"is held by .*\n.*taking over .*: no sign of life from process \d+ on elsewhere", job.said)
+    assert re.search(r"is held by .*\n.*taking over .*: no heartbeat from process \d+ on elsewhere", job.said)
     assert record_of(run_dir) == whole
 
 
@@ -284,7 +284,7 @@ def _compete(directory: Path, log: int, rounds: int, seed: int) -> None:
     done = 0
     while done < rounds:
         try:
-            with hold(directory, Pace(0.01, 30.0, 0.001)) as held:
+            with hold(directory, LeaseTiming(0.01, 30.0, 0.001)) as held:
                 held.check()
                 os.write(log, f"{pid} has it\n".encode())
                 time.sleep(dice.random() * 0.004)
@@ -321,7 +321,7 @@ def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
         for (one, taken), (other, left) in zip(turns[::2], turns[1::2], strict=True):
             assert (taken, left) == ("has it", "leaves it")
             assert one == other
-        state = look(folder / "checkpoints")
+        state = read_lease(folder / "checkpoints")
         assert state is None or (state.holder is not None and state.holder.has_ended())
         num_turns += len(turns) // 2
     assert num_turns >= 15
@@ -331,7 +331,7 @@ def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
 def _race(directory: Path, ready: int, over: int, results: int) -> None:
     os.read(ready, 1)  # returns when the parent has closed it
     try:
-        with hold(directory, Pace(0.02, 1.0, 0.001)):
+        with hold(directory, LeaseTiming(0.02, 1.0, 0.001)):
             os.write(results, b"1")
             os.read(over, 1)  # the others have seen a sign of life
     except CheckpointError:
@@ -382,7 +382,7 @@ def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "sync_directory", take_over)
         with pytest.raises(CheckpointError, match=r"taken over from this process, .*, by process \d+ on elsewhere"):
-            save(tmp_path, Snapshot(200, pieces_of(make_tensors(200), 0, 1), {}), ALONE)
+            save(tmp_path, Snapshot(200, shards_of(make_tensors(200), 0, 1), {}), ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lease-00000002.json", "step-00000100"]
     assert_holds(open_newest(tmp_path, ALONE), make_tensors(100))
 
@@ -408,8 +408,8 @@ def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> No
 def _save_in_a_hurry(rank: int, world: int, directory: Path) -> Path:
     """Saves with collectives that wait for 1.5 s only."""
     comm = Communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5)), torch.device("cpu"))
-    lease.PACE = Pace(limit_s=2.5, poll_s=0.1)
-    return save(directory, Snapshot(100, pieces_of(make_tensors(100), rank, world), {}), comm)
+    lease.TIMING = LeaseTiming(limit_s=2.5, poll_s=0.1)
+    return save(directory, Snapshot(100, shards_of(make_tensors(100), rank, world), {}), comm)
 
 
 def test_a_save_waits_for_a_stale_lease_longer_than_a_collective_may_take(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The tests of checkpoints are worth something: without one fsync, rename or check of the product, one of them fails.
+"""Mutation tests: without one fsync, rename or check of the product, a named test of the suite fails.
 
-Each case takes one thing out of the product, runs the very test that the suite runs, and expects it to fail. Single
-fsyncs are dropped one by one in ``test_power_cut``.
+Each case disables one thing in the product, runs a test of the suite and expects it to fail. ``test_power_cut`` drops
+the fsyncs one by one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from dtrain.checkpoint import storage
 from dtrain.checkpoint.directory import step_name
 from dtrain.checkpoint.format import integrity, manifest
-from dtrain.checkpoint.format.container import read_header
+from dtrain.checkpoint.format.safetensors_file import read_header
 from tests.faults import test_checkpoint_damage as damage
 from tests.faults import test_lease as leases
 from tests.faults import test_power_cut as power_cut
@@ -30,11 +30,11 @@ Test = Callable[[Path], None]
 CHECKPOINT = "dtrain.checkpoint"
 
 
-# -- what is taken out -------------------------------------------------------------------------------------------------
+# -- mutations -------------------------------------------------------------------------------------------------------
 
 
 class StorageWithout:
-    """The storage seam, as one module sees it, with a function that does nothing."""
+    """The ``storage`` module with one function that does nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -47,8 +47,8 @@ def without(function: str, module: str) -> Mutation:
     return lambda patch: patch.setattr(f"{CHECKPOINT}.{module}.storage", StorageWithout(function))
 
 
-def replaced(place: str, value: Any) -> Mutation:
-    return lambda patch: patch.setattr(f"{CHECKPOINT}.{place}", value)
+def replaced(name: str, value: Any) -> Mutation:
+    return lambda patch: patch.setattr(f"{CHECKPOINT}.{name}", value)
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
@@ -56,13 +56,13 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def in_place(patch: pytest.MonkeyPatch) -> None:
-    """A save writes to the final name at once."""
-    patch.setattr(f"{CHECKPOINT}.writer.temporary_path", lambda directory, step: directory / step_name(step))
-    without("rename", "writer")(patch)
+    """A save writes to the final name directly."""
+    patch.setattr(f"{CHECKPOINT}.commit.temporary_path", lambda directory, step: directory / step_name(step))
+    without("rename", "commit")(patch)
 
 
 class Agreeing(str):
-    """A hash that equals whatever it is compared with."""
+    """A hash that equals everything."""
 
     __hash__ = str.__hash__
 
@@ -74,17 +74,17 @@ class Agreeing(str):
 
 
 def agreeing_hashes(patch: pytest.MonkeyPatch) -> None:
-    """The files' bytes are hashed, and any hash will do."""
+    """The files are hashed, but every hash is accepted."""
 
     def sha256(data: bytes = b"") -> SimpleNamespace:
         digest = hashlib.sha256(data)
         return SimpleNamespace(update=digest.update, hexdigest=lambda: Agreeing(digest.hexdigest()))
 
-    patch.setattr(f"{CHECKPOINT}.integrity.hashlib", SimpleNamespace(sha256=sha256))
+    patch.setattr(f"{CHECKPOINT}.format.integrity.hashlib", SimpleNamespace(sha256=sha256))
 
 
 def unchecked_manifest(patch: pytest.MonkeyPatch) -> None:
-    """Line 1 of the manifest may say anything."""
+    """Line 1 of the manifest is not checked."""
     decode = manifest.Manifest.decode
 
     def lenient(data: bytes) -> manifest.Manifest:
@@ -101,10 +101,10 @@ def unchecked_headers(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def no_sweep(patch: pytest.MonkeyPatch) -> None:
-    """Neither a save nor a new holder of the lease removes what others left."""
-    for module in ("writer", "lease"):
-        patch.setattr(f"{CHECKPOINT}.{module}.sweep", nothing)
+def no_clean_up(patch: pytest.MonkeyPatch) -> None:
+    """Neither a save nor a new holder of the lease removes leftovers."""
+    for module in ("commit", "lease.lease"):
+        patch.setattr(f"{CHECKPOINT}.{module}.clean_up", nothing)
 
 
 # -- the tests that must fail then -------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def no_sweep(patch: pytest.MonkeyPatch) -> None:
 def cut_power_in(scenario: str) -> Test:
     def test(folder: Path) -> None:
         recording = power_cut.record(power_cut.SCENARIOS[scenario], folder / "work")
-        counts = FaultCounts("", full=False, folder=None, tallies={})
+        counts = FaultCounts("", full=False, folder=None, totals={})
         power_cut.test_every_state_after_a_power_cut({scenario: recording}, counts)
 
     return test
@@ -130,35 +130,35 @@ def damaged_by(case: str) -> Test:
 
 
 def gap_between_ranks(folder: Path) -> None:
-    message = "master:w: nobody holds elements 10 to 20 (between rank 0 and rank 1)"
-    roundtrip.test_pieces_that_do_not_tile_are_refused(folder, [(0, 10), (20, 35)], message)
+    message = "master:w: no rank or file holds elements 10 to 20 (between rank 0 and rank 1)"
+    roundtrip.test_shards_that_do_not_tile_are_refused(folder, [(0, 10), (20, 35)], message)
 
 
 CASES: dict[str, tuple[Mutation, Test]] = {
-    "fsync of the files": (without("sync", "shard_file"), cut_power_in("first save of a run")),
-    "fsync of the names": (without("sync_directory", "writer"), cut_power_in("first save of a run")),
+    "fsync of the files": (without("sync", "format.shard_file"), cut_power_in("first save of a run")),
+    "fsync of the names": (without("sync_directory", "commit"), cut_power_in("first save of a run")),
     "fsync of new directories": (without("sync_directory", "directory"), cut_power_in("first save of a run")),
-    "fsync before the removal": (without("sync_directory", "directory"), cut_power_in("retires")),
-    "the commit's rename": (without("rename", "writer"), cut_power_in("first save of a run")),
+    "fsync before the removal": (without("sync_directory", "directory"), cut_power_in("deletes")),
+    "the commit's rename": (without("rename", "commit"), cut_power_in("first save of a run")),
     "the temporary name": (in_place, cut_power_in("first save of a run")),
-    "the rename of what is retired": (without("rename", "directory"), cut_power_in("retires")),
-    "the sweep": (no_sweep, cut_power_in("sweeps")),
+    "the rename before a deletion": (without("rename", "directory"), cut_power_in("deletes")),
+    "the clean-up": (no_clean_up, cut_power_in("cleans up")),
     "the manifest's hash": (unchecked_manifest, damaged_by("flip-manifest-0.01")),
     "the files' hashes": (agreeing_hashes, damaged_by("last-block-zeroed")),
     "the set of files": (replaced("reader.check_files", nothing), damaged_by("extra-pickle")),
     "fingerprints of files": (replaced("reader.check_fingerprints", nothing), damaged_by("data-flipped")),
     "fingerprints in place": (
         replaced("reader.CheckpointReader.check_fingerprints", nothing),
-        roundtrip.test_fingerprints_catch_what_was_placed_wrongly,
+        roundtrip.test_fingerprints_detect_wrongly_loaded_values,
     ),
-    "tiling at a save": (replaced("writer.check_tiling", nothing), gap_between_ranks),
-    "tiling at a load": (replaced("manifest.check_tiling", nothing), damaged_by("gap")),
+    "tiling at a save": (replaced("commit.check_tiling", nothing), gap_between_ranks),
+    "tiling at a load": (replaced("format.manifest.check_tiling", nothing), damaged_by("gap")),
     "the lease at the commit": (
-        replaced("lease.Lease.check", nothing),
+        replaced("lease.lease.Lease.check", nothing),
         leases.test_a_save_that_has_lost_the_lease_is_not_committed,
     ),
     "the lease at a removal": (
-        replaced("lease.Lease.check", nothing),
+        replaced("lease.lease.Lease.check", nothing),
         leases.test_old_checkpoints_are_not_removed_without_the_lease,
     ),
     "headers": (unchecked_headers, damaged_by("header-other-shape")),
@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Mutation, Test]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_is_noticed_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_mutation_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mutation, test = CASES[name]
     mutation(monkeypatch)
     with pytest.raises((AssertionError, pytest.fail.Exception)):

@@ -1,7 +1,7 @@
-"""A power cut at any instant of a save or load leaves a disk from which a run goes on (F15).
+"""After a power cut at any instant of a save or load, a run resumes from the disk (F15).
 
-Every change to the file system is recorded, and every state that a disk may be in after a cut is one of the model's in
-``tests.helpers.power_cut``; a sample of them is written out, looked at, loaded and saved to.
+The changes to the file system are recorded. The model in ``tests.helpers.power_cut`` derives the disk states that a cut
+may leave; a sample of them is written out, verified, loaded and saved to.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from dtrain.checkpoint import open_newest, storage, verify
-from dtrain.checkpoint.directory import NoCheckpointError, committed
-from dtrain.checkpoint.lease.lease import Pace, hold
+from dtrain.checkpoint.directory import NoCheckpointError, committed_checkpoints
+from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.retention import Retention
 from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError
@@ -35,22 +35,22 @@ RUN = "run/checkpoints"
 
 
 class Killed(BaseException):
-    """Instead of a SIGKILL: nothing on the way handles it."""
+    """Simulates SIGKILL: no handler catches it."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is there before, and what is then recorded; both in ``root``, a directory."""
+    """The state before, and the recorded work; both get the directory of checkpoints."""
 
     prepare: Callable[[Path], None]
     work: Callable[[Path, Recorder], None]
-    newest: int = 200  # the step that is good before; -1: none
-    damaged: str = ""  # the directory that is damaged before
+    newest: int = 200  # newest good step before; -1: none
+    damaged: str = ""  # name of the damaged directory before, if any
 
 
 def next_save(directory: Path, step: int) -> None:
-    """A save by a job that starts where another one has ended without a word."""
-    with hold(directory, Pace(limit_s=0)):
+    """A save by a job that starts after another one was killed."""
+    with hold(directory, LeaseTiming(limit_s=0)):
         save_good(directory, step, 1)
 
 
@@ -95,7 +95,7 @@ def loads_and_saves(directory: Path, recorder: Recorder) -> None:
 def failing(
     name: str, matches: Callable[[Path], bool], failure: BaseException, *, lasting: bool = False
 ) -> pytest.MonkeyPatch:
-    """Makes the first call with such a path raise; all later calls too where the failure lasts."""
+    """Makes the first matching call raise, and all later calls too if the failure lasts."""
     patch, failed = pytest.MonkeyPatch(), False
 
     def wrap(function: str, real: Callable[..., object]) -> Callable[..., object]:
@@ -115,7 +115,7 @@ def failing(
 
 
 def killed_in_a_new_directory(directory: Path, recorder: Recorder) -> None:
-    """Before the directory's name is durable; the next job finds it there."""
+    """Killed before the directory's name is durable; the next job finds the directory."""
     patch = failing("sync_directory", lambda path: path == directory.parents[1], Killed(), lasting=True)
     with pytest.raises(Killed):
         save_good(directory, 300, 1)
@@ -125,15 +125,15 @@ def killed_in_a_new_directory(directory: Path, recorder: Recorder) -> None:
 
 
 def saves_in_a_run_directory(directory: Path, recorder: Recorder) -> None:
-    """The run directory is made by ``dtrain train``."""
+    """``dtrain train`` creates the run directory."""
     with ExitStack() as held:
         run_dir = open_run_dir(compose([f"run_dir={directory.parent}"]), ALONE, None, held)
         save_good(run_dir.checkpoints, 300, 1)
     recorder.returned(300)
 
 
-def killed_while_retiring(directory: Path, recorder: Recorder) -> None:
-    """After the old one has lost its name, before that is durable; the next save sweeps what is left of it."""
+def killed_while_deleting(directory: Path, recorder: Recorder) -> None:
+    """Killed after the old checkpoint was renamed, before that is durable; the next save cleans up."""
     synced = 0
 
     def second(path: Path) -> bool:
@@ -151,7 +151,7 @@ def killed_while_retiring(directory: Path, recorder: Recorder) -> None:
 
 
 def killed_before_it_is_durable(directory: Path, recorder: Recorder) -> None:
-    """Between the commit's rename and its fsync; the next save is of the step after."""
+    """Killed between the commit's rename and its fsync; the next save is of a later step."""
     patch = failing("sync_directory", lambda path: path == directory, Killed(), lasting=True)
     with pytest.raises(Killed):
         save_good(directory, 300, 1)
@@ -161,7 +161,7 @@ def killed_before_it_is_durable(directory: Path, recorder: Recorder) -> None:
 
 
 def fails_to_make_it_durable(directory: Path, recorder: Recorder) -> None:
-    """The commit's last fsync fails: the save takes its rename back, and the next one succeeds."""
+    """The commit's last fsync fails: the save reverts its rename, and the next save succeeds."""
     failure = OSError(errno.EIO, os.strerror(errno.EIO))
     patch = failing("sync_directory", lambda path: path == directory, failure)
     assert isinstance(save_threads(directory, 300, 1)[0], CheckpointError)
@@ -174,12 +174,12 @@ SCENARIOS = {
     "first save of a run": Scenario(lambda directory: None, saves(300, world=2), newest=-1),
     "first save of dtrain train": Scenario(lambda directory: None, saves_in_a_run_directory, newest=-1),
     "killed in a new directory": Scenario(lambda directory: None, killed_in_a_new_directory, newest=-1),
-    "retires": Scenario(two_good, saves(300, world=2)),
-    "sweeps": Scenario(with_leftovers, saves(300)),
+    "deletes": Scenario(two_good, saves(300, world=2)),
+    "cleans up": Scenario(with_leftovers, saves(300)),
     "two in a row": Scenario(two_good, saves(300, 400, keep_last=1)),
     "quarantine at a load": Scenario(with_damage, loads_and_saves, newest=100, damaged="step-00000200"),
     "replaces a damaged one": Scenario(lambda d: with_damage(d, 300), saves(300), damaged="step-00000300"),
-    "killed while retiring": Scenario(two_good, killed_while_retiring),
+    "killed while deleting": Scenario(two_good, killed_while_deleting),
     "killed before it is durable": Scenario(two_good, killed_before_it_is_durable),
     "fails to make it durable": Scenario(two_good, fails_to_make_it_durable),
 }
@@ -187,7 +187,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Recording:
-    """A scenario that was recorded: the tree before, in ``start``, and the calls."""
+    """A recorded scenario: the tree before it, in ``start``, and the calls."""
 
     scenario: Scenario
     start: Path
@@ -214,22 +214,22 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
 
 
 def tree(directory: Path) -> State:
-    """A directory's files and their bytes."""
+    """Returns the files of a directory and their bytes."""
     return {
         str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
     }
 
 
-def assert_goes_on(root: Path, recording: Recording, returned: int) -> None:
-    """P3, for the disk below ``root``: what is visible verifies and holds what was saved, no save that returned is
-    lost, a run loads the newest, and its next save succeeds and leaves nothing behind.
+def assert_run_resumes(root: Path, recording: Recording, returned: int) -> None:
+    """Checks the disk below ``root``: visible checkpoints verify and hold what was saved, no save that returned is
+    lost, a run loads the newest, and its next save succeeds and leaves no leftovers.
     """
     directory, scenario = root / RUN, recording.scenario
     damaged = tree(recording.start / RUN / scenario.damaged) if scenario.damaged else None
     good = []
-    for path in committed(directory):
+    for path in committed_checkpoints(directory):
         if damaged is not None and tree(path) == damaged:
-            continue  # not by the cut
+            continue  # damaged before the cut
         problem = verify(path).checkpoints[0].problem
         assert problem is None, f"{path.name} is visible: {problem}"
         good.append(int(path.name.removeprefix("step-")))
@@ -247,7 +247,7 @@ def assert_goes_on(root: Path, recording: Recording, returned: int) -> None:
     assert not [name for name in names if ".tmp-" in name], names
     assert verify(directory).ok
     if damaged is not None:
-        assert damaged in [tree(path) for path in directory.iterdir()], "what was damaged is gone"
+        assert damaged in [tree(path) for path in directory.iterdir()], "the damaged checkpoint is gone"
 
 
 @dataclass(frozen=True)
@@ -261,19 +261,19 @@ class Cut:
 
     @property
     def key(self) -> int:
-        """Equal where all that the check looks at is equal."""
+        """Equal if everything that the check depends on is equal."""
         return hash((id(self.recording), self.returned, *self.state.items()))
 
 
-def look_at(cut: Cut) -> None:
-    """Writes a state out and checks it."""
+def check_cut(cut: Cut) -> None:
+    """Writes a state to a directory and checks it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         write_state(cut.state, Path(folder) / "disk")
-        assert_goes_on(Path(folder) / "disk", cut.recording, cut.returned)
+        assert_run_resumes(Path(folder) / "disk", cut.recording, cut.returned)
 
 
 def plain_cuts(recording: Recording, calls: Sequence[Call] | None = None) -> Iterator[Cut]:
-    """The plain states after each call, each state once."""
+    """Yields the plain states after each call, without duplicates."""
     seen = set()
     for num_calls, returned, disk in cuts(recording.start, recording.calls if calls is None else calls):
         for state in disk.plain_states():
@@ -284,7 +284,7 @@ def plain_cuts(recording: Recording, calls: Sequence[Call] | None = None) -> Ite
 
 
 def random_cuts(recording: Recording, count: int, rng: random.Random) -> Iterator[Cut]:
-    """``count`` random states, after random calls."""
+    """Yields ``count`` random states after random calls."""
     instants = sorted(rng.choices(range(len(recording.calls) + 1), k=count))
     for num_calls, returned, disk in cuts(recording.start, recording.calls):
         for _ in range(instants.count(num_calls)):
@@ -295,7 +295,7 @@ SEED = 15
 
 
 def sample_of_cuts(recordings: Sequence[Recording], count: int) -> list[Cut]:
-    """Different states: half of them plain or as many as there are, the rest random, from all recordings alike."""
+    """Returns distinct states: up to half of them plain, the rest random, evenly from all recordings."""
     rng = random.Random(SEED)
     plain = [cut for recording in recordings for cut in plain_cuts(recording)]
     chosen = {cut.key: cut for cut in rng.sample(plain, min(len(plain), count // 2))}
@@ -311,7 +311,7 @@ def test_every_state_after_a_power_cut(recordings: dict[str, Recording], faults:
     names = {id(recording): name for name, recording in recordings.items()}
     for cut in sample_of_cuts(list(recordings.values()), count):
         try:
-            look_at(cut)
+            check_cut(cut)
         except Exception as error:
             calls = "\n".join(map(str, cut.recording.calls[: cut.num_calls]))
             found = "\n".join(
@@ -321,30 +321,30 @@ def test_every_state_after_a_power_cut(recordings: dict[str, Recording], faults:
     faults.passed("F15", count, seed=SEED, lost_commits=0, wrong_values=0, leftovers=0)
 
 
-# -- the check is worth something --------------------------------------------------------------------------------------
+# -- mutations of the recording ---------------------------------------------------------------------------------------
 
 
 def find_bad_state(recording: Recording, calls: Sequence[Call]) -> str | None:
-    """What is wrong in the first state that the check refuses, if these had been the calls."""
+    """Returns the problem of the first state that the check rejects for these calls, or None."""
     sound = {cut.key for cut in plain_cuts(recording)}
     for cut in plain_cuts(recording, calls):
         if cut.key not in sound:
             try:
-                look_at(cut)
+                check_cut(cut)
             except AssertionError as error:
                 return str(error)
     return None
 
 
-RELYING = ("remove_file", "remove_directory", "returned")
+DEPENDENT_CALLS = ("remove_file", "remove_directory", "returned")
 
 
 def needed_syncs(recording: Recording) -> Iterator[int]:
-    """The fsyncs without which something can be lost: none of a lease, none that is repeated at once."""
+    """Yields the fsyncs that protect data: not those of a lease, nor those repeated before anything depends on them."""
     calls = recording.calls
     for index, _, disk in cuts(recording.start, calls):
         if index < len(calls) and calls[index].name in ("sync", "sync_directory"):
-            before = itertools.takewhile(lambda call: call.name not in RELYING, calls[index + 1 :])
+            before = itertools.takewhile(lambda call: call.name not in DEPENDENT_CALLS, calls[index + 1 :])
             is_of_lease = "lease-" in calls[index].paths[0]
             if not is_of_lease and calls[index] not in before and disk.would_change(calls[index]):
                 yield index
@@ -354,23 +354,23 @@ def needed_syncs(recording: Recording) -> Iterator[int]:
     "name",
     [
         "first save of a run",
-        "retires",
+        "deletes",
         "quarantine at a load",
         "replaces a damaged one",
         "first save of dtrain train",
         "killed in a new directory",
-        "killed while retiring",
+        "killed while deleting",
         "fails to make it durable",
     ],
 )
 def test_no_fsync_can_be_dropped(recordings: dict[str, Recording], name: str) -> None:
-    """Without any one of them the check finds a state in which something is lost or damaged."""
+    """If any one of them is dropped, the check finds a state in which something is lost or damaged."""
     recording = recordings[name]
     needed = []
     for index in needed_syncs(recording):
         problem = find_bad_state(recording, [*recording.calls[:index], *recording.calls[index + 1 :]])
         call = recording.calls[index]
-        assert problem is not None, f"dropping call {index}, {call}, went unnoticed"
+        assert problem is not None, f"dropping call {index}, {call}, was not detected"
         needed.append(re.sub(r"\.tmp-\w+", ".tmp", Path(call.paths[0]).name))
     assert needed
     if name == "first save of a run":
@@ -380,6 +380,6 @@ def test_no_fsync_can_be_dropped(recordings: dict[str, Recording], name: str) ->
         assert needed[4:] == ["manifest.json", "step-00000300.tmp", "checkpoints"]
 
 
-def test_every_call_of_the_seam_is_in_the_model() -> None:
+def test_every_storage_function_is_in_the_model() -> None:
     assert len(FUNCTIONS) >= 11
     assert not [name for name in FUNCTIONS if not hasattr(Disk, f"_{name}")]

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Culprit, StepOutcome
-from dtrain.engine.native import NativeEngine
-from dtrain.engine.vote.culprit import Finding, search
+from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.engine.vote.decide import REASONS, decide
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
-from dtrain.engine.vote.losses import FaultTally
+from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.engine.vote.record import MUST_AGREE, VoteRecord, fill
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DivergenceError, UsageError
@@ -139,7 +138,7 @@ class Trial:
 
     @property
     def measures(self) -> bool:
-        """Whether the ranks look for the largest gradient: in some trials, because it takes time."""
+        """Whether the ranks read_lease for the largest gradient: in some trials, because it takes time."""
         return self.world == 2 and self.num_micro_batches == 1
 
     @staticmethod
@@ -357,7 +356,6 @@ def known_record(trial: Trial, rank: int) -> VoteRecord:
 class Rank:
     """What a rank holds when it votes; borrows from engine and state how records are made of it."""
 
-    observe = NativeEngine._observe
     chunk_squares = ShardedState.chunk_squares
     canonical_sum = ShardedState.canonical_sum
 
@@ -365,13 +363,13 @@ class Rank:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts = trial.model.layouts
         self.link = self._comm = Link(rank, trial.world)
-        self._losses, self.monitor, self.state = FaultTally(), GradientMonitor(len(trial.model.places)), self
+        self._losses, self.monitor, self.state = LossAccumulator(), GradientMonitor(len(trial.model.places)), self
         arena = ArenaLayout.of(self.layouts, rank, sharded=trial.sharded)
         self.main_grads = [
             full[segment.flat_start : segment.flat_start + segment.numel]
-            for segment, full in zip(arena.partial_reads, main_grads, strict=True)
+            for segment, full in zip(arena.segments, main_grads, strict=True)
         ]
-        self.partial_reads = arena.partial_reads
+        self.segments = arena.segments
         self.known = known_record(trial, rank)
         self.finalizer = StepFinalizer(
             self.link,
@@ -398,17 +396,17 @@ class Rank:
                 self.monitor.record_finiteness(micro_batch, first, grads)
                 first += len(grads)
 
-    def own_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
-        for segment, main_grad in zip(self.partial_reads, self.main_grads, strict=True):
+    def owned_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
+        for segment, main_grad in zip(self.segments, self.main_grads, strict=True):
             start, stop = segment.layout.shard(self.rank)
             yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
 
     def search(self) -> list[Finding]:
         return [
             finding
-            for layout, grad in self.own_main_grads()
+            for layout, grad in self.owned_main_grads()
             for part in layout.intervals(*layout.shard(self.rank))
-            for finding in search(
+            for finding in find_nonfinite(
                 part.spec.name, self.rank, part.start, grad[part.offset : part.offset + part.stop - part.start]
             )
         ]
@@ -468,7 +466,9 @@ def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradients,
             rank.backward(leaves)
         largest = max(leaf[0].abs().max().item() for leaf in leaves.values()) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares() for rank in ranks])
-    rows = torch.stack([fill(rank.known, rank.observe(own)) for rank, own in zip(ranks, squares, strict=True)])
+    rows = torch.stack(
+        [fill(rank.known, rank._losses.observe(rank.monitor, own)) for rank, own in zip(ranks, squares, strict=True)]
+    )
     if ignored is not None:
         column = [entry.name for entry in fields(VoteRecord)].index(ignored)
         rows[:, column] = rows[0, column]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import dtrain
-from dtrain.checkpoint import Saver, Snapshot, open_newest, save, storage
+from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.schema import ModelConfig
 from dtrain.distributed.communicator import Communicator
@@ -210,7 +210,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
         assert reader.step == start
         for name, tensor in expected.items():
             assert torch.equal(reader.read("exp_avg", name), tensor.cpu().flatten()), name
-    assert engine._saver._copy._memory.is_pinned()
+    assert engine._checkpointer._saver._copy._memory.is_pinned()
     straight = make_engine("bf16", stage, reproducible=True)
     assert [outcome.loss for outcome in train(straight, 8)] == [outcome.loss for outcome in outcomes]
 
@@ -228,7 +228,7 @@ def test_a_save_that_fails_is_raised_by_a_step_that_can_be_called_again(tmp_path
     with _writing(full):
         engine.save(tmp_path, asynchronous=True)
         deadline = time.monotonic() + 30
-        while not engine._saver.has_failed:
+        while not engine._checkpointer.has_failed:
             assert time.monotonic() < deadline
     train(engine, 1, start=1)  # its vote says so, and nobody has read it
     with pytest.raises(CheckpointError, match="failed on rank 0: No space left on device"):
@@ -251,7 +251,7 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
     assert not slow.query()
     taken.ready()
     assert slow.query()
-    assert torch.equal(taken.pieces[0].data, torch.arange(1 << 20, dtype=torch.float32))
+    assert torch.equal(taken.shards[0].data, torch.arange(1 << 20, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("copied", [True, False])
@@ -265,7 +265,7 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
         torch.cuda._sleep(1_000_000_000)
         data.fill_(3.0)
         if copied:
-            Saver(alone).save(tmp_path, snapshot, None)
+            AsyncSaver(alone).save(tmp_path, snapshot, None)
         else:
             save(tmp_path, snapshot, alone)
     reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))  # proves the hash

@@ -19,11 +19,11 @@ import dtrain
 from dtrain.engine.interface import LazyOutcome
 from dtrain.models import build_model
 from dtrain.precision.float8.cast import E4M3, quantize
-from dtrain.precision.float8.choice import Product, decide
+from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.weights import KeptWeights
+from dtrain.precision.float8.weights import CachedWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.test_engine import (  # noqa: F401 - fixtures
     ADAMW,
@@ -166,14 +166,14 @@ def test_what_is_timed_is_never_slower(recipe: str) -> None:
     rows = 4096
     shapes = [(4096, 4096), (14336, 4096), (1024, 1024), (64, 64), (1000, 1000)]
     options = Float8Options(recipe=recipe, choice="timed", num_rows=rows).on(DEVICE)
-    decisions = decide([Product(f"{n}x{k}", n, k) for n, k in shapes], options, DEVICE)
+    decisions = decide_float8([Float8Candidate(f"{n}x{k}", n, k) for n, k in shapes], options, DEVICE)
     assert [decision.name for decision in decisions] == [f"{n}x{k}" for n, k in shapes]
     chosen = Recipe.of(options, torch.bfloat16)
     for decision, (n, k) in zip(decisions, shapes, strict=True):
         if not decision.is_float8:
             continue
         plain = nn.Linear(k, n, bias=False, device=DEVICE).bfloat16()
-        fast = convert(copy.deepcopy(plain), chosen, KeptWeights(chosen))
+        fast = convert(copy.deepcopy(plain), chosen, CachedWeights(chosen))
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         gradient = torch.randn(rows, n, device=DEVICE).bfloat16()
         assert interleaved(lambda m=plain: run_linear(m, x, gradient), lambda m=fast: run_linear(m, x, gradient)) > 0.99  # noqa: B023

@@ -1,4 +1,4 @@
-"""Ranks as threads, and small tensors cut into uneven pieces, for the tests of checkpoints."""
+"""Ranks as threads, and small tensors cut into uneven shards, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def even_cuts(numel: int, world: int) -> list[int]:
     return [round(numel * rank / world) for rank in range(world + 1)]
 
 
-def piece(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> TensorShard:
+def shard(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> TensorShard:
     data = tensor.reshape(-1)[start:stop].clone()
     return TensorShard(key[1], key[0], tuple(tensor.shape), tensor.dtype, start, stop, data)
 
 
-def pieces_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[TensorShard, ...]:
-    """This rank's pieces: sharded kinds cut evenly (or at ``cuts``, as far as the tensor goes), the rest on rank 0."""
-    pieces = []
+def shards_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[TensorShard, ...]:
+    """This rank's shards: sharded kinds cut evenly (or at ``cuts``, as far as the tensor goes), the rest on rank 0."""
+    shards = []
     for key, tensor in tensors.items():
         numel = tensor.numel()
         if key[0] in ("buffer", "frozen"):
@@ -85,8 +85,8 @@ def pieces_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | Non
         else:
             bounds = [min(cut, numel) for cut in cuts] + [numel] if cuts else even_cuts(numel, world)
         if bounds[rank] < bounds[rank + 1] or (numel == 0 and rank == 0):
-            pieces.append(piece(key, tensor, bounds[rank], bounds[rank + 1]))
-    return tuple(pieces)
+            shards.append(shard(key, tensor, bounds[rank], bounds[rank + 1]))
+    return tuple(shards)
 
 
 def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None = None, **options: Any) -> list[Any]:
@@ -94,7 +94,7 @@ def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None
     tensors = make_tensors(step if seed is None else seed)
 
     def work(comm: Communicator) -> Path:
-        snapshot = Snapshot(step, pieces_of(tensors, comm.rank, world), {"world_size": world, "extra": {"step": step}})
+        snapshot = Snapshot(step, shards_of(tensors, comm.rank, world), {"world_size": world, "extra": {"step": step}})
         return save(directory, snapshot, comm, **options)
 
     return on_threads(world, work)

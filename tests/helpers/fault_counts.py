@@ -1,4 +1,4 @@
-"""How many faults a test of the fault suite tries, and the record of what it found."""
+"""Number of faults that a test of the fault suite tries, and the record of its results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dtrain.tools.host import describe_host
 
 
 @dataclass
-class FaultTally:
-    """What the cases of one test function have found together."""
+class FaultTotals:
+    """Sums over the cases of one test function."""
 
     count: int = 0
     found: Counter[str] = field(default_factory=Counter)
@@ -23,50 +23,50 @@ class FaultTally:
 
 
 class FaultCounts:
-    """The counts and the record of one case of a test.
+    """Counts and record of one case of a test.
 
     Args:
-        test: the name of its function.
-        full: whether the counts are those of a full run, else those of every run of the suite.
-        folder: where the record goes; None: nowhere.
-        tallies: of the functions of this session, by name.
+        test: name of the test function.
+        full: whether to use the counts of a full run instead of those of CI.
+        folder: directory of the record; None writes no record.
+        totals: function name -> totals of this session.
     """
 
-    def __init__(self, test: str, *, full: bool, folder: Path | None, tallies: dict[str, FaultTally]) -> None:
+    def __init__(self, test: str, *, full: bool, folder: Path | None, totals: dict[str, FaultTotals]) -> None:
         self.full = full
         self._test = test
         self._folder = folder
-        self._tallies = tallies
+        self._totals = totals
         self._began = time.monotonic()
 
     def count(self, *, ci: int, full: int) -> int:
-        """The number of faults to try."""
+        """Returns the number of faults to try."""
         return full if self.full else ci
 
     def passed(self, fault: str, count: int, *, seed: int | None = None, **figures: int) -> None:
-        """Adds what a case that has passed found to the record of its function.
+        """Adds a passed case to the record of its test function.
 
         Args:
-            fault: its number in the fault suite, such as ``F15``.
-            count: how many faults were tried.
-            seed: of the random ones.
-            figures: what was counted, ``lost_commits=0`` say.
+            fault: number in the fault suite, such as ``F15``.
+            count: number of faults tried.
+            seed: seed of the random faults.
+            figures: further counts, such as ``lost_commits=0``.
         """
         if self._folder is None:
             return
-        tally = self._tallies.setdefault(self._test, FaultTally())
-        tally.count += count
-        tally.found.update(figures)
-        tally.seeds += [] if seed is None else [seed]
-        tally.seconds += time.monotonic() - self._began
+        total = self._totals.setdefault(self._test, FaultTotals())
+        total.count += count
+        total.found.update(figures)
+        total.seeds += [] if seed is None else [seed]
+        total.seconds += time.monotonic() - self._began
         record = {
             "fault": fault,
             "test": self._test,
             "counts": "full" if self.full else "ci",
-            "count": tally.count,
-            "found": tally.found,
-            "seeds": tally.seeds,
-            "seconds": round(tally.seconds, 1),
+            "count": total.count,
+            "found": total.found,
+            "seeds": total.seeds,
+            "seconds": round(total.seconds, 1),
             "host": asdict(describe_host()),
         }
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -92,5 +92,5 @@ def copies(engine: NativeEngine) -> dict[str, Tensor]:
     found = {"scales": table.scale.clone()}
     for replica in engine.state.replicas:
         if replica.layout.dtype.itemsize == 1:
-            found |= {f"{replica.layout.name}/{n}": own.view(torch.uint8).clone() for n, own in enumerate(replica.own)}
+            found |= {f"{replica.layout.name}/{n}": local.view(torch.uint8).clone() for n, local in enumerate(replica.local)}
     return found

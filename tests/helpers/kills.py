@@ -1,6 +1,6 @@
 """A model factory whose process dies by SIGKILL: at a named call, or some time after one.
 
-``tests.helpers.mishap`` is its like for the tests that look at one place closely; this one knows any function, and
+``tests.helpers.mishap`` is its like for the tests that read_lease at one place closely; this one knows any function, and
 kills any ranks.
 """
 

@@ -14,7 +14,7 @@ from dtrain.checkpoint import Snapshot, save
 from dtrain.config.schema import GPT2_FACTORY, ModelConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.models import build_model
-from tests.helpers.checkpoints import on_threads, pieces_of
+from tests.helpers.checkpoints import on_threads, shards_of
 
 VOCAB = 257
 LLAMA = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=16, vocab_size=VOCAB, norm_eps=1e-3)
@@ -52,7 +52,7 @@ def save_model(
     told = {"config": {"model": asdict(config)}} if state is None else state
 
     def work(comm: Communicator) -> Path:
-        return save(directory, Snapshot(7, pieces_of(tensors, comm.rank, world), told), comm)
+        return save(directory, Snapshot(7, shards_of(tensors, comm.rank, world), told), comm)
 
     results = on_threads(world, work)
     assert all(isinstance(result, Path) for result in results), results

@@ -273,8 +273,8 @@ def torn(durable: bytes, live: bytes, rng: random.Random) -> bytes:
     if kind == "zeros":
         return live[:begin] + bytes(end - begin)
     block = rng.choice(_BLOCKS)
-    pieces = (live[start : min(start + block, end)] for start in range(begin, end, block))
-    return live[:begin] + b"".join(bytes(len(piece)) if rng.random() < 0.5 else piece for piece in pieces)
+    shards = (live[start : min(start + block, end)] for start in range(begin, end, block))
+    return live[:begin] + b"".join(bytes(len(shard)) if rng.random() < 0.5 else shard for shard in shards)
 
 
 def write_state(state: State, root: Path) -> None:

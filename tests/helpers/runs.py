@@ -76,7 +76,7 @@ def main_gradients(engine: NativeEngine, run: Run, step: int) -> dict[str, Tenso
     engine.finish_gradients()
     total = run.accumulation * engine.world_size
     divisor = engine.loss_scale.scale * sum(run.weight(step, index) for index in range(total))
-    return {spec.name: (g / divisor).clone() for spec, g in engine.state.gather_full_main_grads()}
+    return {spec.name: (g / divisor).clone() for spec, g in engine.state.full_main_grads()}
 
 
 def train(rank: int, world: int, run: Run) -> Result:

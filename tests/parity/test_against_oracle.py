@@ -10,6 +10,8 @@ from tests.helpers.oracle import assert_close_to_largest, normwise_error
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, oracle_run, train
 
+pytestmark = pytest.mark.processes
+
 # (elementwise tolerance of the main grads, normwise of the masters after 20 steps); the low ones are a few epsilon
 TOLERANCES = {"fp32": (1e-6, 5e-5), "bf16": (4e-2, 1.5e-2), "fp16": (5e-3, 5e-3)}
 

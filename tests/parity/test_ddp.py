@@ -20,6 +20,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward
 from tests.helpers.zoo import ZOO
 
+pytestmark = pytest.mark.processes
+
 
 def ddp(model: str = "transformer", precision: str = "bf16", **run: Any) -> Run:
     options = {"engine": "ddp", "precision": precision}

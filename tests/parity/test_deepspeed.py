@@ -22,6 +22,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, oracle_run
 from tests.helpers.zoo import make
 
+pytestmark = pytest.mark.processes
+
 # as for the native engine, see test_against_oracle: elementwise of the main grads, normwise of the masters
 TOLERANCES = {"fp32": (1e-6, 5e-5), "bf16": (4e-2, 1.5e-2)}
 STATES = ("master", "exp_avg", "exp_avg_sq")

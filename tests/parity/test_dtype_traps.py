@@ -20,7 +20,7 @@ def first_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     assert isinstance(engine, NativeEngine)
     engine.backward(engine(*inputs))
     engine.finish_gradients()
-    return {spec.name: grad.clone() for spec, grad in engine.state.gather_full_main_grads()}
+    return {spec.name: grad.clone() for spec, grad in engine.state.full_main_grads()}
 
 
 class FrequentToken(nn.Module):
@@ -82,6 +82,7 @@ def die_before_the_vote(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.processes
 def test_a_collective_that_fails_is_named() -> None:
     message, _ = run_ranks(2, die_before_the_vote, timeout=60)
     assert "rank 0: " in message

@@ -27,6 +27,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, forward_backward
 from tests.helpers.zoo import ZOO
 
+pytestmark = pytest.mark.processes
+
 
 def fsdp2(model: str = "transformer", precision: str = "bf16", stage: int = 3, **run: Any) -> Run:
     options = {"engine": "fsdp2", "precision": precision, "zero_stage": stage}

@@ -14,6 +14,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, oracle_run, start, train
 from tests.helpers.zoo import ZOO, make
 
+pytestmark = pytest.mark.processes
+
 WORLD = 2
 
 

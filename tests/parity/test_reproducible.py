@@ -11,6 +11,8 @@ from torch import Tensor
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 
+pytestmark = pytest.mark.processes
+
 LEAVES = 24  # micro-batches of a step: divisible by 1, 2, 3, 4
 STEPS = 5
 BAD_STEP = 2  # skipped on all ranks: one leaf's loss is infinite

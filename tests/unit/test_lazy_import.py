@@ -17,6 +17,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "code",
     [
@@ -33,6 +34,7 @@ def test_no_torch(code: str) -> None:
     assert done.returncode == 0, done.stderr or "torch was imported"
 
 
+@pytest.mark.processes
 def test_help_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "dtrain", "--help"],
@@ -56,6 +58,7 @@ def test_every_public_name_is_there() -> None:
         _ = dtrain.initialise
 
 
+@pytest.mark.processes
 def test_submodules_need_no_import_of_their_own() -> None:
     done = run_python(
         "import dtrain; dtrain.checkpoint.verify; dtrain.errors.ConfigError; from dtrain import *; AdamW()"

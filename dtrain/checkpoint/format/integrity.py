@@ -1,7 +1,7 @@
-"""The checks that a checkpoint passes before a byte of it is used.
+"""Checks of a checkpoint's files, all of which pass before any value is used.
 
-In this order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes;
-each file's header against the manifest; each file's sha256; the fingerprint of every tensor from the files' bytes.
+Order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes; each file's
+header against the manifest; each file's SHA-256; the fingerprint of every tensor from the files' bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 
 from dtrain.checkpoint.directory import STEP_NAME
 from dtrain.checkpoint.format import manifest as manifests
-from dtrain.checkpoint.format.container import (
+from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
+from dtrain.checkpoint.format.manifest import FileEntry, Manifest
+from dtrain.checkpoint.format.safetensors_file import (
     DamageError,
     StoredTensor,
     open_regular,
@@ -23,20 +25,20 @@ from dtrain.checkpoint.format.container import (
     read_header,
     read_into,
 )
-from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
-from dtrain.checkpoint.format.manifest import FileEntry, Manifest
 
 _READ_BYTES = 4 << 20
-_THREAD_BYTES = 1 << 20  # hashed by another thread from this size on; below, handing it over costs as much
+_THREAD_BYTES = (
+    1 << 20
+)  # blocks of this size or more are hashed in another thread; for smaller ones the hand-over costs as much
 
-Sums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
+PartialSums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
 
 
 def load_manifest(path: Path) -> Manifest:
     """Reads and checks the manifest of the checkpoint at ``path``.
 
     Raises:
-        DamageError: it is damaged, or of another step than the directory's name says.
+        DamageError: the manifest is damaged, or its step differs from the directory's name.
         OSError: the directory or the manifest cannot be read.
     """
     mode = os.lstat(path).st_mode
@@ -56,7 +58,7 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Checks that the directory holds the manifest's files with their sizes, and nothing else.
+    """Checks that the directory holds exactly the manifest's files, with their sizes.
 
     Raises:
         DamageError: names the file.
@@ -71,11 +73,11 @@ def check_files(path: Path, manifest: Manifest) -> None:
 
 
 def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
-    """Opens a data file of the size that the manifest states; returns its descriptor and size.
+    """Opens a data file and checks its size; returns its descriptor and size.
 
     Raises:
-        DamageError: it is missing, not a regular file, or of another size.
-        OSError: it cannot be opened.
+        DamageError: the file is missing, not a regular file, or of another size than the manifest states.
+        OSError: the file cannot be opened.
     """
     descriptor, size = open_regular(path / file.name)
     if size != file.bytes:
@@ -85,60 +87,60 @@ def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
 
 
 def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, StoredTensor]:
-    """The header of an open data file, checked against the manifest.
+    """Reads the header of an open data file and checks it against the manifest.
 
     Raises:
-        DamageError: the two do not say the same.
+        DamageError: header and manifest differ.
     """
-    spans = read_header(descriptor, file.name, file.bytes)
-    held = manifest.by_file[file.name]
-    if spans.keys() != held.keys():
-        key = min(spans.keys() ^ held.keys())
-        where = "its header" if key in spans else "the manifest"
+    stored = read_header(descriptor, file.name, file.bytes)
+    listed = manifest.by_file[file.name]
+    if stored.keys() != listed.keys():
+        key = min(stored.keys() ^ listed.keys())
+        where = "its header" if key in stored else "the manifest"
         raise DamageError(file.name, f"only {where} lists {key}", "header")
-    for key, (tensor, chunk) in held.items():
-        span, shape = spans[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
-        if span.dtype != tensor.dtype or span.shape != shape:
-            got = f"{span.dtype} {list(span.shape)}"
-            raise DamageError(file.name, f"{key} is {got}, the manifest says {tensor.dtype} {list(shape)}", "header")
-    return spans
+    for key, (tensor, chunk) in listed.items():
+        actual, shape = stored[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
+        if actual.dtype != tensor.dtype or actual.shape != shape:
+            got = f"{actual.dtype} {list(actual.shape)}"
+            raise DamageError(file.name, f"{key} is {got}, the manifest states {tensor.dtype} {list(shape)}", "header")
+    return stored
 
 
-def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> Sums:
-    """Checks one data file, by default to its last byte, and returns its part of the tensors' fingerprints.
+def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> PartialSums:
+    """Checks one data file, by default every byte, and returns its part of the tensors' fingerprints.
 
     Args:
         path: the checkpoint's directory.
         manifest: its manifest.
-        file: which file.
+        file: the file to check.
         fast: check size and header only.
 
     Raises:
-        DamageError: names the file and what is wrong.
-        OSError: it cannot be read.
+        DamageError: names the file and the damage.
+        OSError: the file cannot be read.
     """
     descriptor, _ = open_file(path, file)
     try:
-        spans = read_stored_tensors(descriptor, manifest, file)
-        return {} if fast else _scan_data(descriptor, manifest, file, spans)
+        stored = read_stored_tensors(descriptor, manifest, file)
+        return {} if fast else _scan_data(descriptor, manifest, file, stored)
     finally:
         os.close(descriptor)
 
 
-def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapping[str, StoredTensor]) -> Sums:
-    ordered = sorted(spans.items(), key=lambda item: item[1].begin)
+def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Mapping[str, StoredTensor]) -> PartialSums:
+    ordered = sorted(stored.items(), key=lambda item: item[1].begin)
     header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
     position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
-    sums: Sums = {}
+    sums: PartialSums = {}
     with _Digest(header) as digest:
-        for key, span in ordered:
+        for key, location in ordered:
             tensor, chunk = manifest.by_file[file.name][key]
             itemsize, total = tensor.dtype.itemsize, 0
-            for begin in range(span.begin, span.end, _READ_BYTES):
-                block = digest.buffer(min(_READ_BYTES, span.end - begin))
+            for begin in range(location.begin, location.end, _READ_BYTES):
+                block = digest.buffer(min(_READ_BYTES, location.end - begin))
                 read_into(descriptor, file.name, begin, block)
                 digest.update(block)
-                total += fingerprint_bytes(block, itemsize, chunk.start + (begin - span.begin) // itemsize)
+                total += fingerprint_bytes(block, itemsize, chunk.start + (begin - location.begin) // itemsize)
             index = position[id(tensor)]
             sums[index] = (sums.get(index, 0) + total) & MASK
         got = digest.hex()
@@ -148,10 +150,10 @@ def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, spans: Mapp
 
 
 class _Digest:
-    """A sha256 that takes large blocks in another thread, while the caller weighs them and reads the next one.
+    """A SHA-256 that hashes large blocks in a thread while the caller fingerprints them and reads the next one.
 
     Args:
-        data: its first bytes.
+        data: the first bytes.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -166,14 +168,14 @@ class _Digest:
         self._wait()
 
     def buffer(self, count: int) -> memoryview:
-        """Memory for the next block, of ``count`` bytes, which is used again for the one after the next."""
+        """Returns memory for the next block of ``count`` bytes; it is reused for the block after the next one."""
         self._buffers.reverse()
         if len(self._buffers[0]) < count:
             self._buffers[0] = memoryview(bytearray(count))
         return self._buffers[0][:count]
 
     def update(self, block: memoryview) -> None:
-        """Takes the next block, of :meth:`buffer`; it may still be read after the return."""
+        """Hashes a block returned by :meth:`buffer`; the block may still be read after this returns."""
         self._wait()
         if len(block) < _THREAD_BYTES:
             self._digest.update(block)
@@ -182,7 +184,7 @@ class _Digest:
             self._thread.start()
 
     def hex(self) -> str:
-        """Of all blocks so far, in hex."""
+        """Returns the hex digest of all blocks so far."""
         self._wait()
         return self._digest.hexdigest()
 
@@ -191,8 +193,8 @@ class _Digest:
             self._thread.join()
 
 
-def check_fingerprints(manifest: Manifest, parts: Iterable[Sums]) -> None:
-    """Compares the sum of the parts with the manifest's fingerprint, for every tensor.
+def check_fingerprints(manifest: Manifest, parts: Iterable[PartialSums]) -> None:
+    """Compares the sum of the parts with the manifest's fingerprint of every tensor.
 
     Raises:
         DamageError: names the tensor.
@@ -207,12 +209,12 @@ def check_fingerprints(manifest: Manifest, parts: Iterable[Sums]) -> None:
             raise DamageError(manifests.FILE, reason, "fingerprint")
 
 
-def examine(path: Path, *, fast: bool = False) -> Manifest:
-    """All checks of one checkpoint in this process; ``fast`` leaves out the data (sha256 and fingerprints).
+def verify_checkpoint(path: Path, *, fast: bool = False) -> Manifest:
+    """Runs all checks of one checkpoint in this process; ``fast`` skips the data (SHA-256 and fingerprints).
 
     Raises:
-        DamageError: it must not be used; names file and reason.
-        OSError: it cannot be read.
+        DamageError: the checkpoint must not be used; names file and reason.
+        OSError: a file cannot be read.
     """
     manifest = load_manifest(path)
     check_contents(path, manifest, fast=fast)
@@ -220,7 +222,7 @@ def examine(path: Path, *, fast: bool = False) -> Manifest:
 
 
 def check_contents(path: Path, manifest: Manifest, *, fast: bool = False) -> None:
-    """The checks of :func:`examine` that follow once the manifest is loaded; raises as it does."""
+    """Runs the checks of :func:`verify_checkpoint` that follow the manifest's; raises as it does."""
     check_files(path, manifest)
     parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
     if not fast:

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of, and proof that nothing was added, lost or changed since.
+"""The manifest: the content of a checkpoint, with hashes that prove that nothing was added, lost or changed.
 
 Line 1 is the sha256 of the rest; the rest is canonical JSON (sorted keys, no spaces, ASCII, no NaN).
 """
@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from dtrain.checkpoint.format.container import DTYPES, NUMBER_LIMIT, DamageError, dtype_name, is_shape, parse_json
+from dtrain.checkpoint.format.safetensors_file import (
+    DTYPES,
+    NUMBER_LIMIT,
+    DamageError,
+    dtype_name,
+    is_shape,
+    parse_json,
+)
 from dtrain.errors import CheckpointError
 
 FILE = "manifest.json"
@@ -27,13 +34,13 @@ FILE_NAME = re.compile(r"[a-z0-9-]+\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _SAVED_AT = re.compile(r"[0-9T:.+-]{1,40}")
-_CUT = re.compile(r"(@[0-9]+)*")  # after the tensor's kind and name in a key
+_KEY_SUFFIX = re.compile(r"(@[0-9]+)*")  # follows the tensor's kind and name in a key
 _FIELDS = {"format": str, "version": int, "step": int, "saved_at": str, "state": dict, "files": list, "tensors": list}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One data file: its name in the directory, its size and the sha256 of its bytes in hex."""
+    """A data file: its name in the directory, its size, and the hex SHA-256 of its bytes."""
 
     name: str
     bytes: int
@@ -42,7 +49,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class FileInterval:
-    """Where the row-major elements [start, stop) of a tensor lie: under ``key`` in ``file``."""
+    """Location of the row-major elements [start, stop) of a tensor: ``key`` in ``file``; a chunk of the manifest."""
 
     file: str
     key: str
@@ -52,7 +59,7 @@ class FileInterval:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One logical tensor; its chunks lie in order and tile it exactly."""
+    """A logical tensor; its chunks are sorted and tile it exactly."""
 
     name: str
     kind: str
@@ -63,18 +70,18 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Elements of the logical tensor."""
+        """Number of elements of the logical tensor."""
         return math.prod(self.shape)
 
     @property
     def label(self) -> str:
-        """``kind:name``, as messages and keys name it."""
+        """``kind:name``, as used in messages and keys."""
         return f"{self.kind}:{self.name}"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of ``manifest.json``. ``saved_at`` is wall time (ISO 8601, UTC): for people, never for decisions."""
+    """Content of ``manifest.json``. ``saved_at`` is wall time (ISO 8601, UTC), for people only."""
 
     step: int
     saved_at: str
@@ -84,12 +91,12 @@ class Manifest:
 
     @cached_property
     def index(self) -> dict[tuple[str, str], TensorEntry]:
-        """The tensors by (kind, name)."""
+        """Returns the tensors by (kind, name)."""
         return {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
 
     @cached_property
     def by_file(self) -> dict[str, dict[str, tuple[TensorEntry, FileInterval]]]:
-        """For each file what it holds, by key."""
+        """Returns the tensors and chunks of each file by key."""
         table: dict[str, dict[str, tuple[TensorEntry, FileInterval]]] = {file.name: {} for file in self.files}
         for tensor in self.tensors:
             for chunk in tensor.chunks:
@@ -98,17 +105,17 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Line 1 of the file."""
+        """Line 1 of the file: the SHA-256 of the rest."""
         return self.encode().partition(b"\n")[0].decode()
 
     def metric(self, name: str) -> float | None:
-        """``state["metrics"][name]``, such as ``val_loss``; None where the run stored none."""
+        """Returns ``state["metrics"][name]``, such as ``val_loss``; None if it is absent."""
         metrics = self.state.get("metrics")
         value = metrics.get(name) if isinstance(metrics, Mapping) else None
         return value if isinstance(value, float) else None
 
     def encode(self) -> bytes:
-        """The bytes of ``manifest.json``."""
+        """Returns the bytes of ``manifest.json``."""
         body = canonical_json(
             {
                 "format": FORMAT,
@@ -137,7 +144,7 @@ class Manifest:
         """Parses and checks the bytes of ``manifest.json``: hash, version, every field, names, tiling.
 
         Raises:
-            DamageError: it is not a manifest that this version writes.
+            DamageError: the bytes are not a manifest that this version writes.
         """
         digest, _, body = data.partition(b"\n")
         actual = hashlib.sha256(body).hexdigest()
@@ -150,14 +157,14 @@ class Manifest:
             raise DamageError(FILE, reason, "version")
         _check_fields(raw, _FIELDS, "the manifest")
         if not _SAVED_AT.fullmatch(raw["saved_at"]):
-            raise _bad(f"saved_at is {raw['saved_at']!r:.80}, which is no time")
+            raise _bad(f"saved_at is {raw['saved_at']!r:.80}, which is not a time")
         files = tuple(_file(item) for item in raw["files"])
         names = {file.name for file in files}
         if len(names) != len(files):
             raise _bad("a file is listed twice")
         tensors = tuple(_tensor(item, names) for item in raw["tensors"])
         manifest = Manifest(raw["step"], raw["saved_at"], raw["state"], files, tensors)
-        vars(manifest)["digest"] = actual  # as it stands there; to encode it again costs as much as to parse it
+        vars(manifest)["digest"] = actual  # already known; encoding again costs as much as parsing
         num_chunks = sum(len(tensor.chunks) for tensor in tensors)
         if len(manifest.index) != len(tensors) or sum(map(len, manifest.by_file.values())) != num_chunks:
             raise _bad("a tensor or a key is listed twice")
@@ -165,32 +172,32 @@ class Manifest:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one spelling of a plain JSON value."""
+    """Returns the canonical encoding of a plain JSON value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def stored_shape(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The shape in its file of a chunk of ``count`` elements: the tensor's own where it is all of it, else flat."""
+    """Returns the stored shape of a chunk of ``count`` elements: ``shape`` if it is the whole tensor, else flat."""
     return shape if count == math.prod(shape) else (count,)
 
 
 def check_tiling(label: str, numel: int, intervals: Iterable[tuple[int, int, str]]) -> None:
-    """Checks that (start, stop, owner) intervals, sorted by start, cover [0, numel) once each.
+    """Checks that (start, stop, owner) intervals, sorted by start, cover [0, numel) without gap or overlap.
 
     Raises:
-        CheckpointError: names the first gap or overlap, and who holds the intervals next to it.
+        CheckpointError: names the first gap or overlap and the owners of the adjacent intervals.
     """
     position, before = 0, "the start"
     for start, stop, owner in intervals:
         if start > position:
             raise CheckpointError(
-                f"{label}: nobody holds elements {position} to {start} (between {before} and {owner})"
+                f"{label}: no rank or file holds elements {position} to {start} (between {before} and {owner})"
             )
         if start < position:
             raise CheckpointError(f"{label}: both {before} and {owner} hold elements {start} to {min(stop, position)}")
         position, before = stop, owner
     if position < numel:
-        raise CheckpointError(f"{label}: nobody holds elements {position} to {numel} (after {before})")
+        raise CheckpointError(f"{label}: no rank or file holds elements {position} to {numel} (after {before})")
     if position > numel:
         raise CheckpointError(f"{label}: {before} holds elements up to {position} of {numel}")
 
@@ -202,7 +209,7 @@ def _bad(reason: str) -> DamageError:
 def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
     if not isinstance(raw, dict) or set(raw) != set(fields):
         got = sorted(raw) if isinstance(raw, dict) else raw
-        raise _bad(f"{label} has not the fields {sorted(fields)} but {got!r:.200}")
+        raise _bad(f"{label}: expected the fields {sorted(fields)}, got {got!r:.200}")
     for name, kind in fields.items():
         if type(raw[name]) is not kind or (kind is int and not 0 <= raw[name] < NUMBER_LIMIT):
             raise _bad(f"{label}: {name} is {raw[name]!r:.200}, expected {kind.__name__}")
@@ -211,9 +218,9 @@ def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
 def _file(raw: Any) -> FileEntry:
     _check_fields(raw, {"name": str, "bytes": int, "sha256": str}, "a file's entry")
     if not FILE_NAME.fullmatch(raw["name"]):
-        raise _bad(f"{raw['name']!r} is no name of a data file (expected {FILE_NAME.pattern})")
+        raise _bad(f"{raw['name']!r} is not the name of a data file (expected {FILE_NAME.pattern})")
     if not _SHA256.fullmatch(raw["sha256"]):
-        raise _bad(f"{raw['name']}: {raw['sha256']!r:.80} is no sha256")
+        raise _bad(f"{raw['name']}: {raw['sha256']!r:.80} is not a SHA-256")
     return FileEntry(**raw)
 
 
@@ -232,9 +239,9 @@ def _tensor(raw: Any, files: set[str]) -> TensorEntry:
         _check_fields(item, {"file": str, "key": str, "start": int, "stop": int}, f"a chunk of {label}")
         chunk = FileInterval(**item)
         if chunk.file not in files or chunk.stop <= chunk.start:
-            raise _bad(f"{label} has a chunk [{chunk.start}, {chunk.stop}) in {chunk.file!r:.80}, which cannot be")
-        # the files' hashes vouch for their keys, and so for the name under which a value is loaded
-        if not (chunk.key.startswith(label) and _CUT.fullmatch(chunk.key, len(label))):
+            raise _bad(f"{label} has a chunk [{chunk.start}, {chunk.stop}) in {chunk.file!r:.80}, which is impossible")
+        # the file hashes cover the keys, so this check binds each value to its tensor's name
+        if not (chunk.key.startswith(label) and _KEY_SUFFIX.fullmatch(chunk.key, len(label))):
             raise _bad(f"{label} has a chunk under {chunk.key!r:.200}, which is another tensor's key")
         chunks.append(chunk)
     shape = tuple(raw["shape"])

@@ -1,4 +1,4 @@
-"""One rank's data file: its pieces, hashed and fingerprinted from memory while they are written."""
+"""Writing of one rank's data file; its shards are hashed and fingerprinted from memory during the write."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dtrain.checkpoint import storage
-from dtrain.checkpoint.format.container import dtype_name, encode_header
 from dtrain.checkpoint.format.fingerprint import fingerprints, host_blocks
 from dtrain.checkpoint.format.manifest import stored_shape
+from dtrain.checkpoint.format.safetensors_file import dtype_name, encode_header
 from dtrain.checkpoint.snapshot import TensorShard
 
-_SMALL_BYTES = 4 << 20  # hashed and fingerprinted in a few ms, which threads do not make faster
+_SMALL_BYTES = 4 << 20  # hashing and fingerprinting take a few ms up to this size; threads would not help
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Written:
-    """Report of a written shard: as :class:`TensorShard`, with its key in the file ("" if it has no elements)."""
+class WrittenShard:
+    """A shard that was written: as :class:`TensorShard`, with its key in the file ("" if it has no elements)."""
 
     kind: str
     name: str
@@ -39,7 +39,7 @@ class Written:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Gives a function that appends to a new file, which is durable when the block ends without an error."""
+    """Yields a function that appends to a new file; the file is synced when the block ends without an error."""
     descriptor = storage.create(path)
     try:
         yield lambda data: storage.write(descriptor, data)
@@ -48,80 +48,80 @@ def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
         storage.close(descriptor)
 
 
-def _keyed(pieces: Iterable[TensorShard]) -> dict[str, TensorShard]:
-    """The pieces that have elements by their key in the file, wide dtypes first so that all lie aligned."""
+def _by_key(shards: Iterable[TensorShard]) -> dict[str, TensorShard]:
+    """Returns the non-empty shards by key, wide dtypes first, so that every tensor in the file is aligned."""
     keyed: dict[str, TensorShard] = {}
-    for piece in sorted(pieces, key=lambda piece: -piece.dtype.itemsize):
-        if piece.start < piece.stop:
-            key = f"{piece.kind}:{piece.name}"
+    for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
+        if shard.start < shard.stop:
+            key = f"{shard.kind}:{shard.name}"
             while key in keyed:
-                key += f"@{piece.start}"
-            keyed[key] = piece
+                key += f"@{shard.start}"
+            keyed[key] = shard
     return keyed
 
 
-def write_shard(
-    path: Path, pieces: Iterable[TensorShard], proceed: Callable[[], None] = lambda: None
+def write_shard_file(
+    path: Path, shards: Iterable[TensorShard], raise_if_cancelled: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Writes a new file of ``pieces``, durable on return; what it reports is plain JSON: file, bytes, sha256, pieces.
+    """Writes and syncs a new file of ``shards``; returns plain JSON with the keys file, bytes, sha256 and shards.
 
-    The caller's thread writes; two others hash and fingerprint the same memory meanwhile, and have ended on return.
-    ``proceed`` is called before each block, and ends the writing by what it raises.
+    The caller's thread writes. Two more threads hash and fingerprint the same memory; they have ended on return.
+    ``raise_if_cancelled`` is called before each block and may raise to stop the write.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the file cannot be written.
     """
-    keyed = _keyed(pieces)
+    keyed = _by_key(shards)
     header = encode_header(
-        [(key, piece.dtype, stored_shape(piece.shape, piece.stop - piece.start)) for key, piece in keyed.items()]
+        [(key, shard.dtype, stored_shape(shard.shape, shard.stop - shard.start)) for key, shard in keyed.items()]
     )
-    for device in {piece.data.device for piece in keyed.values() if piece.data.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()  # the other two threads copy on other streams
+    for device in {shard.data.device for shard in keyed.values() if shard.data.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()  # the two other threads copy on other streams
     digest = hashlib.sha256(header)
-    sums = fingerprints((piece.data, piece.start) for piece in keyed.values())
-    nbytes = sum(piece.data.nbytes for piece in keyed.values())
-    meanwhile = beside if nbytes > _SMALL_BYTES else after
-    with meanwhile(_hash(digest, keyed.values())) as hashed, meanwhile(sums) as summed:
+    sums = fingerprints((shard.data, shard.start) for shard in keyed.values())
+    nbytes = sum(shard.data.nbytes for shard in keyed.values())
+    run = in_background if nbytes > _SMALL_BYTES else on_demand
+    with run(_hash(digest, keyed.values())) as wait_for_hash, run(sums) as wait_for_sums:
         with new_file(path) as append:
             append(header)
-            for piece in keyed.values():
-                for block in host_blocks(piece.data):
-                    proceed()
+            for shard in keyed.values():
+                for block in host_blocks(shard.data):
+                    raise_if_cancelled()
                     append(block)
-        hashed()
-        written = [_report(*item, total) for item, total in zip(keyed.items(), summed(), strict=True)]
-    written += [_report("", piece, 0) for piece in pieces if piece.start == piece.stop]
-    return {"file": path.name, "bytes": len(header) + nbytes, "sha256": digest.hexdigest(), "pieces": written}
+        wait_for_hash()
+        written = [_report(*item, total) for item, total in zip(keyed.items(), wait_for_sums(), strict=True)]
+    written += [_report("", shard, 0) for shard in shards if shard.start == shard.stop]
+    return {"file": path.name, "bytes": len(header) + nbytes, "sha256": digest.hexdigest(), "shards": written}
 
 
 @contextmanager
-def after(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
-    """As :func:`beside`, in the thread that asks and when it asks."""
+def on_demand(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
+    """As :func:`in_background`, but iterates when the function is called, in the calling thread."""
     yield lambda: list(work)
 
 
 @contextmanager
-def beside(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
-    """Iterates over ``work`` in one more thread while the block runs; the thread ends with the block.
+def in_background(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
+    """Iterates over ``work`` in a thread while the block runs; the thread ends with the block.
 
-    Gives a function that waits for all that the work yields, and raises what it raised. Where the block raises, the
-    work stops at what it yields next.
+    Yields a function that waits for the iteration and returns its results or raises its error. If the block raises, the
+    iteration stops after its next item.
     """
-    thread = _Thread(work)
+    thread = _IteratorThread(work)
     thread.start()
     try:
         yield thread.wait
     finally:
-        thread.left.set()
+        thread.stop_requested.set()
         thread.join()
 
 
-class _Thread(threading.Thread, Generic[Result]):
-    # an executor of concurrent.futures takes no work while the interpreter waits for the last save at its end
+class _IteratorThread(threading.Thread, Generic[Result]):
+    # not a concurrent.futures executor: those refuse work while the interpreter waits at exit for the last save
 
     def __init__(self, work: Iterable[Result]) -> None:
         super().__init__(name="dtrain-shard")
-        self.left = threading.Event()
+        self.stop_requested = threading.Event()
         self._work = work
         self._results: list[Result] = []
         self._error: BaseException | None = None
@@ -130,7 +130,7 @@ class _Thread(threading.Thread, Generic[Result]):
         try:
             for result in self._work:
                 self._results.append(result)
-                if self.left.is_set():
+                if self.stop_requested.is_set():
                     return
         except BaseException as error:
             self._error = error
@@ -142,13 +142,15 @@ class _Thread(threading.Thread, Generic[Result]):
         return self._results
 
 
-def _hash(digest: hashlib._Hash, pieces: Iterable[TensorShard]) -> Iterator[None]:
-    for piece in pieces:
-        for block in host_blocks(piece.data):
+def _hash(digest: hashlib._Hash, shards: Iterable[TensorShard]) -> Iterator[None]:
+    for shard in shards:
+        for block in host_blocks(shard.data):
             digest.update(block)
             yield
 
 
-def _report(key: str, piece: TensorShard, fingerprint: int) -> dict[str, Any]:
-    dtype = dtype_name(piece.dtype)
-    return vars(Written(piece.kind, piece.name, dtype, list(piece.shape), piece.start, piece.stop, key, fingerprint))
+def _report(key: str, shard: TensorShard, fingerprint: int) -> dict[str, Any]:
+    dtype = dtype_name(shard.dtype)
+    return vars(
+        WrittenShard(shard.kind, shard.name, dtype, list(shard.shape), shard.start, shard.stop, key, fingerprint)
+    )

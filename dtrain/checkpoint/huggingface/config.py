@@ -1,4 +1,4 @@
-"""A model's configuration in both spellings: dtrain's ``model.*`` keys and Hugging Face's ``config.json``."""
+"""Conversion between dtrain's ``model.*`` keys and Hugging Face's ``config.json``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ _LARGEST = 1e300
 
 
 def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that a checkpoint's state names, with its vocabulary.
+    """Returns the model configuration stored in a checkpoint's state, with its vocabulary size.
 
     Raises:
-        CheckpointError: the state does not say, or not in this version's keys; or the model has no shape that Hugging
-            Face knows.
+        CheckpointError: the state has no model configuration, has unknown keys, or the model is not exportable.
     """
     config = state.get("config")
     values = config.get("model") if isinstance(config, Mapping) else None
     if not isinstance(values, Mapping) or "factory" not in values:
         raise CheckpointError(
-            f"{where} does not say which model it holds: it was saved without the configuration of a run; exported are "
+            f"{where} does not name its model: it was saved without the configuration of a run; export supports "
             "checkpoints of dtrain train, or of engine.save(..., config={'model': ...}) with its keys"
         )
     known = {item.name for item in fields(ModelConfig)}
@@ -33,14 +32,14 @@ def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
             raise CheckpointError(f"{where}: the model has the unknown key {name!r}{nearest(name, known)}")
     if values["factory"] not in (DEFAULT_FACTORY, GPT2_FACTORY):
         raise CheckpointError(
-            f"{where}: model.factory={values['factory']} has no Hugging Face shape; exported are {DEFAULT_FACTORY} (as "
+            f"{where}: model.factory={values['factory']} cannot be exported; supported are {DEFAULT_FACTORY} (as "
             f"Llama) and {GPT2_FACTORY} (as GPT-2). Read the masters of another model from its safetensors files"
         )
     model = _Values(values, f"{where}: model")
     if model.values.get("vocab_size") is None:
         raise CheckpointError(
-            f"{where} does not say how many tokens its model knows (model.vocab_size), only that they were padded; one "
-            "more step of dtrain train from it saves one that does"
+            f"{where} does not state its vocabulary size (model.vocab_size), only the padded one; one more step of "
+            "dtrain train from it saves a checkpoint that does"
         )
     return ModelConfig(
         name=str(values.get("name")),
@@ -60,9 +59,9 @@ def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The ``config.json`` of a model of a factory of dtrain's own, whose ``ffn_dim`` is known.
+    """Returns the ``config.json`` of a model of one of dtrain's own factories, whose ``ffn_dim`` is set.
 
-    It has no tokens for begin and end: which they are is the tokenizer's to say.
+    The tokens for begin and end stay null, because the tokenizer defines them.
     """
     common: dict[str, Any] = {
         "vocab_size": model.vocab_size,
@@ -105,17 +104,17 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """The model of a ``config.json``; every key that changes what a model computes is read, or refused.
+    """Returns the model of a ``config.json``; every key that changes the computation is either read or refused.
 
     Raises:
-        CheckpointError: another architecture, a feature that dtrain's models lack, or values that make no sense.
+        CheckpointError: an unsupported architecture or feature, or invalid values.
     """
     values = _Values(config, "config.json")
     readers = {"llama": _from_llama, "gpt2": _from_gpt2}
     kind = config.get("model_type")
     if kind not in readers:
         raise CheckpointError(
-            f"config.json: model_type {kind!r:.80} cannot be imported; imported are llama (LlamaForCausalLM) and gpt2 "
+            f"config.json: model_type {kind!r:.80} cannot be imported; supported are llama (LlamaForCausalLM) and gpt2 "
             "(GPT2LMHeadModel)"
         )
     return readers[kind](values)
@@ -133,7 +132,7 @@ def _from_llama(values: _Values) -> ModelConfig:
     if hidden % heads or hidden // heads % 2 or heads % kv_heads:
         raise CheckpointError(
             f"config.json: hidden_size {hidden}, num_attention_heads {heads} and num_key_value_heads {kv_heads} do not "
-            "fit together (a head has an even share of the hidden size, and key heads divide heads)"
+            "fit together (the head size must be even, and the heads a multiple of the key-value heads)"
         )
     values.require("head_dim", hidden // heads)
     return ModelConfig(
@@ -153,7 +152,7 @@ def _from_llama(values: _Values) -> ModelConfig:
 
 
 def _rope_theta(values: _Values) -> float:
-    """Of both spellings: ``rope_theta`` with ``rope_scaling``, and ``rope_parameters`` since transformers 5."""
+    """Reads ``rope_theta`` with ``rope_scaling``, or ``rope_parameters`` (transformers 5 and later)."""
     scaling = values.values.get("rope_scaling")
     parameters = values.values.get("rope_parameters")
     for name, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
@@ -161,7 +160,7 @@ def _rope_theta(values: _Values) -> float:
         if kind not in (None, "default"):
             raise CheckpointError(
                 f"config.json: {name} {rope!r:.120} cannot be imported: dtrain's transformer has plain rotary "
-                "positions, and would compute something else"
+                "positions only"
             )
     own = _Values(parameters, "config.json: rope_parameters") if isinstance(parameters, Mapping) else values
     own.require("partial_rotary_factor", 1.0)
@@ -193,7 +192,7 @@ def _from_gpt2(values: _Values) -> ModelConfig:
 
 
 class _Values:
-    """A JSON object from outside, each value of which is checked where it is read; null is as good as absent."""
+    """An untrusted JSON object whose values are checked when they are read; null counts as absent."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -204,25 +203,25 @@ class _Values:
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 1 on."""
+        """Reads an integer of at least 1."""
         value = self._get(key, default)
         if type(value) is not int or not 1 <= value < 1 << 40:
-            raise self._bad(key, value, "a whole number from 1 on")
+            raise self._bad(key, value, "an integer of at least 1")
         return value
 
     def count_or_none(self, key: str) -> int | None:
-        """The same, or null."""
+        """As :meth:`count`, or None."""
         return None if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number, not negative."""
+        """Reads a finite number of at least 0."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
-            raise self._bad(key, value, "a number from 0 on")
+            raise self._bad(key, value, "a number of at least 0")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """Reads a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._bad(key, value, "true or false")

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model, read by us: strict JSON and safetensors with checked headers; no code is run."""
+"""Reader of a Hugging Face model folder: strict JSON and safetensors with checked headers; runs no code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.format.container import (
+from dtrain.checkpoint.format.fingerprint import byte_view
+from dtrain.checkpoint.format.safetensors_file import (
     DamageError,
     StoredTensor,
     open_regular,
@@ -21,7 +22,6 @@ from dtrain.checkpoint.format.container import (
     read_header,
     read_into,
 )
-from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
 
@@ -35,16 +35,16 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 
 
 class HFFolder:
-    """A folder with ``config.json`` and its weights in one safetensors file, or in several with an index.
+    """A folder with ``config.json`` and weights in one safetensors file, or in several with an index.
 
-    Links are followed, for the cache of `huggingface_hub` consists of them, to regular files only.
+    Links to regular files are followed, because the cache of `huggingface_hub` consists of links.
 
     Attributes:
-        config: the content of ``config.json``.
-        shapes: shape of each tensor by its name.
+        config: content of ``config.json``.
+        shapes: tensor name -> shape.
 
     Raises:
-        CheckpointError: something is missing, damaged or not what such a folder holds; names the file.
+        CheckpointError: a file is missing, damaged or unexpected; names the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,41 +53,41 @@ class HFFolder:
             raise CheckpointError(f"{path} is not a directory; give the folder that holds a model's {CONFIG}")
         self.config = self._json(CONFIG)
         self._files: dict[str, str] = {}
-        self._spans: dict[str, StoredTensor] = {}
+        self._stored: dict[str, StoredTensor] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index else [WEIGHTS]:
             with self._open(file) as (descriptor, size):
-                spans = read_header(descriptor, file, size)
-            for name in spans.keys() & self._spans.keys():
+                stored = read_header(descriptor, file, size)
+            for name in stored.keys() & self._stored.keys():
                 raise CheckpointError(f"{path}: both {self._files[name]} and {file} hold '{name}'")
-            self._spans |= spans
-            self._files |= dict.fromkeys(spans, file)
+            self._stored |= stored
+            self._files |= dict.fromkeys(stored, file)
         if index and index != self._files:
             name = min(index.items() ^ self._files.items())[0]
-            raise CheckpointError(f"{path / INDEX} and the files do not agree on where '{name}' lies")
-        self.shapes = {name: span.shape for name, span in self._spans.items()}
+            raise CheckpointError(f"{path / INDEX} and the files do not agree on the location of '{name}'")
+        self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, flat, on the CPU, in its own dtype.
+        """Reads a whole tensor, flat, on the CPU, in its stored dtype.
 
         Raises:
-            CheckpointError: it is not FP32, BF16 or FP16, or cannot be read.
+            CheckpointError: the tensor is not FP32, BF16 or FP16, or cannot be read.
         """
-        span, file = self._spans[name], self._files[name]
-        if span.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise CheckpointError(f"{self._path / file}: '{name}' is {span.dtype}; imported are FP32, BF16 and FP16")
+        stored, file = self._stored[name], self._files[name]
+        if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(f"{self._path / file}: '{name}' is {stored.dtype}; supported are FP32, BF16 and FP16")
         with self._open(file) as (descriptor, size):
-            if span.end > size:
+            if stored.end > size:
                 raise CheckpointError(f"{self._path / file} changed while it was read")
-            values = torch.empty((span.end - span.begin) // span.dtype.itemsize, dtype=span.dtype)
-            read_into(descriptor, file, span.begin, byte_view(values))
+            values = torch.empty((stored.end - stored.begin) // stored.dtype.itemsize, dtype=stored.dtype)
+            read_into(descriptor, file, stored.begin, byte_view(values))
         return values
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file, as the index says; empty where there is one file and no index.
+        """Returns tensor -> file from the index; empty if there is one file and no index.
 
         Raises:
-            CheckpointError: neither is there, or the index is none.
+            CheckpointError: neither exists, or the index is invalid.
         """
         if os.path.lexists(self._path / WEIGHTS):
             return {}
@@ -99,18 +99,18 @@ class HFFolder:
         for name, file in weight_map.items():
             if not isinstance(file, str) or not _FILE_NAME.fullmatch(file):
                 raise CheckpointError(
-                    f"{self._path / INDEX}: '{name}' lies in {file!r:.120}, which is no safetensors file of this folder"
+                    f"{self._path / INDEX}: '{name}' is in {file!r:.120}, not a safetensors file of this folder"
                 )
         return weight_map
 
     def _other_weights(self) -> str:
-        """The cure, where the weights are in a format that runs code when it is read."""
+        """Returns the fix if the weights are in a format that can run code."""
         names = sorted(name for name in os.listdir(self._path) if name.endswith(_OTHER_FORMATS))
         if not names:
             return ""
         return (
-            f"; {names[0]} is not read, for such files can run code: load the model with transformers where you trust "
-            "it, and save_pretrained(FOLDER) writes safetensors"
+            f"; {names[0]} is not read because such files can run code: if you trust it, load it with transformers, "
+            "and save_pretrained(FOLDER) writes safetensors"
         )
 
     def _json(self, file: str) -> dict[str, Any]:
@@ -121,10 +121,10 @@ class HFFolder:
 
     @contextmanager
     def _open(self, file: str) -> Iterator[tuple[int, int]]:
-        """A file's descriptor and size.
+        """Yields a file's descriptor and size.
 
         Raises:
-            CheckpointError: it is missing, not a regular file, unreadable, or what is read of it damaged.
+            CheckpointError: the file is missing, not a regular file, unreadable or damaged.
         """
         path = self._path / file
         try:

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face model as the first checkpoint of a run."""
+"""Import of a Hugging Face model as the first checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.checkpoint.commit import save
 from dtrain.checkpoint.huggingface.config import from_hf
 from dtrain.checkpoint.huggingface.folder import HFFolder
-from dtrain.checkpoint.huggingface.shapes import HFShape, Part, hf_shape
+from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
 from dtrain.checkpoint.snapshot import Snapshot, TensorShard
 from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
 from dtrain.distributed.communicator import Communicator
@@ -23,7 +23,7 @@ from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, nearest
 
 _HEAD, _EMBED = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
-# kept in older files though they follow from the configuration: masks, frequencies of rotary positions
+# stored in older files although the configuration determines them: masks, rotary frequencies
 _DERIVED = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
@@ -31,42 +31,42 @@ _BASE = re.compile(r"(model|transformer)\.")
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What :func:`import_hf` has made.
+class ImportedModel:
+    """Result of :func:`import_hf`.
 
     Attributes:
-        checkpoint: its directory.
-        model: what it holds.
+        checkpoint: directory of the new checkpoint.
+        model: configuration of its model.
     """
 
     checkpoint: Path
     model: ModelConfig
 
     def overrides(self) -> list[str]:
-        """The keys of ``dtrain train`` that choose this model."""
+        """Returns the ``key=value`` arguments of ``dtrain train`` that select this model."""
         default = ModelConfig()
         values = {item.name: getattr(self.model, item.name) for item in fields(ModelConfig)}
         changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return [f"model.{name}={_word(value)}" for name, value in changed.items()]
+        return [f"model.{name}={_override_value(value)}" for name, value in changed.items()]
 
 
-def _word(value: object) -> str:
+def _override_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def import_hf(folder: Path | str, run_dir: Path | str) -> Imported:
+def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
     """Writes ``run_dir/checkpoints/step-00000000`` from a Hugging Face folder of a Llama or GPT-2.
 
-    The masters are its weights in FP32, the moments zero; ``dtrain train run_dir=... model....`` goes on from there.
-    Host memory holds the whole model, 4 bytes a parameter, and up to twice its largest tensor. No code is run.
+    The masters are its weights in FP32, the moments are zero; ``dtrain train run_dir=... model....`` resumes from it.
+    Host memory holds the whole model (4 bytes a parameter) and up to twice its largest tensor. Runs no code.
 
     Args:
-        folder: with ``config.json`` and safetensors, one file or several with an index.
-        run_dir: of the run to be; new or empty.
+        folder: a folder with ``config.json`` and safetensors, one file or several with an index.
+        run_dir: directory of the new run; missing or empty.
 
     Raises:
-        CheckpointError: another architecture, tensors that do not fit its configuration, a damaged or missing file, a
-            run directory that is in use, or one that cannot be written.
+        CheckpointError: an unsupported architecture, tensors that do not match the configuration, a damaged or missing
+            file, or a run directory that is in use or cannot be written.
     """
     run_dir = Path(run_dir)
     _require_new(run_dir)
@@ -74,18 +74,18 @@ def import_hf(folder: Path | str, run_dir: Path | str) -> Imported:
     model = from_hf(source.config)
     if model.num_layers > len(source.shapes):
         raise CheckpointError(
-            f"{folder}: config.json says {model.num_layers} layers, {len(source.shapes)} tensors exist"
+            f"{folder}: config.json states {model.num_layers} layers, the files hold {len(source.shapes)} tensors"
         )
     assert model.vocab_size is not None
-    shape = hf_shape(model, -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
-    names = _match(Path(folder), source, model, shape)
-    snapshot = Snapshot(0, tuple(_pieces(source, shape, names)), _state(model))
+    mapping = model_mapping(model, -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
+    names = _match(Path(folder), source, model, mapping)
+    snapshot = Snapshot(0, tuple(_shards(source, mapping, names)), _state(model))
     checkpoint = save(run_dir / "checkpoints", snapshot, Communicator(None, torch.device("cpu")))
-    return Imported(checkpoint, model)
+    return ImportedModel(checkpoint, model)
 
 
 def _require_new(run_dir: Path) -> None:
-    """Refuses a run directory with a file in it; empty directories are what an import that failed may leave."""
+    """Raises if the run directory contains a file; a failed import may leave empty directories."""
 
     def refuse(error: OSError) -> None:
         raise CheckpointError(f"{run_dir} cannot be listed: {describe(error)}") from error
@@ -95,25 +95,25 @@ def _require_new(run_dir: Path) -> None:
             for name in files:
                 used = os.path.relpath(os.path.join(folder, name), run_dir)
                 raise CheckpointError(
-                    f"{run_dir} holds {used} already; an import begins a run, so name a new directory"
+                    f"{run_dir} holds {used} already; an import starts a run, so name a new directory"
                 )
 
 
-def _match(folder: Path, source: HFFolder, model: ModelConfig, shape: HFShape) -> dict[str, str]:
-    """Name of each part -> its name in the files, which may lack the base model's prefix.
+def _match(folder: Path, source: HFFolder, model: ModelConfig, mapping: ModelMapping) -> dict[str, str]:
+    """Returns part name -> name in the files, which may lack the base model's prefix.
 
     Raises:
-        CheckpointError: a tensor is missing, has another shape, or is not of this model.
+        CheckpointError: a tensor is missing, has another shape, or does not belong to this model.
     """
     names: dict[str, str] = {}
-    for part in shape.parts:
+    for part in mapping.parts:
         bare = _BASE.sub("", part.name, count=1)
         found = next((name for name in (part.name, bare) if name in source.shapes), None)
         if found is None:
             raise CheckpointError(f"{folder} has no tensor '{part.name}'{nearest(part.name, source.shapes)}")
         if source.shapes[found] != part.shape:
             raise CheckpointError(
-                f"{folder}: '{found}' has shape {list(source.shapes[found])}, config.json means {list(part.shape)}"
+                f"{folder}: '{found}' has shape {list(source.shapes[found])}, config.json implies {list(part.shape)}"
             )
         names[part.name] = found
     extra = sorted(name for name in source.shapes.keys() - set(names.values()) if not _DERIVED.fullmatch(name))
@@ -121,27 +121,27 @@ def _match(folder: Path, source: HFFolder, model: ModelConfig, shape: HFShape) -
         embed = next(names[name] for name in _EMBED if name in names)
         if not torch.equal(source.read(_HEAD), source.read(embed)):
             raise CheckpointError(
-                f"{folder}: '{_HEAD}' differs from '{embed}', and config.json ties the two; set tie_word_embeddings to "
+                f"{folder}: '{_HEAD}' differs from '{embed}', but config.json ties the two; set tie_word_embeddings to "
                 "false there to keep both"
             )
     elif extra:
         raise CheckpointError(
-            f"{folder}: '{extra[0]}' is no tensor of the model that config.json describes"
+            f"{folder}: '{extra[0]}' is not a tensor of the model that config.json describes"
             + (f" (and {len(extra) - 1} more)" if len(extra) > 1 else "")
         )
     return names
 
 
-def _pieces(source: HFFolder, shape: HFShape, names: dict[str, str]) -> Iterator[TensorShard]:
-    zeros = torch.zeros(max(_numel(size) for size in shape.tensors.values()))
-    covered = dict.fromkeys(shape.tensors, 0)
-    for part in shape.parts:
-        size = shape.tensors[part.source]
+def _shards(source: HFFolder, mapping: ModelMapping, names: dict[str, str]) -> Iterator[TensorShard]:
+    zeros = torch.zeros(max(_numel(size) for size in mapping.tensors.values()))
+    covered = dict.fromkeys(mapping.tensors, 0)
+    for part in mapping.parts:
+        size = mapping.tensors[part.source]
         stop = part.start + part.numel
         data = _read(source, part, names[part.name])
         yield TensorShard(part.source, "master", size, torch.float32, part.start, stop, data)
-        covered[part.source] = stop  # the parts of a tensor come in its order
-    for name, size in shape.tensors.items():
+        covered[part.source] = stop  # the parts of a tensor are in row-major order
+    for name, size in mapping.tensors.items():
         numel = _numel(size)
         if covered[name] < numel:  # padding of the vocabulary
             rest = zeros[: numel - covered[name]]
@@ -154,7 +154,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _read(source: HFFolder, part: Part, name: str) -> Tensor:
+def _read(source: HFFolder, part: TensorMapping, name: str) -> Tensor:
     raw = source.read(name)
     result = torch.empty(part.numel)
     for start, stop in part.blocks():
@@ -165,7 +165,7 @@ def _read(source: HFFolder, part: Part, name: str) -> Tensor:
 
 
 def _state(model: ModelConfig) -> dict[str, object]:
-    """What an engine reads back: the start of a run that has not taken a step."""
+    """Returns the state of a run before its first step, as an engine reads it."""
     loss_scale = {"rule": {"mode": "none"}, "scale": 1.0, "clean_steps": 0, "overflows_left": 0}
     return {
         "run_id": uuid.uuid4().hex,
@@ -174,7 +174,7 @@ def _state(model: ModelConfig) -> dict[str, object]:
         "zero_stage": 0,
         "optimizer": {},
         "engine_state": {"attempted_steps": 0, "applied_steps": 0, "loss_scale": loss_scale},
-        # the seed is the engine's own
+        # the engine keeps its own seed
         "rng": {"seed": None, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
         "data_cursor": 0,
         "aliases": {"head.weight": "embed.weight"} if model.tie_embeddings else {},

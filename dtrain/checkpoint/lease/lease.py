@@ -1,8 +1,8 @@
-"""One writer per directory of checkpoints: who writes there holds its lease, and shows it before every commit.
+"""One writer per directory of checkpoints: the writer holds a lease, and proves it before every commit.
 
-The lease is a file (:mod:`dtrain.checkpoint.lease.lease_file`). Whoever wants it while it is held watches it: a holder
-that shows a sign of life keeps it; one whose process has ended, or that shows none for a long time by the watcher's own
-monotonic clock, loses it to a lease with a higher number. Wall time decides nothing.
+The lease is a file (:mod:`dtrain.checkpoint.lease.lease_file`) into which its holder writes a heartbeat every few
+seconds. Another process may take the lease over if the holder's process has ended, or if it sees no heartbeat for a
+long time by its own monotonic clock; each takeover has a higher token. Wall time decides nothing.
 """
 
 from __future__ import annotations
@@ -17,23 +17,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dtrain.checkpoint import storage
-from dtrain.checkpoint.directory import make_directories, sweep
-from dtrain.checkpoint.lease.lease_file import LAST_TOKEN, NAME, TEMPORARY, Holder, LeaseState, look, look_at, path_of
+from dtrain.checkpoint.directory import clean_up, make_directories
+from dtrain.checkpoint.lease.lease_file import (
+    LAST_TOKEN,
+    NAME,
+    TEMPORARY,
+    Holder,
+    LeaseState,
+    path_of,
+    read_lease,
+    read_lease_file,
+)
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How often a holder shows a sign of life, and how long others wait for one.
+class LeaseTiming:
+    """Intervals and clock of a lease.
 
     Attributes:
-        heartbeat_s: between two signs of life.
-        limit_s: without one, until the lease may be taken over.
-        poll_s: between two looks of one that waits.
-        clock: seconds that only go forward.
-        sleep: waits for some seconds.
+        heartbeat_s: seconds between two heartbeats of the holder.
+        limit_s: seconds without a heartbeat after which the lease may be taken over.
+        poll_s: seconds between two reads of the lease by a process that waits for it.
+        clock: returns monotonic seconds.
+        sleep: waits for the given seconds.
     """
 
     heartbeat_s: float = 5.0
@@ -43,164 +52,164 @@ class Pace:
     sleep: Callable[[float], None] = time.sleep
 
 
-PACE = Pace()
+TIMING = LeaseTiming()
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-_given_up: set[str] = set()  # ids of leases of this process whose files could not be removed
+_released_ids: set[str] = set()  # leases that this process released but whose files it could not remove
 
 
 class Lease:
-    """The right to write in a directory, of the process that took it.
+    """The right to write in a directory, owned by the process that took it.
 
     Args:
-        directory: of checkpoints.
-        holder: what the lease file says.
-        descriptor: the lease file, open for writing. Its signs of life go there and not to a path, which may have
-            become another holder's file.
+        directory: the directory of checkpoints.
+        holder: the content of the lease file.
+        descriptor: the lease file, open for writing. Heartbeats go to the descriptor because the path may by now name
+            another holder's file.
     """
 
     def __init__(self, directory: Path, holder: Holder, descriptor: int) -> None:
-        self.one_save = threading.Lock()
-        """Held during each save: it removes what it takes for leftovers."""
+        self.save_lock = threading.Lock()
+        """Held during each save, because a save removes whatever it takes for leftovers of another one."""
         self._directory = directory
         self._holder = holder
         self._path = path_of(directory, holder.token)
         self._descriptor = descriptor
         self._process = os.getpid()
-        self._lock = threading.Lock()  # nobody here reads a half-written file
+        self._lock = threading.Lock()  # keeps readers of this process from a half-written file
         self._released = threading.Event()
 
     def check(self) -> None:
-        """Makes sure that the lease is still ours, by what lies on the disk now.
+        """Raises unless the lease file on disk is still this one.
 
         Raises:
-            CheckpointError: it is not; names who holds it.
-            OSError: the disk does not say.
+            CheckpointError: another process holds the lease (its identity is in the message), or nobody does.
+            OSError: the lease cannot be read.
         """
         if os.getpid() != self._process:
             raise CheckpointError(f"{self._directory} is held by process {self._process}; this one is a fork of it")
         with self._lock:
-            state = look(self._directory)
+            state = read_lease(self._directory)
         if state is None:
             raise CheckpointError(
                 f"the lease of {self._directory} is gone: another job took it over and has ended, or somebody removed "
                 f"{self._path.name}; nothing more is written there, start this job again"
             )
-        if not _is(state, self._holder):
+        if not _is_held_by(state, self._holder):
             raise CheckpointError(
                 f"{self._directory} was taken over from this process, {self._holder}, by {state}; nothing more is "
                 "written there: one job writes in a directory of checkpoints, stop the other or use another run_dir"
             )
 
-    def beat(self) -> None:
-        """Shows a sign of life.
+    def write_heartbeat(self) -> None:
+        """Increments the heartbeat counter in the lease file.
 
         Raises:
-            OSError: what the file system says.
+            OSError: the file cannot be written.
         """
         with self._lock:
             if not self._released.is_set():
-                self._holder = self._holder.alive()
+                self._holder = self._holder.with_heartbeat()
                 storage.overwrite(self._descriptor, self._holder.encode())
                 storage.sync(self._descriptor)  # a network file system shows it to other hosts only then
 
-    def keep(self, heartbeat_s: float) -> None:
-        """Shows signs of life until the lease is released or lost, and says so where it is lost."""
+    def run_heartbeats(self, heartbeat_s: float) -> None:
+        """Writes heartbeats until the lease is released or lost; logs an error if it is lost."""
         failing = False
         while not self._released.wait(heartbeat_s):
             try:
-                self.beat()
+                self.write_heartbeat()
                 self.check()
                 failing = False
             except CheckpointError as lost:
                 if not self._released.is_set():
                     logger.error("checkpoint: %s", lost)
                 return
-            except OSError as error:  # a disk may recover; the lease is lost only when another takes it
+            except OSError as error:  # a disk may recover; the lease is lost only when another process takes it
                 if not failing:
                     logger.warning(
-                        "checkpoint: no sign of life in the lease of %s: %s", self._directory, describe(error)
+                        "checkpoint: the heartbeat of the lease of %s failed: %s", self._directory, describe(error)
                     )
                 failing = True
 
     def release(self) -> None:
-        """Gives the lease up, for the next one to take at once; nothing where it is lost, or in a fork."""
+        """Removes the lease file, so that the next process need not wait; does nothing in a fork or if it was lost."""
         if os.getpid() != self._process:
             return
         with self._lock:
             self._released.set()
-            _give_up(self._path, self._holder)
+            _remove_lease_file(self._path, self._holder)
             storage.close(self._descriptor)
 
 
 class LeaseRequest:
-    """One who wants the lease of a directory.
+    """One process's repeated attempts to acquire the lease of a directory.
 
     Args:
-        directory: of checkpoints; it exists.
-        pace: the clock, and how long a holder may be silent.
+        directory: an existing directory of checkpoints.
+        timing: the clock, and how long a holder may go without a heartbeat.
     """
 
-    def __init__(self, directory: Path, pace: Pace) -> None:
+    def __init__(self, directory: Path, timing: LeaseTiming) -> None:
         self._directory = directory
-        self._pace = pace
-        self._seen: LeaseState | None = None
+        self._timing = timing
+        self._first_seen: LeaseState | None = None
         self._since = 0.0
 
     def attempt(self) -> Lease | None:
-        """Takes the lease if that is allowed now; None: look again later.
+        """Takes the lease if that is allowed now; returns None if the caller has to try again later.
 
         Raises:
-            CheckpointError: its holder is alive; names it.
-            OSError: what the file system says.
+            CheckpointError: the holder is alive; the message names it.
+            OSError: the directory cannot be read or written.
         """
-        state = look(self._directory)
+        state = read_lease(self._directory)
         if state is None:
             return _take(self._directory, 1)
-        if state.holder and (state.holder.id in _given_up or state.holder.has_ended()):
+        if state.holder and (state.holder.id in _released_ids or state.holder.has_ended()):
             logger.info("checkpoint: %s was held by %s, which has ended", self._directory, state)
             return _take(self._directory, state.token + 1)
-        now = self._pace.clock()
-        if self._seen is None:
-            self._seen, self._since = state, now
-            limit = self._pace.limit_s
-            logger.info("checkpoint: %s is held by %s; waiting %g s for a sign", self._directory, state, limit)
-        if (state.token, state.data) != (self._seen.token, self._seen.data):
+        now = self._timing.clock()
+        if self._first_seen is None:
+            self._first_seen, self._since = state, now
+            limit = self._timing.limit_s
+            logger.info("checkpoint: %s is held by %s; waiting %g s for a heartbeat", self._directory, state, limit)
+        if (state.token, state.data) != (self._first_seen.token, self._first_seen.data):
             raise CheckpointError(
                 f"{self._directory} is in use by {state}; one job writes in a directory of checkpoints: stop that one, "
                 "or use another run_dir"
             )
-        if now - self._since < self._pace.limit_s:
+        if now - self._since < self._timing.limit_s:
             return None
-        logger.warning("checkpoint: taking over %s: no sign of life from %s", self._directory, state)
+        logger.warning("checkpoint: taking over %s: no heartbeat from %s", self._directory, state)
         return _take(self._directory, state.token + 1)
 
 
-def take(directory: Path, pace: Pace, meanwhile: Callable[[], None] = lambda: None) -> Lease:
-    """Takes the lease of a directory, which is made where it does not exist; waits while its holder may be alive.
+def acquire(directory: Path, timing: LeaseTiming, while_waiting: Callable[[], None] = lambda: None) -> Lease:
+    """Acquires the lease of a directory, which is created if missing; waits while its holder may be alive.
 
     Args:
-        directory: of checkpoints.
-        pace: of the lease.
-        meanwhile: called between two looks of a wait.
+        directory: the directory of checkpoints.
+        timing: intervals and clock.
+        while_waiting: called between two attempts.
 
     Raises:
-        CheckpointError: its holder is alive; names it.
-        OSError: what the file system says.
+        CheckpointError: the holder is alive; the message names it.
+        OSError: the directory cannot be read or written.
     """
     make_directories(directory)
-    contender = LeaseRequest(directory, pace)
-    while (lease := contender.attempt()) is None:
-        pace.sleep(pace.poll_s)
-        meanwhile()
+    request = LeaseRequest(directory, timing)
+    while (lease := request.attempt()) is None:
+        timing.sleep(timing.poll_s)
+        while_waiting()
     return lease
 
 
-def _is(state: LeaseState, holder: Holder) -> bool:
+def _is_held_by(state: LeaseState, holder: Holder) -> bool:
     return state.holder is not None and state.holder.id == holder.id
 
 
 def _take(directory: Path, token: int) -> Lease | None:
-    """Takes the lease with this number, sweeps what others left; None where another was first."""
+    """Takes the lease with this token and removes leftovers; returns None if another process was first."""
     holder = Holder.this_process(token)
     if token > LAST_TOKEN:
         raise CheckpointError(f"{directory} has the last possible lease; remove it once no job writes there")
@@ -209,11 +218,11 @@ def _take(directory: Path, token: int) -> Lease | None:
     with ExitStack() as undo:
         descriptor = storage.create(temporary)
         undo.callback(storage.close, descriptor)
-        undo.callback(_give_up, path, holder)
+        undo.callback(_remove_lease_file, path, holder)
         try:
             storage.write(descriptor, holder.encode())
-            storage.sync(descriptor)  # for other hosts, as in Lease.beat; after a power cut no lease means anything
-            # a network file system may say 'exists' of a link that it has just made, so the next look decides
+            storage.sync(descriptor)  # for other hosts, as in write_heartbeat; no lease needs to survive a power cut
+            # a network file system may report that a link exists which it has just made, so the read below decides
             with suppress(FileExistsError, FileNotFoundError):
                 storage.link(temporary, path)
         except OSError as error:
@@ -221,86 +230,88 @@ def _take(directory: Path, token: int) -> Lease | None:
                 raise CheckpointError(f"{directory} is on a file system without hard links; use another") from error
             raise
         finally:
-            _remove(temporary)
-        state = look(directory)
-        # what was seen before may be old: others may have come and gone, and one be there with a higher number
-        if state is None or not _is(state, holder):
+            _remove_if_present(temporary)
+        state = read_lease(directory)
+        # the first read may be outdated: since then others may have come and gone, one with a higher token
+        if state is None or not _is_held_by(state, holder):
             return None
-        _clear(directory, path)
+        _clear_leftovers(directory, path)
         undo.pop_all()
     return Lease(directory, holder, descriptor)
 
 
-def _give_up(path: Path, holder: Holder) -> None:
-    """Removes a lease file, but not one that has become another's; what cannot be removed means nothing from now on."""
+def _remove_lease_file(path: Path, holder: Holder) -> None:
+    """Removes the lease file if it is still the holder's; remembers it as released if it cannot be removed."""
     try:
-        state = look_at(path)
-        if state is not None and _is(state, holder):
-            _remove(path)
+        state = read_lease_file(path)
+        if state is not None and _is_held_by(state, holder):
+            _remove_if_present(path)
     except OSError as error:
-        _given_up.add(holder.id)
-        logger.warning("checkpoint: %s stays: %s", path, describe(error))
+        _released_ids.add(holder.id)
+        logger.warning("checkpoint: %s could not be removed: %s", path, describe(error))
 
 
-def _clear(directory: Path, ours: Path) -> None:
-    """Removes all that the holder before has left, so that a save of its, were it to go on, cannot be committed."""
+def _clear_leftovers(directory: Path, own: Path) -> None:
+    """Removes all that the previous holder left, so that it cannot commit a save if it resumes."""
     for name in os.listdir(directory):
-        if (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)) and name != ours.name:
-            _remove(directory / name)
-    sweep(directory)
+        if (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)) and name != own.name:
+            _remove_if_present(directory / name)
+    clean_up(directory)
 
 
-def _remove(path: Path) -> None:
+def _remove_if_present(path: Path) -> None:
     with suppress(FileNotFoundError):
         storage.remove_file(path)
 
 
 @dataclass
-class _LeaseDirectory:
-    """A directory, as this process sees it."""
+class _SharedLease:
+    """The lease of one directory, shared by all users in this process."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the lease is taken: that may take long
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the lease is acquired, possibly for long
     lease: Lease | None = None
-    count: int = 0
+    num_users: int = 0
 
 
-_places: dict[str, _LeaseDirectory] = {}  # by real path
+_shared: dict[str, _SharedLease] = {}  # by real path
 
 
-def _forget() -> None:
-    for place in _places.values():
-        place.lock = threading.Lock()
-    _places.clear()
+def _forget_in_fork() -> None:
+    for shared in _shared.values():
+        shared.lock = threading.Lock()
+    _shared.clear()
 
 
-os.register_at_fork(after_in_child=_forget)  # the leases are the parent's, and a thread of its may have had a lock
+# the leases belong to the parent, and one of its threads may have held a lock at the fork
+os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 @contextmanager
-def hold(directory: Path, pace: Pace | None = None, meanwhile: Callable[[], None] = lambda: None) -> Iterator[Lease]:
-    """Holds the lease of a directory of checkpoints until the block ends; :func:`take` says how it is had.
+def hold(
+    directory: Path, timing: LeaseTiming | None = None, while_waiting: Callable[[], None] = lambda: None
+) -> Iterator[Lease]:
+    """Holds the lease of a directory of checkpoints until the block ends, see :func:`acquire`.
 
-    Where this process holds it already, this is the same lease, and it is released with the last block.
+    Nested and concurrent blocks of one process share the lease; the last of them releases it.
 
     Raises:
-        CheckpointError: another process holds it, and is alive.
-        OSError: what the file system says.
+        CheckpointError: another process holds the lease and is alive.
+        OSError: the directory cannot be read or written.
     """
-    pace = pace or PACE
+    timing = timing or TIMING
     key = os.path.realpath(directory)
-    place = _places.setdefault(key, _LeaseDirectory())
-    with place.lock:
-        if place.lease is None:
-            place.lease = take(Path(key), pace, meanwhile)
-            keeper = threading.Thread(target=place.lease.keep, args=(pace.heartbeat_s,), name="lease", daemon=True)
-            keeper.start()
-        lease = place.lease
-        place.count += 1
+    shared = _shared.setdefault(key, _SharedLease())
+    with shared.lock:
+        if shared.lease is None:
+            lease = shared.lease = acquire(Path(key), timing, while_waiting)
+            threading.Thread(target=lease.run_heartbeats, args=(timing.heartbeat_s,), name="lease", daemon=True).start()
+        lease = shared.lease
+        shared.num_users += 1
     try:
         yield lease
     finally:
-        with place.lock:
-            place.count -= 1
-            if place.count == 0:
-                place.lease = None
+        with shared.lock:
+            shared.num_users -= 1
+            if shared.num_users == 0:
+                shared.lease = None
                 lease.release()

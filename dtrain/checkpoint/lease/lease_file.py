@@ -1,8 +1,8 @@
 """The file that says which process may write in a directory of checkpoints: ``lease-00000001.json``.
 
-The one with the highest number counts. It names its holder, who rewrites it with a counter one higher every few
-seconds. What it says is a claim by whoever could write there: it is parsed strictly, and nothing but waiting follows
-from one that is damaged.
+The file with the highest token counts. It names its holder, which increments its heartbeat counter every few seconds.
+Anyone who can write to the directory can write such a file, so it is parsed strictly, and a damaged one only makes
+others wait.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dtrain.checkpoint.format.container import DamageError, open_regular, parse_json, read_bytes
-from dtrain.distributed.peers import host_identity, process_start
+from dtrain.checkpoint.format.safetensors_file import DamageError, open_regular, parse_json, read_bytes
+from dtrain.distributed.host_memory import host_identity
+from dtrain.distributed.rank_liveness import process_start
 
 NAME = re.compile(r"lease-([0-9]{8})\.json")
 TEMPORARY = re.compile(r"lease-[0-9]{8}\.tmp-[0-9a-f]+")
@@ -25,32 +26,32 @@ _SIZE_LIMIT = 4096  # bytes
 _HOST = re.compile(r"[\w.-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
 _PID_LIMIT = 1 << 31
-_WORD, _NUMBER, _UNKNOWN = (str,), (int,), (str, type(None))
+_TEXT, _NUMBER, _OPTIONAL = (str,), (int,), (str, type(None))
 _FIELDS: dict[str, tuple[type, ...]] = {
     "token": _NUMBER,
     "counter": _NUMBER,
-    "id": _WORD,
-    "host": _WORD,
-    "boot_id": _UNKNOWN,
+    "id": _TEXT,
+    "host": _TEXT,
+    "boot_id": _OPTIONAL,
     "pid": _NUMBER,
-    "pid_start": _UNKNOWN,
-    "pid_namespace": _UNKNOWN,
+    "pid_start": _OPTIONAL,
+    "pid_namespace": _OPTIONAL,
 }
 
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease file says.
+    """Content of a lease file.
 
     Attributes:
         token: the number in the file's name; each takeover has a higher one.
-        counter: signs of life so far.
-        id: of this one taking, at random.
-        host: its name, for people.
-        boot_id: of the running system, None where it does not say.
-        pid: the process.
-        pid_start: when it started, in the kernel's ticks.
-        pid_namespace: in which ``pid`` has its meaning.
+        counter: number of heartbeats so far.
+        id: random identifier of this acquisition.
+        host: host name, for people only.
+        boot_id: identifies the running system; None if the system does not provide one.
+        pid: process id of the holder.
+        pid_start: start time of the process in kernel ticks.
+        pid_namespace: namespace in which ``pid`` is valid.
     """
 
     token: int
@@ -64,7 +65,7 @@ class Holder:
 
     @staticmethod
     def this_process(token: int) -> Holder:
-        """A new holder."""
+        """Returns the content of a new lease of this process."""
         boot_id, namespace = host_identity() or (None, None)
         host = socket.gethostname()
         return Holder(
@@ -78,12 +79,12 @@ class Holder:
             pid_namespace=namespace,
         )
 
-    def alive(self) -> Holder:
-        """The same with one more sign of life."""
+    def with_heartbeat(self) -> Holder:
+        """Returns a copy with one more heartbeat."""
         return replace(self, counter=self.counter + 1)
 
     def encode(self) -> bytes:
-        """The bytes of the file."""
+        """Returns the bytes of the file."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
@@ -91,7 +92,7 @@ class Holder:
         """Parses and checks the bytes of a lease file.
 
         Raises:
-            DamageError: it is not one that this version writes.
+            DamageError: the file is not one that this version writes.
         """
         raw = parse_json(data, file)
         typed = set(raw) == set(_FIELDS) and all(type(raw[name]) in kinds for name, kinds in _FIELDS.items())
@@ -102,31 +103,31 @@ class Holder:
         return Holder(**raw)
 
     def has_ended(self) -> bool:
-        """Whether the process is known to be gone: it ran on this very system, and its number is no longer its own."""
+        """Whether the process is known to be gone: it ran on this system, and its pid is free or was reused."""
         if [self.boot_id, self.pid_namespace] != host_identity() or process_start(str(self.pid)) == self.pid_start:
             return False
         try:
             os.kill(self.pid, 0)
-        except PermissionError:  # another user's process, which the system may hide
+        except PermissionError:  # another user's process, whose /proc entry may be hidden
             return False
         except ProcessLookupError:
             pass
         return True
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} (lease {self.token}, {self.counter} signs of life)"
+        return f"process {self.pid} on {self.host} (lease {self.token}, {self.counter} heartbeats)"
 
 
 @dataclass(frozen=True)
 class LeaseState:
-    """Who held a directory at one instant.
+    """A lease file as read at one instant.
 
     Attributes:
         path: the lease file.
         token: the number in its name.
-        data: its first bytes, to see whether they change; empty where it is no file.
-        holder: what it says, None where it is damaged.
-        problem: how, else empty.
+        data: its first bytes, compared to detect a heartbeat; empty if it is not a regular file.
+        holder: its content; None if it is damaged.
+        problem: what is damaged, else empty.
     """
 
     path: Path
@@ -136,25 +137,25 @@ class LeaseState:
     problem: str = ""
 
     def __str__(self) -> str:
-        return str(self.holder) if self.holder else f"nobody knows whom: {self.path.name} is damaged ({self.problem})"
+        return str(self.holder) if self.holder else f"an unknown process: {self.path.name} is damaged ({self.problem})"
 
 
-def look(directory: Path) -> LeaseState | None:
-    """Reads the lease that counts; None where nobody holds the directory.
+def read_lease(directory: Path) -> LeaseState | None:
+    """Reads the lease with the highest token; returns None if nobody holds the directory.
 
     Raises:
-        OSError: the directory cannot be listed, or the file not be read.
+        OSError: the directory cannot be listed or the file cannot be read.
     """
     names = sorted(filter(NAME.fullmatch, os.listdir(directory)), reverse=True)
-    sights = (look_at(directory / name) for name in names)
-    return next((state for state in sights if state is not None), None)
+    states = (read_lease_file(directory / name) for name in names)
+    return next((state for state in states if state is not None), None)
 
 
-def look_at(path: Path) -> LeaseState | None:
-    """Reads one lease file; None where there is none.
+def read_lease_file(path: Path) -> LeaseState | None:
+    """Reads one lease file; returns None if it does not exist.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     data = b""
     try:
@@ -167,11 +168,11 @@ def look_at(path: Path) -> LeaseState | None:
             raise DamageError(path.name, f"{size} bytes are too many for a lease", "lease")
         return LeaseState(path, _token(path.name), data, Holder.decode(data, path.name))
     except DamageError as damage:
-        return None if damage.why == "missing" else LeaseState(path, _token(path.name), data, None, damage.reason)
+        return None if damage.tag == "missing" else LeaseState(path, _token(path.name), data, None, damage.reason)
 
 
 def path_of(directory: Path, token: int) -> Path:
-    """The lease file with this number."""
+    """Path of the lease file with this token."""
     return directory / f"lease-{token:08d}.json"
 
 

@@ -23,9 +23,9 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import MAIN_GRAD, MASTER, StepEngine
 from dtrain.errors import ContractError, ModelError
 from dtrain.optim.adamw import UpdateScalars
+from dtrain.parameters.groups import decayed_names
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.parameters.weight_decay import decayed_names
 from dtrain.sharding.placement import STAGES, memory_formula
 
 _STRETCH = 1 << 16
@@ -252,9 +252,9 @@ class DeepSpeedEngine(StepEngine):
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers; at stage 0 masters are weights."""
         formula = memory_formula(
             STAGES[self.options.zero_stage],
-            low_numel=self.num_parameters,
+            reduced_numel=self.num_parameters,
             fp32_numel=0,
-            low_bytes=self.policy.compute_dtype.itemsize,
+            reduced_bytes=self.policy.compute_dtype.itemsize,
             world_size=self.world_size,
         )
         return formula if self.options.zero_stage else formula | {"compute": 0}

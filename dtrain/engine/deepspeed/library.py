@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.distributed.one_rank import ensure_group
+from dtrain.distributed.setup import ensure_process_group
 from dtrain.errors import ConfigError
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_to_all_single")
@@ -47,7 +47,7 @@ def load(device: torch.device) -> ModuleType:
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)  # its calls, not ours
     # it asks for one as it runs, at stage 3 in forwards, and not every launcher gives it
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    ensure_group(device)
+    ensure_process_group(device)
     _join(deepspeed)
     library: ModuleType = deepspeed
     return library

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.optim.adamw import AdamW, UpdateList, UpdateScalars
-from dtrain.optim.fused import ListedAdamW
+from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
+from dtrain.optim.fused import ParameterListAdamW
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class ScaledAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in held]
-            update = UpdateList(group["decayed"], held, *([state[kind] for state in states] for kind in _MOMENTS))
-            ListedAdamW(self._rule, [update]).update([[p.grad for p in held]] if held else [], self.scalars)
+            update = UpdateGroup(group["decayed"], held, *([state[kind] for state in states] for kind in _MOMENTS))
+            ParameterListAdamW(self._rule, [update]).update([[p.grad for p in held]] if held else [], self.scalars)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

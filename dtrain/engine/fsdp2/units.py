@@ -1,8 +1,8 @@
-"""How the modules and parameters of a model are given to ``fully_shard``.
+"""Assigns the modules and parameters of a model to calls of ``fully_shard``.
 
-A unit gathers its weights in one dtype and shards along the first dimension. What does not fit is kept whole on every
-rank: norms and other FP32 weights of a low policy, unless they are large enough for a unit of their own; parameters
-without dimensions or elements; and one that two units share, which has no unit to be gathered with.
+A unit gathers its weights in one dtype and shards along the first dimension. Parameters that do not fit are replicated:
+norms and other FP32 weights of a low-precision policy, unless they are large enough for a unit of their own; parameters
+without dimensions or elements; and one that two units share, which belongs to neither.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dtrain.precision.contract import Contract
 from dtrain.sharding.hooks import callable_parts
 
 LARGE_NUMEL = 1 << 20
-"""Elements from which FP32 modules beside low weights are sharded, at the price of collectives of their own: whole they
-would take 16 bytes an element on each rank."""
+"""Elements from which FP32 modules in low-precision units are sharded, at the price of collectives of their own:
+replicated they would take 16 bytes an element on each rank."""
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Unit:
 
     Attributes:
         name: of its module; empty for the model.
-        module: that gathers the parameters when it is called.
-        dtype: that they compute in.
+        module: its call gathers the parameters.
+        dtype: compute dtype of the parameters.
         parameters: by name, in the order in which ``fully_shard`` lays them out.
     """
 
@@ -40,30 +40,30 @@ class Unit:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Of the parameters."""
+        """Shapes of the parameters."""
         return [parameter.shape for parameter in self.parameters.values()]
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is sharded, the inner units first and the model itself last, and what every rank holds whole."""
+    """The units, inner ones first and the model itself last, and the replicated parameters by name."""
 
     units: tuple[Unit, ...]
     replicated: dict[str, nn.Parameter]
 
 
 def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contract) -> UnitPlan:
-    """Assigns every trainable parameter to a unit, or to all ranks.
+    """Assigns every trainable parameter to a unit or to the replicated ones.
 
     Args:
-        model: nothing of it has been sharded yet.
+        model: not sharded yet.
         groups: of :func:`dtrain.parameters.groups.find_groups`.
         contract: the dtype of each parameter.
     """
     modules = {
         id(part): part for group in groups if group.name for part in callable_parts(model.get_submodule(group.name))
     }
-    nested = _large_islands(model, list(modules.values()), contract)
+    nested = _large_fp32_modules(model, list(modules.values()), contract)
     names = {id(module): name for name, module in model.named_modules()}
     chosen = {id(module): module for module in (*nested, *modules.values(), model)}
     units = [Unit(names[key], module) for key, module in chosen.items()]
@@ -93,14 +93,14 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
             continue
         for name in fp32_modules:
             replicated[name] = unit.parameters.pop(name)
-    kept = (name for name in trainable.values() if name in replicated)
+    in_order = (name for name in trainable.values() if name in replicated)
     return UnitPlan(
-        tuple(unit for unit in units if unit.parameters or unit is root), {name: replicated[name] for name in kept}
+        tuple(unit for unit in units if unit.parameters or unit is root), {name: replicated[name] for name in in_order}
     )
 
 
-def _large_islands(model: nn.Module, units: Sequence[nn.Module], contract: Contract) -> list[nn.Module]:
-    """The outermost FP32 modules in units that have low weights too, where they are large; inner ones first."""
+def _large_fp32_modules(model: nn.Module, units: Sequence[nn.Module], contract: Contract) -> list[nn.Module]:
+    """Returns the large outermost FP32 modules in units with low-precision weights; inner ones first."""
     if not contract.policy.is_reduced_precision:
         return []
     whole = {id(module) for module in (*units, model)}
@@ -118,7 +118,7 @@ def _large_islands(model: nn.Module, units: Sequence[nn.Module], contract: Contr
 
 
 def _visible(module: nn.Module, units: dict[int, nn.Module]) -> Iterator[nn.Parameter]:
-    """What ``fully_shard(module)`` finds, in its order: children first, and nothing of inner units."""
+    """Yields the parameters that ``fully_shard(module)`` finds, in its order: children first, without inner units."""
     seen: set[int] = set()
 
     def visit(inner: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,7 +1,7 @@
-"""Who made a step fail: found after the fact, by all ranks together, when a step was skipped for it.
+"""Finds what made a step fail. All ranks search together, after a step was skipped.
 
-The vote says that something was not finite, and which rank's gradient leaf was the first; only then are the main grads
-searched for the tensor.
+The vote names the first gradient of each rank that was not finite; only then are the main grads searched for its
+elements.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dtrain.engine.vote.decide import DecodedDecision
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found in its shard of one parameter's main grad.
+    """The elements that are not finite in one rank's shard of one parameter's main grad.
 
     Attributes:
         name: of the parameter.
         rank: that owns the shard.
         start: first element that is not finite, in the parameter's row-major order.
         stop: one past the last of them.
-        num_inf: how many are infinite.
-        num_nan: how many are NaN.
+        num_inf: number of infinite elements.
+        num_nan: number of NaN elements.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Finding:
     num_nan: int
 
 
-def search(name: str, rank: int, start: int, values: Tensor) -> list[Finding]:
-    """What is not finite in ``values`` FP32 [n], which ``rank`` owns: the main grad of ``name`` from ``start`` on."""
+def find_nonfinite(name: str, rank: int, start: int, values: Tensor) -> list[Finding]:
+    """Searches ``values`` FP32 [n], which ``rank`` owns: the main grad of ``name`` from element ``start`` on."""
     bad = (~values.isfinite()).nonzero().flatten()
     if not len(bad):
         return []
@@ -48,14 +48,14 @@ def search(name: str, rank: int, start: int, values: Tensor) -> list[Finding]:
     return [Finding(name, rank, start + int(bad[0]), start + int(bad[-1]) + 1, infinite, len(bad) - infinite)]
 
 
-def exchange(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:
-    """The findings of all ranks, in rank order."""
+def gather_findings(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings of all ranks, in rank order; all ranks call."""
     texts = comm.exchange_text(json.dumps([asdict(finding) for finding in own]))
     return [Finding(**values) for text in texts for values in json.loads(text)]
 
 
 def locate_bad_loss(decision: DecodedDecision) -> Culprit:
-    """The first micro-batch, in the order of the global index, whose loss was not finite."""
+    """Returns the first micro-batch, in the order of the global index, whose loss was not finite."""
     bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(decision.records) if r.num_bad_losses]
     micro_batch, rank = min(bad)
     is_nan = math.isnan(decision.records[rank].bad_loss)
@@ -71,38 +71,39 @@ def locate_bad_loss(decision: DecodedDecision) -> Culprit:
 
 
 def locate_bad_gradient(
-    decision: DecodedDecision, findings: Sequence[Finding], backward_order: Sequence[str], *, alone: bool
+    decision: DecodedDecision, findings: Sequence[Finding], backward_names: Sequence[str], *, is_only_backward: bool
 ) -> Culprit:
-    """The first gradient that was not finite: by micro-batch, then in the order of backward, then by rank.
+    """Returns the first gradient that was not finite: by micro-batch, then in the order of backward, then by rank.
 
-    What comes first in backward is nearest to the cause: all that comes after may have been infected by it.
+    The first gradient in backward is nearest to the cause, because a bad one infects all that come after it.
 
     Args:
-        decision: of the step.
+        decision: on the step.
         findings: of all ranks.
-        backward_order: the names of all parameters in that order, which numbers the gradients.
-        alone: there was one micro-batch on one rank, so no gradient was watched.
+        backward_names: the names of all parameters in the order of backward, which numbers the gradients.
+        is_only_backward: there was one micro-batch on one rank, so no gradient was recorded.
     """
     name = rank = micro_batch = None
     bad = [(record.bad_gradient, rank) for rank, record in enumerate(decision.records) if record.bad_gradient >= 0]
     if bad:
         number, rank = min(bad)
-        micro_batch, index = divmod(number, len(backward_order))
-        name = backward_order[index]
-    elif alone:
+        micro_batch, index = divmod(number, len(backward_names))
+        name = backward_names[index]
+    elif is_only_backward:
         rank, micro_batch = 0, 0
     found = {finding.name for finding in findings}
-    if name not in found:  # nothing was watched, or every element was finite and only their sum overflowed
-        name = next((other for other in backward_order if other in found), None)
-    parts = [finding for finding in findings if finding.name == name]
+    # nothing was recorded, or the recorded gradient was finite and only its sum overflowed
+    if name not in found:
+        name = next((other for other in backward_names if other in found), None)
+    own = [finding for finding in findings if finding.name == name]
     return Culprit(
-        rank=rank if rank is not None else parts[0].rank if parts else -1,
+        rank=rank if rank is not None else own[0].rank if own else -1,
         step=decision.records[0].step,
         phase="reduced gradient" if micro_batch is None else "local gradient",
         micro_batch=micro_batch,
         tensor=name,
-        start=min((part.start for part in parts), default=None),
-        stop=max((part.stop for part in parts), default=None),
-        num_inf=sum(part.num_inf for part in parts),
-        num_nan=sum(part.num_nan for part in parts),
+        start=min((finding.start for finding in own), default=None),
+        stop=max((finding.stop for finding in own), default=None),
+        num_inf=sum(finding.num_inf for finding in own),
+        num_nan=sum(finding.num_nan for finding in own),
     )

@@ -16,18 +16,18 @@ from torch import Tensor
 from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, VoteRecord, float_of
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
-"""Why a step is not applied, by code from 1: what explains more overrules. The last two end the run."""
+"""Why a step is not applied, by code from 1; the highest code wins, because it explains more. The last two end the run."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision where it was taken: 0-dim FP64 tensors, the same on every rank.
+    """A decision on the device: 0-dim FP64 tensors, the same on every rank.
 
     Attributes:
         code: 0 to apply, else 1 + the index of the reason in :data:`REASONS`.
         loss: weighted mean over all micro-batches of all ranks.
-        grad_norm: global L2 norm of the unscaled gradient; not finite where the step is skipped for it.
-        grad_divisor: loss scale x sum of weights / clip coefficient: what turns main grads into the clipped gradient.
+        grad_norm: global L2 norm of the unscaled gradient; not finite if the step is skipped for it.
+        grad_divisor: loss scale x sum of weights / clip coefficient; main grads divided by it are the clipped gradient.
     """
 
     code: Tensor
@@ -36,7 +36,7 @@ class Decision:
     grad_divisor: Tensor
 
     def to_row(self) -> Tensor:
-        """FP64 [4]."""
+        """Returns FP64 [4]."""
         return torch.stack((self.code, self.loss, self.grad_norm, self.grad_divisor))
 
 
@@ -47,14 +47,15 @@ def decide(
     sum_squares: Tensor | None = None,
     sum_weights: Tensor | None = None,
 ) -> Decision:
-    """The decision on a step.
+    """Decides on a step.
 
     Args:
         rows: int64 [world_size, number of fields], the records of all ranks.
         max_grad_norm: clipping threshold, or None.
-        sum_squares: the global sum of squares, where it was formed in canonical order outside the records.
+        sum_squares: the global sum of squares, if it was formed in canonical order; None sums those in the records.
         sum_weights: the global sum of weights, likewise.
     """
+    # compared as bits, so that two NaN agree and -0.0 differs from 0.0
     agreed = rows[:, : len(MUST_AGREE)]
     diverged = (agreed != agreed[0]).any()
     totals = rows[:, DEVICE_FLOATS].view(torch.float64).sum(dim=0)
@@ -94,7 +95,7 @@ class DecodedDecision:
 
     @staticmethod
     def pack(decision: Decision, rows: Tensor) -> Tensor:
-        """int64 [4 + world_size x fields], on the device: one copy brings all of it to the host."""
+        """Returns int64 [4 + world_size x fields] on the device, so that one copy brings all of it to the host."""
         return torch.cat((decision.to_row().view(torch.int64), rows.view(-1)))
 
     @staticmethod
@@ -107,7 +108,7 @@ class DecodedDecision:
 
     @property
     def max_abs_grad(self) -> float:
-        """Of all ranks' gradients, without the loss scale; see :class:`VoteRecord`."""
+        """Largest magnitude in the gradients of all ranks, without the loss scale; see :class:`VoteRecord`."""
         return max(record.max_abs_grad for record in self.records) / self.records[0].loss_scale
 
     @property

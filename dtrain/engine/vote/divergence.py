@@ -1,4 +1,4 @@
-"""What to say when ranks have parted: the first difference, with both values."""
+"""Explains how ranks have diverged: the first difference, with both values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Disagreement:
 
 
 def find_disagreement(records: Sequence[VoteRecord]) -> Disagreement | None:
-    """The first field of :data:`MUST_AGREE` on which some rank differs from rank 0, or None."""
+    """Returns the first field of :data:`MUST_AGREE` on which some rank differs from rank 0, or None."""
     rows = [record.to_row() for record in records]  # bits, as the device compares them
     for name in MUST_AGREE:
         column = COLUMNS[name]
@@ -33,7 +33,7 @@ def find_disagreement(records: Sequence[VoteRecord]) -> Disagreement | None:
 
 
 def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]) -> str:
-    """The message; all ranks come here together, so they can exchange what they hold.
+    """Returns the error message; all ranks call it, because they exchange their configurations or collectives.
 
     Args:
         comm: the ranks.
@@ -56,7 +56,7 @@ def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: 
 
 
 def config_difference(expected: Mapping[str, Any], got: Mapping[str, Any], rank: int) -> str:
-    """One line with the first key on which a rank's configuration differs from rank 0's, and both values."""
+    """Returns one line with the first key on which a rank's configuration differs from rank 0's, and both values."""
     for key in sorted({*expected, *got}):
         a, b = expected.get(key), got.get(key)
         if a != b:

@@ -1,4 +1,4 @@
-"""Verdicts as they reach the host, and their consequences: outcome, culprit, loss scale, applied steps, skips."""
+"""Reads decisions on the host and acts on them: outcome, culprit, loss scale, applied steps, skips."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
-from dtrain.engine.vote.culprit import Finding, exchange, locate_bad_gradient, locate_bad_loss
-from dtrain.engine.vote.decide import Decision, DecodedDecision
+from dtrain.engine.vote.culprit import Finding, gather_findings, locate_bad_gradient, locate_bad_loss
+from dtrain.engine.vote.decide import DecodedDecision, Decision
 from dtrain.engine.vote.divergence import explain, find_disagreement
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import VoteRecord
@@ -22,12 +22,12 @@ from dtrain.precision.loss_scale import LossScaleState
 
 
 @dataclass
-class _Step:
-    """A step on its way from the device to the host."""
+class _PostedStep:
+    """A step whose decision is on its way from the device to the host."""
 
     read: Callable[[], list[int]]
-    known: VoteRecord  # this rank's: what the host knew of it
-    collectives: tuple[str, ...]  # that this rank issued in it
+    known: VoteRecord  # this rank's; only the host's fields are filled
+    collectives: tuple[str, ...]  # that this rank issued in the step
     outcome: StepOutcome | None = None
     divergence: DivergenceError | None = None
 
@@ -37,36 +37,37 @@ class _Step:
 
 @dataclass(frozen=True)
 class CulpritSearch:
-    """Where a gradient that is not finite is searched for.
+    """The collaborators of a search for the gradient that is not finite.
 
     Attributes:
-        search: what is not finite in this rank's main grads now.
-        clear: forgets which gradients of the step were bad.
-        backward_order: the names of all parameters in the order in which backward reaches them.
+        find_nonfinite: searches this rank's main grads as they are now.
+        clear: drops the recorded gradients of the step.
+        backward_names: the names of all parameters in the order in which backward reaches them.
     """
 
-    search: Callable[[], Sequence[Finding]]
+    find_nonfinite: Callable[[], Sequence[Finding]]
     clear: Callable[[], None]
-    backward_order: Sequence[str]
+    backward_names: Sequence[str]
 
 
 @dataclass
 class StepFinalizer:
-    """Takes note of one step after the other, in their order and the same on every rank.
+    """Finalizes one step after the other, in their order and alike on every rank.
 
-    On a GPU the host takes note of a step before the next one issues its first collective: the update of the one and
-    the forward of the other are queued by then, so the device does not wait for it. On CPU, where looking costs
-    nothing, it does so at once.
+    On a GPU a step is finalized before the next one issues its first collective: the update of the one and the forward
+    of the other are queued by then, so the device does not idle. On CPU, where reading costs nothing, it is finalized
+    at once.
 
     Attributes:
         comm: the ranks.
         scale: the loss-scale machine.
-        skips: counts and diagnoses.
-        culprit_search: where to look for the culprit.
+        skips: counts skipped steps and diagnoses them.
+        culprit_search: finds the gradient that is not finite.
         config_text: what all ranks must agree on, as text that can be shown.
-        is_synchronous: whether a step is settled when it is posted.
+        is_synchronous: whether a step is finalized when it is posted.
         applied_steps: updates of the masters.
-        save_failed: whether a rank has said that the save under way has failed; whoever collects the failure clears it.
+        save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
+            it.
     """
 
     comm: Communicator
@@ -77,19 +78,19 @@ class StepFinalizer:
     is_synchronous: bool
     applied_steps: int = 0
     save_failed: bool = False
-    _last: _Step | None = field(default=None, init=False)
+    _last: _PostedStep | None = field(default=None, init=False)
     _readback: Readback = field(init=False)
 
     def __post_init__(self) -> None:
         self._readback = Readback(self.comm.device)
 
     def post(self, decision: Decision, rows: Tensor, known: VoteRecord, collectives: tuple[str, ...]) -> None:
-        """Sends a step's decision to the host; the one before it is settled."""
+        """Starts the copy of a step's decision to the host; the step before it must be finalized."""
         assert self._last is None or self._last.outcome is not None
-        self._last = _Step(self._readback.post(DecodedDecision.pack(decision, rows)), known, collectives)
+        self._last = _PostedStep(self._readback.post(DecodedDecision.pack(decision, rows)), known, collectives)
 
     def outcome(self) -> StepOutcome:
-        """Of the step posted last; read when it is looked at, unless it is settled now.
+        """Returns the outcome of the step posted last; if steps are not finalized at once, its fields are read lazily.
 
         Raises:
             NonFiniteError: too many skipped steps in a row.
@@ -103,14 +104,14 @@ class StepFinalizer:
             lambda: step.outcome or _outcome(step.peek(), step.known, None), lambda: self._finalized_outcome(step)
         )
 
-    def _finalized_outcome(self, step: _Step) -> StepOutcome:
+    def _finalized_outcome(self, step: _PostedStep) -> StepOutcome:
         if step.outcome is None:
             self.finalize_step()
         assert step.outcome is not None
         return step.outcome
 
     def finalize_step(self) -> None:
-        """Draws the consequences of the last step; ranks that skipped it search for the culprit together.
+        """Acts on the decision on the last step; ranks that skipped it search for the culprit together. Idempotent.
 
         Raises:
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
@@ -121,7 +122,7 @@ class StepFinalizer:
         if step is None or step.outcome is not None:
             return
         if step.divergence is not None:
-            raise step.divergence  # for ever: nothing durable comes of an engine whose ranks have parted
+            raise step.divergence  # permanently: an engine whose ranks have diverged must not save or train again
         decision = step.peek()
         self.save_failed = self.save_failed or decision.save_failed
         if decision.reason == "bad_weight":
@@ -133,7 +134,7 @@ class StepFinalizer:
             raise step.divergence
         outcome = step.outcome = _outcome(decision, step.known, self._locate_culprit(decision))
         self.culprit_search.clear()
-        # a non-finite forward loss is no fault of the scale: no scale cures it
+        # a non-finite forward loss leaves the scale alone: no scale fixes it
         if outcome.reason in (None, "overflow"):
             self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
         if outcome.applied:
@@ -144,20 +145,22 @@ class StepFinalizer:
 
     def _update_scale(self, *, found_inf: bool, max_abs_grad: float) -> None:
         before, self.scale = self.scale, self.scale.update(found_inf, max_abs_grad)
-        news = self.scale.describe_change_since(before)
-        if news:
-            logger.info(news)
+        change = self.scale.describe_change_since(before)
+        if change:
+            logger.info(change)
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
         if decision.reason == "nonfinite_loss":
             return locate_bad_loss(decision)
         if decision.reason != "overflow":
             return None
-        alone = self.comm.world_size == 1 and decision.records[0].num_micro_batches == 1
-        findings = exchange(self.comm, self.culprit_search.search())
-        return locate_bad_gradient(decision, findings, self.culprit_search.backward_order, alone=alone)
+        is_only_backward = self.comm.world_size == 1 and decision.records[0].num_micro_batches == 1
+        findings = gather_findings(self.comm, self.culprit_search.find_nonfinite())
+        return locate_bad_gradient(
+            decision, findings, self.culprit_search.backward_names, is_only_backward=is_only_backward
+        )
 
-    def _explain(self, decision: DecodedDecision, step: _Step) -> str:
+    def _explain(self, decision: DecodedDecision, step: _PostedStep) -> str:
         found = find_disagreement(decision.records)
         assert found is not None
         return explain(

@@ -1,77 +1,102 @@
-"""What one rank has seen of the losses of the step under way."""
+"""The losses and weights of this rank's micro-batches in one step, and what the vote records of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtrain.engine.vote.record import first_index, upload
-from dtrain.errors import UsageError
-
-
-@dataclass(frozen=True)
-class LossSummary:
-    """The tally as the vote carries it; 0-dim tensors on the device, FP64 and int64."""
-
-    sum_weights: Tensor
-    sum_weighted_loss: Tensor
-    bad_loss: Tensor
-    num_bad_losses: Tensor
-    bad_micro_batch: Tensor
-    bad_weight: Tensor
+from dtrain.engine.vote.record import Observations, first_index, upload
+from dtrain.errors import ContractError, UsageError
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.precision.forward import find_loss
 
 
 class LossAccumulator:
     """The losses and weights of this rank's micro-batches."""
 
     def __init__(self) -> None:
-        self._numbers: list[int] = []
+        self._micro_batches: list[int] = []
         self._losses: list[Tensor] = []
         self._weights: list[Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._micro_batches)
 
     def add(self, micro_batch: int, loss: Tensor, weight: Tensor) -> None:
-        """Notes a backward. Copies: the caller may go on to change either tensor in place before the step."""
-        self._numbers.append(micro_batch)
+        """Records a backward; copies both tensors, because the caller may change them in place before the step."""
+        self._micro_batches.append(micro_batch)
         self._losses.append(loss.detach().clone())
         self._weights.append(weight.clone())
 
     def has(self, micro_batch: int) -> bool:
         """Whether that micro-batch had its backward."""
-        return micro_batch in self._numbers
+        return micro_batch in self._micro_batches
 
     def clear(self) -> None:
-        """Forgets the step."""
-        for entries in (self._numbers, self._losses, self._weights):
+        """Drops all entries at the end of a step."""
+        for entries in (self._micro_batches, self._losses, self._weights):
             entries.clear()
 
-    def summary(self) -> LossSummary:
-        """All of it on the device; nothing waits."""
-        values = torch.stack((*self._losses, *self._weights)).double().view(2, len(self))
-        losses, weights = values.unbind()
-        bad = ~values.isfinite()
-        bad[1] |= weights < 0
-        first = first_index(bad, upload(self._numbers, values.device))
-        return LossSummary(
-            sum_weights=weights.sum(),
-            # a micro-batch of weight 0 is a dummy: its loss does not count
-            sum_weighted_loss=(losses * weights).masked_fill(weights == 0, 0.0).sum(),
-            bad_loss=torch.where(bad[0], losses, 0.0).gather(0, bad[0].byte().argmax(dim=0, keepdim=True))[0],
-            num_bad_losses=bad[0].sum(),
-            bad_micro_batch=first[0],
-            bad_weight=first[1],
+    def observe(self, monitor: GradientMonitor, squares: Tensor) -> Observations:
+        """Returns the device's part of the vote record; waits for nothing.
+
+        Args:
+            monitor: recorded the gradients of the step.
+            squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
+        """
+        device = squares.device
+        losses, weights = torch.stack((*self._losses, *self._weights)).double().view(2, len(self)).unbind()
+        bad_losses = ~losses.isfinite()
+        bad_weights = ~weights.isfinite() | (weights < 0)
+        micro_batches = upload(self._micro_batches, device)
+        # a micro-batch of weight 0 is a dummy: its loss does not count
+        weighted_loss = (losses * weights).masked_fill(weights == 0, 0.0).sum()
+        bad_loss = torch.where(bad_losses, losses, 0.0).gather(0, bad_losses.byte().argmax(dim=0, keepdim=True))[0]
+        numbers, bad_gradients = monitor.finiteness()
+        if bad_gradients is None:
+            bad_gradient = upload([-1], device)[0]
+        else:
+            bad_gradient = first_index(bad_gradients, upload(numbers, device))
+        return Observations(
+            torch.stack((weights.sum(), weighted_loss, squares.sum(), bad_loss, monitor.max_abs(device))),
+            torch.stack(
+                (
+                    bad_losses.sum(),
+                    first_index(bad_losses, micro_batches),
+                    first_index(bad_weights, micro_batches),
+                    bad_gradient,
+                )
+            ),
         )
 
 
-def check_weight(weight: float, where: str) -> None:
-    """Refuses what cannot weigh.
+def checked_loss(loss: Any, *, is_dummy: bool) -> Tensor:
+    """Returns the 0-dim loss inside ``loss``, a tensor or a model's output.
+
+    Args:
+        loss: the argument of ``engine.backward``.
+        is_dummy: its weight is 0, so it may have no graph.
 
     Raises:
-        UsageError: ``weight`` is negative or not finite.
+        ContractError: it is not FP32.
+        UsageError: there is no 0-dim loss, or it has no graph.
     """
-    if not 0 <= weight < float("inf"):
-        raise UsageError(f"the weight of {where} is {weight}; expected a finite number >= 0, such as its token count")
+    value = find_loss(loss)
+    if value is None:
+        shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise UsageError(
+            f"engine.backward expected a 0-dim loss tensor, or an output with a 0-dim 'loss'; got one {shape}"
+        )
+    if value.dtype != torch.float32:
+        raise ContractError(
+            f"the loss is {value.dtype}; the contract says float32. Compute it in FP32, for instance "
+            f"F.cross_entropy(logits.float(), targets)"
+        )
+    if not value.requires_grad and not is_dummy:
+        raise UsageError(
+            "the loss has no graph, so there is nothing to train on; was it detached, or computed in "
+            "engine.eval()? Only a dummy with weight=0 may come without one"
+        )
+    return value

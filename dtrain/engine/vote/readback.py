@@ -1,4 +1,4 @@
-"""From the device to the host without a wait: a ring of pinned buffers, read when someone looks."""
+"""Copies decisions from the device to the host without a wait, through a ring of pinned buffers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor
 class Readback:
     """Copies small int64 tensors to the host behind the work that is queued on the current stream.
 
-    A slot is written again after ``slots`` posts; whoever posts has read what he needs by then.
+    A buffer is written again after ``num_slots`` posts. It has been read by then, because a step is finalized before
+    the next one is posted.
 
     Args:
         device: where the tensors are.
-        slots: of the ring.
+        num_slots: buffers in the ring.
     """
 
-    def __init__(self, device: torch.device, slots: int = 2) -> None:
+    def __init__(self, device: torch.device, num_slots: int = 2) -> None:
         self._on_gpu = device.type == "cuda"
-        self._ring: list[Tensor | None] = [None] * slots
+        self._ring: list[Tensor | None] = [None] * num_slots
         self._next = 0
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """Starts the copy of ``values`` int64 [n]; the function returned waits for it and gives the numbers."""
+        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns the numbers."""
         if not self._on_gpu:
             return values.numpy().tolist
         slot, self._next = self._next, (self._next + 1) % len(self._ring)

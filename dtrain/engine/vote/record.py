@@ -19,12 +19,12 @@ MUST_AGREE = ("step", "config_hash", "num_micro_batches", "schedule_hash", "data
 """Fields that differ only if the ranks have diverged; the earliest cause first."""
 
 NEVER = 2**62
-"""Above every index: what a minimum over indices starts from."""
+"""A number above every index: the start value of a minimum over indices."""
 
 
 @dataclass(frozen=True)
 class VoteRecord:
-    """One rank's word on one step. Integers are 63 bits wide at most.
+    """One rank's contribution to the vote on one step. Integers are 63 bits wide at most.
 
     The host knows the first fields (``MUST_AGREE``, ``stop_requested``, ``save_failed``); the device fills the others.
 
@@ -37,12 +37,12 @@ class VoteRecord:
         lr: learning rate of this step.
         loss_scale: in force during this step's backward.
         stop_requested: 1 if this rank wants to stop after this step.
-        save_failed: 1 if this rank knows that the save under way has failed.
+        save_failed: 1 if this rank knows that the asynchronous save under way has failed.
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
         bad_loss: the first loss that is not finite, else 0.
-        max_abs_grad: of this rank's gradients as they left backward, still scaled; 0 where they were not measured.
+        max_abs_grad: of this rank's gradients as they left backward, still scaled; 0 if it was not recorded.
         num_bad_losses: micro-batches whose loss is not finite.
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.
@@ -59,9 +59,9 @@ class VoteRecord:
     loss_scale: float
     stop_requested: int
     save_failed: int
-    sum_weights: float
-    sum_weighted_loss: float
-    sum_squares: float
+    sum_weights: float = 0.0
+    sum_weighted_loss: float = 0.0
+    sum_squares: float = 0.0
     bad_loss: float = 0.0
     max_abs_grad: float = 0.0
     num_bad_losses: int = 0
@@ -70,7 +70,7 @@ class VoteRecord:
     bad_gradient: int = -1
 
     def to_row(self) -> list[int]:
-        """The fields in their order; floats as their bit patterns, so nothing is rounded on the way."""
+        """Returns the fields in their order; floats as their bit patterns, so that nothing is rounded."""
         return [_bits(getattr(self, name)) if name in _FLOATS else getattr(self, name) for name in COLUMNS]
 
     @staticmethod
@@ -99,7 +99,7 @@ NUM_FIELDS = len(COLUMNS)
 
 @dataclass(frozen=True)
 class Observations:
-    """What a rank's device has seen of a step, as tensors.
+    """The device's fields of a vote record, as tensors.
 
     Attributes:
         floats: FP64 [5]: sum_weights, sum_weighted_loss, sum_squares, bad_loss, max_abs_grad.
@@ -110,20 +110,20 @@ class Observations:
     integers: Tensor
 
 
-def fill(known: VoteRecord, seen: Observations) -> Tensor:
-    """int64 [number of fields], on the device: the host's fields of ``known``, the device's from ``seen``."""
-    host = upload(known.to_row()[:_NUM_HOST], seen.floats.device)
-    return torch.cat((host, seen.floats.view(torch.int64), seen.integers))
+def fill(known: VoteRecord, observed: Observations) -> Tensor:
+    """Returns int64 [number of fields] on the device: the host's fields of ``known``, and the device's ``observed``."""
+    host = upload(known.to_row()[:_NUM_HOST], observed.floats.device)
+    return torch.cat((host, observed.floats.view(torch.int64), observed.integers))
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n] on ``device``, without waiting for it."""
+    """Returns int64 [n] on ``device`` without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def first_index(where: Tensor, index: Tensor) -> Tensor:
-    """The least of ``index`` int64 [n] where ``where`` bool [..., n] holds, or -1."""
+    """Returns the least of ``index`` int64 [n] at which ``where`` bool [..., n] is true, or -1."""
     least = torch.where(where, index, NEVER).amin(dim=-1)
     return torch.where(least == NEVER, -1, least)

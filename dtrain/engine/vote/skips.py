@@ -1,4 +1,4 @@
-"""Skipped steps in a row: when to stop, and what it tells about the cause."""
+"""Counts skipped steps in a row, ends the run at a limit, and diagnoses the cause."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.errors import NonFiniteError
 from dtrain.precision.loss_scale import LossScaleState
 
-_WINDOW = 20  # applied steps that are remembered
-_LOSS_RISE = 3.0  # times the least loss of the window: no training does this and comes back
+_WINDOW = 20  # applied steps that the diagnosis compares
+_LOSS_RISE = 3.0  # times the least loss of the window; training does not recover from that
 _NORM_RISE = 100.0  # likewise, of the gradient norm
 
 
 @dataclass(frozen=True)
 class Skip:
-    """What a skipped step leaves for the diagnosis.
+    """The facts of a skipped step that the diagnosis needs.
 
     Attributes:
         outcome: of the step.
@@ -33,7 +33,7 @@ class Skip:
 
     @staticmethod
     def of(outcome: StepOutcome, decision: DecodedDecision) -> Skip:
-        """From the decision on the step."""
+        """Returns the facts of the step with that outcome and decision."""
         records = decision.records
         return Skip(
             outcome,
@@ -47,7 +47,7 @@ class SkipCounter:
     """Counts skipped steps since the last applied one.
 
     Args:
-        limit: so many in a row end the run.
+        limit: number of skipped steps in a row that ends the run.
     """
 
     def __init__(self, limit: int) -> None:
@@ -56,20 +56,20 @@ class SkipCounter:
         self._applied: deque[StepOutcome] = deque(maxlen=_WINDOW)
 
     def reset(self) -> None:
-        """Forgets what came before a load."""
+        """Drops everything counted before a load."""
         self._skips.clear()
         self._applied.clear()
 
     def applied(self, outcome: StepOutcome) -> None:
-        """Notes an applied step."""
+        """Records an applied step."""
         self._skips.clear()
         self._applied.append(outcome)
 
     def skipped(self, skip: Skip, scale: LossScaleState) -> None:
-        """Notes a skipped step.
+        """Records a skipped step.
 
         Args:
-            skip: what is known of it.
+            skip: its facts.
             scale: the loss scale after it.
 
         Raises:
@@ -90,7 +90,7 @@ class SkipCounter:
 
 
 def diagnose(skips: list[Skip], applied: list[StepOutcome], scale: LossScaleState) -> str:
-    """What skips in a row point to: data, a diverged model, a wrong loss scale, or one operation's gradient.
+    """Returns the likely cause: empty batches, bad data, a diverged model, the loss scale, or one operation's gradient.
 
     Args:
         skips: all since the last applied step.

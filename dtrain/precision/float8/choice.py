@@ -1,11 +1,11 @@
-"""Which products are FP8: where that is faster than BF16 on this device, or by their shape where nothing is timed."""
+"""Chooses the Linears that compute in FP8: by shape, or by timing FP8 against BF16 on the device."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,21 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.weights import KeptWeights, LocalWeights
+from dtrain.precision.float8.weights import CachedWeights, UncachedWeights
 
 MIN_GAIN = 0.03
-"""FP8 costs precision: it must save this part of BF16's time."""
+"""Smallest fraction of the BF16 time that FP8 must save, because it costs precision."""
 
 MAX_PADDING = 0.125
-"""What padding may add to a dimension: more costs what FP8 gains."""
+"""Largest fraction that padding may add to a dimension. More padding costs as much as FP8 gains."""
 
 _ROUNDS = 11
-_REPEATS = {"cpu": 1, "cuda": 10}  # in a round: on a GPU one alone is as short as its launch
+_REPEATS = {"cpu": 1, "cuda": 10}  # runs per round: on a GPU a single run is as short as its launch
 
 
 @dataclass(frozen=True)
-class Product:
-    """The Linear ``name``, of weight [out_features, in_features]: its output and both its gradients are one choice."""
+class Float8Candidate:
+    """The Linear ``name`` of weight [out_features, in_features]. One decision covers its output and both gradients."""
 
     name: str
     out_features: int
@@ -36,104 +36,108 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Decision:
-    """Whether the products of the Linear ``name`` are FP8, and why.
+class Float8Decision:
+    """Whether the Linear ``name`` computes in FP8, and why.
 
     Attributes:
-        name: of the module.
-        is_float8: the choice.
-        reason: a sentence for people.
-        low_ms: of the three products in BF16; None where they were not timed.
-        float8_ms: in FP8, with the casts of input and gradient, and of the weight where the engine has it cast each
-            time.
+        name: name of the module.
+        is_float8: whether its three matmuls are FP8.
+        reason: explanation for the user.
+        bf16_ms: time of the three matmuls in BF16; None if they were not timed.
+        float8_ms: time in FP8, including the casts of input and gradient. It includes the cast of the weight if the
+            engine casts the weight in each forward and backward.
     """
 
     name: str
     is_float8: bool
     reason: str
-    low_ms: float | None = None
+    bf16_ms: float | None = None
     float8_ms: float | None = None
 
 
-def decide(
-    products: Sequence[Product], options: Float8Options, device: torch.device, *, casts_each_time: bool = False
-) -> tuple[Decision, ...]:
-    """A decision for each of ``products``, in their order.
+def decide_float8(
+    candidates: Sequence[Float8Candidate],
+    options: Float8Options,
+    device: torch.device,
+    *,
+    casts_each_time: bool = False,
+) -> tuple[Float8Decision, ...]:
+    """Returns a decision for each candidate, in their order.
 
     Args:
-        products: each shape is timed once.
-        options: resolved for the device that will train, see :meth:`Float8Options.on`. ``choice=all`` decides by shape
-            alone, and needs no such device.
-        device: where ``choice=timed`` runs them, ``num_rows`` rows at a time.
-        casts_each_time: the engine casts the weight in each forward and backward, so that it is timed too; else once a
-            step.
+        candidates: Linears that can compute in FP8. Each shape is timed once.
+        options: resolved for the training device, see :meth:`Float8Options.on`. ``choice=all`` decides by shape alone.
+        device: device that ``choice=timed`` runs the matmuls on, with ``num_rows`` rows each.
+        casts_each_time: whether the engine casts the weight in each forward and backward (then the cast is timed too)
+            or once per step.
 
     Raises:
-        ConfigError: they do not fit the device's memory.
+        ConfigError: the timed matmuls do not fit the device's memory.
     """
-    made: dict[tuple[int, int], Decision] = {}
-    for product in products:
-        shape = (product.out_features, product.in_features)
-        if shape not in made:
-            made[shape] = _by_shape(product)
-            if made[shape].is_float8 and options.choice == "timed":
-                made[shape] = _timed(product, options, device, casts_each_time)
+    by_shape: dict[tuple[int, int], Float8Decision] = {}
+    for candidate in candidates:
+        shape = (candidate.out_features, candidate.in_features)
+        if shape not in by_shape:
+            by_shape[shape] = _by_shape(candidate)
+            if by_shape[shape].is_float8 and options.choice == "timed":
+                by_shape[shape] = _timed(candidate, options, device, casts_each_time)
     return tuple(
-        Decision(product.name, choice.is_float8, choice.reason, choice.low_ms, choice.float8_ms)
-        for product in products
-        for choice in [made[product.out_features, product.in_features]]
+        replace(by_shape[candidate.out_features, candidate.in_features], name=candidate.name)
+        for candidate in candidates
     )
 
 
-def _by_shape(product: Product) -> Decision:
-    shape = f"[{product.out_features}, {product.in_features}]"
-    padded = [size + -size % ALIGNMENT for size in (product.out_features, product.in_features)]
-    added = max(padded[0] / product.out_features, padded[1] / product.in_features) - 1
-    if min(product.out_features, product.in_features) < ALIGNMENT:
-        return Decision(product.name, False, f"{shape} has a dimension below {ALIGNMENT}")
+def _by_shape(candidate: Float8Candidate) -> Float8Decision:
+    shape = f"[{candidate.out_features}, {candidate.in_features}]"
+    padded = [size + -size % ALIGNMENT for size in (candidate.out_features, candidate.in_features)]
+    added = max(padded[0] / candidate.out_features, padded[1] / candidate.in_features) - 1
+    if min(candidate.out_features, candidate.in_features) < ALIGNMENT:
+        return Float8Decision(candidate.name, False, f"{shape} has a dimension below {ALIGNMENT}")
     if not added:
-        return Decision(product.name, True, f"{shape} are multiples of {ALIGNMENT}")
+        return Float8Decision(candidate.name, True, f"{shape} are multiples of {ALIGNMENT}")
     if added <= MAX_PADDING:
-        return Decision(product.name, True, f"{shape} is padded to {padded}")
-    return Decision(
-        product.name, False, f"{shape} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
+        return Float8Decision(candidate.name, True, f"{shape} is padded to {padded}")
+    return Float8Decision(
+        candidate.name, False, f"{shape} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
     )
 
 
-def _timed(product: Product, options: Float8Options, device: torch.device, casts_each_time: bool) -> Decision:
+def _timed(
+    candidate: Float8Candidate, options: Float8Options, device: torch.device, casts_each_time: bool
+) -> Float8Decision:
     try:
-        low_ms, float8_ms = _times(product, options, device, casts_each_time)
+        bf16_ms, float8_ms = _times(candidate, options, device, casts_each_time)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"no memory to time {options.num_rows} rows of '{product.name}' [{product.out_features}, "
-            f"{product.in_features}] on {device}; set float8 num_rows to the tokens of one micro-batch, or choice=all"
+            f"no memory to time {options.num_rows} rows of '{candidate.name}' [{candidate.out_features}, "
+            f"{candidate.in_features}] on {device}; set float8 num_rows to the tokens of one micro-batch, or choice=all"
         ) from error
     reason = (
-        f"timed {float8_ms / low_ms:.2f} of BF16 ({float8_ms:.3g} against {low_ms:.3g} ms at {options.num_rows} rows)"
+        f"timed {float8_ms / bf16_ms:.2f} of BF16 ({float8_ms:.3g} against {bf16_ms:.3g} ms at {options.num_rows} rows)"
     )
-    return Decision(product.name, float8_ms <= (1 - MIN_GAIN) * low_ms, reason, low_ms, float8_ms)
+    return Float8Decision(candidate.name, float8_ms <= (1 - MIN_GAIN) * bf16_ms, reason, bf16_ms, float8_ms)
 
 
 def _times(
-    product: Product, options: Float8Options, device: torch.device, casts_each_time: bool
+    candidate: Float8Candidate, options: Float8Options, device: torch.device, casts_each_time: bool
 ) -> tuple[float, float]:
-    """Milliseconds of forward and both gradients in BF16 and in FP8; medians of rounds that take turns."""
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay as they are
+    """Returns the milliseconds of forward and both gradients in BF16 and in FP8: medians of alternating rounds."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state untouched
     x, grad, weight = (
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         for shape in (
-            (options.num_rows, product.in_features),
-            (options.num_rows, product.out_features),
-            (product.out_features, product.in_features),
+            (options.num_rows, candidate.in_features),
+            (options.num_rows, candidate.out_features),
+            (candidate.out_features, candidate.in_features),
         )
     )
-    linears = [nn.Linear(product.in_features, product.out_features, bias=False, device="meta") for _ in range(2)]
+    linears = [nn.Linear(candidate.in_features, candidate.out_features, bias=False, device="meta") for _ in range(2)]
     for linear in linears:
         linear.weight = nn.Parameter(weight)
     recipe = Recipe.of(options, torch.bfloat16)
-    convert(linears[1], recipe, LocalWeights(recipe) if casts_each_time else KeptWeights(recipe))
-    runs = [_three_products(linear, x.requires_grad_(), grad) for linear in linears]
-    for run in (*runs, *runs):  # the second time all is compiled, kept and allocated
+    convert(linears[1], recipe, UncachedWeights(recipe) if casts_each_time else CachedWeights(recipe))
+    runs = [_three_matmuls(linear, x.requires_grad_(), grad) for linear in linears]
+    for run in (*runs, *runs):  # twice: the first call compiles, the second fills caches and the allocator
         run()
     samples: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS):
@@ -142,7 +146,7 @@ def _times(
     return statistics.median(samples[0]), statistics.median(samples[1])
 
 
-def _three_products(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
+def _three_matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
     inputs = (x, linear._parameters["weight"])
 
     def run() -> None:

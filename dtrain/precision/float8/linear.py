@@ -1,4 +1,4 @@
-"""``Float8Linear``: a Linear whose three products - output, input gradient, weight gradient - are FP8."""
+"""``Float8Linear``: a Linear whose three matmuls (output, input gradient, weight gradient) are FP8."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dtrain.precision import autocast_ops
 from dtrain.precision.float8.cast import E4M3, Quantized, quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import LocalWeights, WeightSource
-from dtrain.precision.regions import is_exempt
+from dtrain.precision.float8.weights import UncachedWeights, WeightSource
+from dtrain.precision.regions import in_full_precision_region
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Float8Linear(nn.Linear):
-    """A Linear whose products are FP8, its bias added in the output's dtype. Made by :func:`convert`.
+    """A Linear whose matmuls are FP8 and whose bias is added in the output's dtype. :func:`convert` makes it.
 
-    In a :func:`dtrain.full_precision` region it multiplies in FP32, with the weight that FP8 has left of it; so it does
-    where code inside an engine's forward has switched autocast off. Compiled code calls it as it is.
+    In a :func:`dtrain.full_precision` region it multiplies in FP32, with the dequantized weight. It also does so if
+    code inside an engine's forward has switched autocast off. Compiled code calls it uncompiled.
     """
 
     recipe: Recipe
@@ -34,10 +34,10 @@ class Float8Linear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[N, K] in the dtype of the parameter; gradients flow through it.
+        """Weight [N, K] in the dtype of the parameter; gradients flow through it.
 
-        Where the parameter holds no numbers it is dequantized, for reading alone: writes to it are lost, hooks and
-        ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
+        If an engine stores the weight in FP8 only, this is a read-only dequantized copy: writes to it are lost, and
+        hooks and ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
         """
         return self.source.dequantized(self._parameter)
 
@@ -48,25 +48,25 @@ class Float8Linear(nn.Linear):
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., K] in FP32, BF16 or FP16, to [..., N] in the recipe's dtype.
+        """Maps ``x`` [..., K] in FP32, BF16 or FP16 to [..., N] in the recipe's dtype.
 
         Raises:
-            ModelError: another dtype or another last dimension.
-            ContractError: in an engine's forward, under autocast of another dtype than the recipe's.
+            ModelError: ``x`` has another dtype or another last dimension.
+            ContractError: an engine's forward calls it under autocast of another dtype than the recipe's.
         """
         if x.dtype not in _INPUTS or not x.dim() or x.shape[-1] != self.in_features:
             raise ModelError(
                 f"an FP8 Linear takes FP32, BF16 or FP16 [..., {self.in_features}]; got {x.dtype} {list(x.shape)}; "
                 f"cast the input, or keep the module out of FP8 by a rule"
             )
-        if self._is_exempt(x.device.type):
+        if self._computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        y: Tensor = _Product.apply(x, self._parameter, self.recipe, self.source, torch.is_grad_enabled())
+        y: Tensor = _Float8Matmul.apply(x, self._parameter, self.recipe, self.source, torch.is_grad_enabled())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _is_exempt(self, device_type: str) -> bool:
-        if is_exempt(device_type) or not autocast_ops.is_enabled():
-            return is_exempt(device_type)
+    def _computes_in_fp32(self, device_type: str) -> bool:
+        if in_full_precision_region(device_type) or not autocast_ops.is_enabled():
+            return in_full_precision_region(device_type)
         is_on = torch.is_autocast_enabled(device_type)
         dtype, out_dtype = torch.get_autocast_dtype(device_type) if is_on else torch.float32, self.recipe.out_dtype
         if dtype not in (torch.float32, out_dtype):
@@ -78,7 +78,7 @@ class Float8Linear(nn.Linear):
         return dtype != out_dtype
 
     def extra_repr(self) -> str:
-        """With the recipe."""
+        """Adds the recipe to the representation."""
         return f"{super().extra_repr()}, float8=({self.recipe.describe()})"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -86,7 +86,7 @@ class Float8Linear(nn.Linear):
         destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        weight = self._parameters.get("weight")  # where weights are sharded, an index would ask for them
+        weight = self._parameters.get("weight")  # `[...]` would unshard the weight under DeepSpeed
         if weight is not None and f"{prefix}weight" in state_dict and self.source.dequantized(weight) is not weight:
             raise UsageError(
                 f"'{prefix}weight' is an FP8 replica, which follows its FP32 master, so load_state_dict cannot write "
@@ -95,37 +95,37 @@ class Float8Linear(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Linear:
-        """A copy owns its weight, and casts it itself."""
-        weight = self._parameters.get("weight")  # where weights are sharded, an index would ask for them
+        """Copies the module; the copy owns its weight and casts it in each forward."""
+        weight = self._parameters.get("weight")  # `[...]` would unshard the weight under DeepSpeed
         assert weight is not None
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         values = self.source.dequantized(weight).detach().clone()
         memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"source": LocalWeights(self.recipe)}, memo))
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"source": UncachedWeights(self.recipe)}, memo))
         return copied
 
 
 def convert(module: nn.Linear, recipe: Recipe, source: WeightSource | None = None) -> Float8Linear:
-    """``module`` itself, which computes in FP8 from now on; its parameters, hooks and name stay.
+    """Converts ``module`` in place to compute in FP8, and returns it; its parameters and hooks stay.
 
     Args:
-        module: not a subclass of ``nn.Linear``, whose own forward would be lost.
-        recipe: of its products.
-        source: of its weight; by default the parameter, cast in each forward.
+        module: a plain ``nn.Linear``. The forward of a subclass would be lost.
+        recipe: recipe of its matmuls.
+        source: provides its weight; by default the parameter is cast in each forward.
     """
     _leave_uncompiled()
     module.__class__ = Float8Linear
     assert isinstance(module, Float8Linear)
-    module.recipe, module.source = recipe, source or LocalWeights(recipe)
+    module.recipe, module.source = recipe, source or UncachedWeights(recipe)
     return module
 
 
 @cache
 def _leave_uncompiled() -> None:
-    """Has compiled callers call ``Float8Linear.forward`` as it is, and all that it calls.
+    """Excludes ``Float8Linear.forward``, and all that it calls, from compilation.
 
-    As ``torch.compiler.disable``, without its import of dynamo, which takes a second.
+    This is ``torch.compiler.disable`` without its import of dynamo, which takes a second.
     """
     forward: Any = Float8Linear.forward
     try:
@@ -133,31 +133,33 @@ def _leave_uncompiled() -> None:
 
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(forward.__code__, eval_frame._FrameExecStrategy(skip, skip))
-        forward._torchdynamo_disable = True  # not to be traced into; the line before: not to be compiled when called
-    except (ImportError, AttributeError, TypeError):  # private, so another release may lack it
+        forward._torchdynamo_disable = True  # against tracing from a caller; SKIP is against compiling it on a call
+    except (ImportError, AttributeError, TypeError):  # private API, which another release may not have
         Float8Linear.forward = torch.compiler.disable(forward)  # type: ignore[method-assign]
 
 
-class _Product(torch.autograd.Function):
-    """What is saved of the input is its transpose in FP8, [K, M]: the right operand of the weight gradient.
+class _Float8Matmul(torch.autograd.Function):
+    """Saves the transposed FP8 input [K, M], the right operand of the weight gradient.
 
-    Both gradients have the recipe's dtype; autograd casts them to that of the input and of the parameter.
+    Both gradients have the recipe's dtype; autograd casts them to the dtypes of input and parameter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, source: WeightSource, records: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, source: WeightSource, grad_enabled: bool
+    ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        right, of_weight = source.forward(weight)
-        of_input: tuple[Tensor, ...] = ()
-        if records and ctx.needs_input_grad[1]:
+        right, saved_weight = source.forward(weight)
+        saved_input: tuple[Tensor, ...] = ()
+        if grad_enabled and ctx.needs_input_grad[1]:
             left, columns = quantize_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
-            of_input = (columns.values, columns.scale)
+            saved_input = (columns.values, columns.scale)
         else:
             left = quantize(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
-        ctx.save_for_backward(*of_input, *(of_weight if ctx.needs_input_grad[0] else ()))
+        ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
         ctx.recipe, ctx.source, ctx.x_shape, ctx.weight_shape = recipe, source, x.shape, weight.shape
         y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
-        # an output that autograd knows as a view could not be changed in place, as by nn.ReLU(inplace=True)
+        # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
         shape = (*x.shape[:-1], weight.shape[0])
         output: Tensor = torch.ops.aten._unsafe_view(y[:, : weight.shape[0]].contiguous(), shape)
         return output
@@ -169,13 +171,13 @@ class _Product(torch.autograd.Function):
         saved = ctx.saved_tensors
         rows = grad.reshape(-1, ctx.weight_shape[0])
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        how = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
+        options = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
         if needs_dx and needs_dw:
-            left, columns = quantize_both(rows, recipe.grad_dtype, **how)
+            left, columns = quantize_both(rows, recipe.grad_dtype, **options)
         elif needs_dx:
-            left = quantize(rows, recipe.grad_dtype, **how)
+            left = quantize(rows, recipe.grad_dtype, **options)
         else:
-            columns = quantize(rows.t(), recipe.grad_dtype, **how)
+            columns = quantize(rows.t(), recipe.grad_dtype, **options)
         dx = dw = None
         if needs_dw:
             right = Quantized(saved[0], saved[1])

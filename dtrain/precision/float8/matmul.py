@@ -1,4 +1,4 @@
-"""Products of FP8 matrices: ``torch._scaled_mm``, or the same in FP32."""
+"""Matmuls of FP8 matrices: ``torch._scaled_mm``, or its emulation in FP32."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from torch import Tensor
 from dtrain.precision.float8.cast import Quantized, decode
 
 ALIGNMENT = 16
-"""What the dimensions of a product must be multiples of on Tensor Cores."""
+"""Tensor Cores need matmul dimensions that are multiples of this."""
 
 
 def multiply(
     left: Quantized, right: Quantized, out_dtype: torch.dtype, *, emulate: bool, fast_accumulation: bool = False
 ) -> Tensor:
-    """``left`` [M, K] times the transpose of ``right`` [N, K]: [M, N] in ``out_dtype``; both row-major.
+    """Multiplies ``left`` [M, K] by the transpose of ``right`` [N, K] and returns [M, N] in ``out_dtype``.
 
-    Both have one scale, or each row of both has its own. Dimensions that Tensor Cores refuse are padded with zeros.
+    Both are row-major, and both have one scale or one scale per row. Dimensions that Tensor Cores do not support are
+    padded with zeros.
 
     Args:
         left: E4M3 or E5M2.
-        right: E4M3; its values may be an :func:`operand` already.
-        out_dtype: that the FP32 sums are rounded to.
-        emulate: multiply in FP32. On a CPU these are the bits of ``torch._scaled_mm``, but for fewer than 12 rows,
-            which that sums in another order.
-        fast_accumulation: let Hopper sum in fewer bits than FP32 has; an emulation does not imitate that.
+        right: E4M3; its values may already be an :func:`operand`.
+        out_dtype: dtype that the FP32 sums are rounded to.
+        emulate: multiply in FP32. On a CPU this gives the bits of ``torch._scaled_mm``, except for fewer than 12 rows,
+            which that function sums in another order.
+        fast_accumulation: let Hopper accumulate in fewer bits than FP32 has. The emulation does not imitate this.
     """
     num_columns = right.values.shape[0]
     if not left.values.numel():
@@ -36,7 +37,7 @@ def multiply(
         column_scales = F.pad(right.scale, (0, values.shape[0] - right.scale.shape[0]), value=1.0)
         scales = (left.scale.unsqueeze(1), column_scales.unsqueeze(0))
     padded = _padded(left.values, left.values.shape[0], values.shape[1])
-    # autocast would sum in BF16, inside torch._scaled_mm on a CPU too
+    # under autocast the sums would be BF16, also inside torch._scaled_mm on a CPU
     with torch.autocast(padded.device.type, enabled=False):
         if emulate:
             product = _emulated(padded, values, scales, out_dtype)
@@ -53,10 +54,10 @@ def multiply(
 
 
 def operand(values: Tensor, *, emulate: bool, transposed: bool = False) -> Tensor:
-    """FP8 ``values`` [N, K] as the right side of a product needs them; ``transposed``: as [K, N].
+    """Prepares FP8 ``values`` [N, K] as the right operand of a matmul; ``transposed`` as [K, N].
 
-    Padded with zeros to multiples of 16; in FP8 and row-major, or in FP32 for an emulation. ``values`` themselves where
-    there is nothing to do.
+    The result is padded with zeros to multiples of 16. It is FP8 and row-major, or FP32 if ``emulate``. Returns
+    ``values`` themselves if they need no change.
     """
     rows, columns = (size + -size % ALIGNMENT for size in values.shape)
     padded = _padded(values, rows, columns)
@@ -68,13 +69,13 @@ def operand(values: Tensor, *, emulate: bool, transposed: bool = False) -> Tenso
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
     pad = (0, columns - values.shape[1], 0, rows - values.shape[0])
-    return F.pad(values.view(torch.uint8), pad).view(values.dtype) if any(pad) else values  # torch would copy
+    return F.pad(values.view(torch.uint8), pad).view(values.dtype) if any(pad) else values  # F.pad copies even by 0
 
 
 def _emulated(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> Tensor:
-    """Products of FP8 numbers are exact in FP32, and so is a power of two: only the sums round, as they do there."""
-    # a buffer of our own: what `@` gives, selective activation checkpointing may keep, and it must not change then
+    # only the sums round, as in torch._scaled_mm: products of FP8 numbers and powers of two are exact in FP32.
+    # `out=`, because selective activation checkpointing may keep the result of `@`, which is scaled in place below
     product = torch.empty(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
     torch.mm(decode(left), right.t(), out=product)
-    # one scale after the other: their product may be out of FP32's range
+    # one scale at a time: their product may leave the range of FP32
     return product.mul_(scales[0]).mul_(scales[1]).to(out_dtype)

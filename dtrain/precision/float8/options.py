@@ -1,4 +1,4 @@
-"""How FP8 products are formed, as a value."""
+"""Options of FP8 matmuls, and the recipe that they resolve to on a device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtrain.errors import ConfigError, nearest
-from dtrain.precision.compiler import has_compiler
 from dtrain.precision.float8.cast import E4M3, E5M2
+from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
 
 CHOICES = {
     "recipe": ("tensorwise", "rowwise"),
@@ -22,20 +22,21 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Float8Options:
-    """How FP8 products are formed.
+    """Options of FP8 matmuls.
 
     Attributes:
-        recipe: ``tensorwise``, one scale a tensor; ``rowwise``, one for each row of the left and each column of the
-            right operand of a product.
-        weight_scale: ``current``: from the weights that are cast; ``delayed``: from those of the step before, so that
-            the update can cast in its own pass (tensorwise, native engine).
-        grad_format: ``e5m2``, ``e4m3``; ``auto``: E5M2 tensorwise, E4M3 rowwise.
-        emulate: compute in FP32 what ``torch._scaled_mm`` computes; ``auto``: where the device has no FP8 Tensor Cores.
-        choice: which products are FP8: ``all`` that can be, or those that are ``timed`` faster than in BF16 on the
-            device; ``auto``: timed where nothing is emulated.
-        num_rows: rows (tokens of one micro-batch) of the products that are timed.
-        fast_accumulation: let Hopper accumulate forward products in fewer bits than FP32 has.
-        compile: compile the casts; ``auto``: on a GPU with FP8 Tensor Cores and a compiler.
+        recipe: ``tensorwise`` (one scale per tensor) or ``rowwise`` (one scale per row of the left operand and per
+            column of the right operand).
+        weight_scale: ``current`` derives the scale from the weights being cast. ``delayed`` derives it from the weights
+            of the step before, so that the update casts in its own pass (tensorwise, native engine).
+        grad_format: ``e5m2``, ``e4m3``, or ``auto`` (E5M2 tensorwise, E4M3 rowwise).
+        emulate: whether to compute the results of ``torch._scaled_mm`` in FP32. ``auto`` emulates on devices without
+            FP8 Tensor Cores.
+        choice: which Linears are FP8: ``all`` that can be, or those that are ``timed`` faster than BF16 on the device.
+            ``auto`` times unless FP8 is emulated.
+        num_rows: rows (tokens of one micro-batch) of the timed matmuls.
+        fast_accumulation: whether Hopper may accumulate forward matmuls in fewer bits than FP32 has.
+        compile: whether to compile the casts. ``auto`` compiles on a GPU with FP8 Tensor Cores and a compiler.
     """
 
     recipe: str = "tensorwise"
@@ -61,20 +62,21 @@ class Float8Options:
             )
 
     def on(self, device: torch.device) -> Float8Options:
-        """The options as ``device`` can honour them, with nothing left at ``auto``.
+        """Returns the options for ``device``, with every ``auto`` resolved.
 
         Raises:
-            ConfigError: no emulation, or compiled casts, on a GPU without FP8 Tensor Cores; compiled casts without a
-                compiler.
+            ConfigError: ``emulate=False`` or ``compile=True`` on a GPU without FP8 Tensor Cores, or ``compile=True``
+                without a compiler.
         """
-        has_float8 = has_tensor_cores(device)
+        has_float8 = has_float8_tensor_cores(device)
         if self.emulate is False and device.type == "cuda" and not has_float8:
             major, minor = torch.cuda.get_device_capability(device)
             raise ConfigError(
                 f"float8 emulate=false needs FP8 Tensor Cores (compute capability 8.9 or later); "
                 f"{torch.cuda.get_device_name(device)} has {major}.{minor}; use emulate=auto"
             )
-        can_compile = has_compiler(device) and (device.type != "cuda" or has_float8)  # Triton casts where hardware does
+        # Triton casts to FP8 in hardware only
+        can_compile = has_compiler(device) and (device.type != "cuda" or has_float8)
         if self.compile is True and not can_compile:
             raise ConfigError(
                 f"float8 compile=true needs a C++ compiler, and on a GPU Triton and compute capability 8.9; {device} "
@@ -91,21 +93,16 @@ class Float8Options:
         )
 
 
-def has_tensor_cores(device: torch.device) -> bool:
-    """Whether ``device`` multiplies FP8 matrices in hardware: Ada, Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 @dataclass(frozen=True)
 class Recipe:
-    """What every product of a Float8Linear needs to know, with nothing left to decide.
+    """Resolved options of every matmul of a :class:`~dtrain.precision.float8.linear.Float8Linear`.
 
     Attributes:
-        rowwise: one scale a row, instead of one a tensor.
-        grad_dtype: E5M2 or E4M3.
-        out_dtype: of the output and of both gradients.
+        rowwise: whether each row has its own scale, instead of one scale per tensor.
+        grad_dtype: E5M2 or E4M3, the format of the output gradient.
+        out_dtype: dtype of the output and of both gradients.
         emulate: see :func:`dtrain.precision.float8.matmul.multiply`.
-        fast_accumulation: of the forward product only.
+        fast_accumulation: affects the forward matmul only.
         compile: whether the casts are compiled.
     """
 
@@ -118,7 +115,7 @@ class Recipe:
 
     @staticmethod
     def of(options: Float8Options, out_dtype: torch.dtype) -> Recipe:
-        """The recipe of ``options`` that are resolved, see :meth:`Float8Options.on`."""
+        """Returns the recipe of resolved ``options`` (see :meth:`Float8Options.on`)."""
         assert isinstance(options.emulate, bool), options
         assert isinstance(options.compile, bool), options
         return Recipe(
@@ -131,7 +128,7 @@ class Recipe:
         )
 
     def describe(self) -> str:
-        """For people: ``tensorwise, E5M2 gradients, emulated``."""
+        """Returns a description such as ``tensorwise, E5M2 gradients, emulated``."""
         parts = [
             "rowwise" if self.rowwise else "tensorwise",
             f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients",

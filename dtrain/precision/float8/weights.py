@@ -1,4 +1,4 @@
-"""Where a Float8Linear finds its weight in FP8, and what of it is kept."""
+"""The FP8 weight of a Float8Linear: its quantized copies and how long they are cached."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ from dtrain.precision.float8.options import Recipe
 
 
 class WeightSource(Protocol):
-    """Gives a Float8Linear its weight [N, K] as the right operand of both products that need it."""
+    """Provides the weight [N, K] of a Float8Linear as the right operand of its two matmuls with the weight."""
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """For the output: [N, K] as :func:`dtrain.precision.float8.matmul.operand` makes it, and its scale.
+        """Returns the operand for the output, and the tensors that autograd saves for :meth:`backward`.
 
-        Also the tensors that autograd saves and gives to :meth:`backward`.
+        The operand is [N, K], as :func:`dtrain.precision.float8.matmul.operand` returns it, with its scale.
         """
 
     def backward(self, *saved: Tensor) -> Quantized:
-        """For the gradient of the input: [K, N]; rowwise with a scale for each of its K rows."""
+        """Returns the operand for the input gradient: [K, N]; rowwise with a scale for each of its K rows."""
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """The weight in the dtype of ``weight``, for whoever reads it as a tensor; gradients flow to ``weight``."""
+        """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``."""
 
 
-class LocalWeights:
-    """Casts the weight that the forward finds, and again in backward: it keeps nothing, and no FP8 is saved.
+class UncachedWeights:
+    """Casts the weight in each forward and again in each backward; caches nothing.
 
-    For weights that come and go: what autograd saves is the parameter, which is freed and gathered as ever.
+    Use it for weights that are resharded between forward and backward: autograd saves the parameter, which the engine
+    unshards again, and no FP8 copy.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """See :class:`WeightSource`."""
-        own = quantize(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantized(operand(own.values, emulate=self._recipe.emulate), own.scale), (weight,)
+        """Implements :class:`WeightSource`."""
+        copy = quantize(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantized(operand(copy.values, emulate=self._recipe.emulate), copy.scale), (weight,)
 
     def backward(self, *saved: Tensor) -> Quantized:
-        """See :class:`WeightSource`."""
+        """Implements :class:`WeightSource`."""
         (weight,) = saved
-        own = quantize(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantized(operand(own.values, emulate=self._recipe.emulate), own.scale)
+        copy = quantize(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return Quantized(operand(copy.values, emulate=self._recipe.emulate), copy.scale)
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """The parameter itself."""
+        """Returns the parameter itself."""
         return weight
 
 
 class QuantizedWeights(ABC):
-    """A weight that is held in FP8. What products need of it beside is made once, and kept until :meth:`refresh`.
+    """A weight stored as quantized copies. Operands made from the copies are cached until :meth:`invalidate`.
 
-    A forward may bring another weight than the one that is held (``torch.func.functional_call``), and a backward may
-    run after :meth:`refresh`: what these need is made for them, and not kept.
+    A forward may pass a weight other than the stored one (``torch.func.functional_call``), and a backward may run after
+    :meth:`invalidate`. Operands for these are made on each call and not cached.
 
     Args:
-        recipe: of the module.
+        recipe: recipe of the module.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -73,101 +74,103 @@ class QuantizedWeights(ABC):
 
     @abstractmethod
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """The weight for the output, and for the gradient of the input; both [N, K], row-major.
+        """Returns the row-wise copy (for the output) and the column-wise copy (for the input gradient).
 
-        Tensorwise both are one. Rowwise the first has a scale for each of its N rows; the second one for each of its K
-        columns, [K]: it becomes the rows of the transpose.
+        Both are [N, K], row-major. With a tensorwise recipe they are the same. With a rowwise recipe the first has a
+        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose.
         """
 
     @abstractmethod
-    def held(self) -> Sequence[Tensor]:
-        """The values of the copies that last until :meth:`refresh`."""
+    def stored_copies(self) -> Sequence[Tensor]:
+        """Returns the values of the copies that stay in place until :meth:`invalidate`."""
 
     @abstractmethod
     def dequantized(self, weight: Tensor) -> Tensor:
-        """See :class:`WeightSource`."""
+        """Implements :class:`WeightSource`."""
 
-    def refresh(self) -> None:
-        """The copies have other values now, or other memory, or none."""
+    def invalidate(self) -> None:
+        """Drops what was derived from the copies: their values or their memory have changed."""
         self._operands.clear()
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """See :class:`WeightSource`."""
-        rows, columns = self.copies(weight)
-        return Quantized(self._operand(rows.values, transposed=False), rows.scale), (columns.values, columns.scale)
+        """Implements :class:`WeightSource`."""
+        rowwise, columnwise = self.copies(weight)
+        operand_values = self._operand(rowwise.values, transposed=False)
+        return Quantized(operand_values, rowwise.scale), (columnwise.values, columnwise.scale)
 
     def backward(self, *saved: Tensor) -> Quantized:
-        """See :class:`WeightSource`."""
+        """Implements :class:`WeightSource`."""
         values, scale = saved
         return Quantized(self._operand(values, transposed=True), scale)
 
-    def tensors(self) -> list[Tensor]:
-        """What is kept now, each with memory of its own."""
-        return [kept for (copy, _), kept in self._operands.items() if kept.data_ptr() != copy]
+    def cached(self) -> list[Tensor]:
+        """Returns the cached tensors that own their memory."""
+        return [cached for (address, _), cached in self._operands.items() if cached.data_ptr() != address]
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
-        key = (values.data_ptr(), transposed and not emulate)  # decoded numbers are not copied to be transposed
-        made = self._operands.get(key)
-        if made is None:
-            made = operand(values, emulate=emulate, transposed=key[1])
-            if any(copy.data_ptr() == key[0] for copy in self.held()):  # the memory of others may be used again
-                self._operands[key] = made
-        return made.t() if transposed and emulate else made
+        key = (values.data_ptr(), transposed and not emulate)  # the emulation transposes as a view
+        cached = self._operands.get(key)
+        if cached is None:
+            cached = operand(values, emulate=emulate, transposed=key[1])
+            # an address identifies stored copies only: other memory may be reused for another weight
+            if any(copy.data_ptr() == key[0] for copy in self.stored_copies()):
+                self._operands[key] = cached
+        return cached.t() if transposed and emulate else cached
 
     def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         weight = weight.detach()
-        rows = quantize(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        rowwise = quantize(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
         if not self._recipe.rowwise:
-            return rows, rows
-        columns = quantize(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
-        return rows, Quantized(columns.values.t().contiguous(), columns.scale)
+            return rowwise, rowwise
+        transposed = quantize(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
+        return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
 
 
-class KeptWeights(QuantizedWeights):
-    """Casts the weight when it is first needed, and keeps that until the weight is another or has been written to.
+class CachedWeights(QuantizedWeights):
+    """Casts the weight on first use and caches the copies until the weight is replaced or written to.
 
-    :meth:`refresh` is for writes that PyTorch does not count, through ``.data``, and to free what is kept.
+    Call :meth:`invalidate` after writes that PyTorch does not count (through ``.data``), and to free the copies.
     """
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self._copies: tuple[Quantized, Quantized] | None = None
-        self._weight: weakref.ref[Tensor] | None = None  # that was cast
-        self._state = (0, 0)  # that it was in: where it lay, and how often it had been written to
+        self._weight: weakref.ref[Tensor] | None = None  # the weight that was cast
+        self._state = (0, 0)  # its address and version counter when it was cast
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """See :class:`QuantizedWeights`."""
-        if weight.is_inference():  # its writes are not counted
+        """Implements :class:`QuantizedWeights`."""
+        if weight.is_inference():  # inference tensors have no version counter
             return self._cast(weight)
         state = (weight.data_ptr(), weight._version)
         if self._copies is None or self._weight is None or self._weight() is not weight or self._state != state:
-            self.refresh()
-            with torch.inference_mode(False):  # training will need what an evaluation has cast
+            self.invalidate()
+            with torch.inference_mode(False):  # training reuses copies cast in evaluation
                 self._copies = self._cast(weight)
             self._weight, self._state = weakref.ref(weight), state
         return self._copies
 
-    def held(self) -> list[Tensor]:
-        """See :class:`QuantizedWeights`."""
+    def stored_copies(self) -> list[Tensor]:
+        """Implements :class:`QuantizedWeights`."""
         return [copy.values for copy in self._copies or ()]
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """The parameter itself."""
+        """Returns the parameter itself."""
         return weight
 
-    def tensors(self) -> list[Tensor]:
-        """The copies as well."""
-        copies = {values.data_ptr(): values for values in self.held()}
-        return [*copies.values(), *super().tensors()]
+    def cached(self) -> list[Tensor]:
+        """Returns the cached operands and the copies."""
+        copies = {values.data_ptr(): values for values in self.stored_copies()}
+        return [*copies.values(), *super().cached()]
 
-    def refresh(self) -> None:
-        """The weight has changed."""
-        super().refresh()
+    def invalidate(self) -> None:
+        """Drops the copies and what was derived from them."""
+        super().invalidate()
         self._copies = None
 
 
-class _Dequantised(torch.autograd.Function):
+class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, values: Tensor, scale: Tensor) -> Tensor:
         return dequantize(Quantized(values, scale)).to(weight.dtype)
@@ -177,18 +180,18 @@ class _Dequantised(torch.autograd.Function):
         return grad, None, None
 
 
-def dequantized(name: str, weight: Tensor, rows: Quantized) -> Tensor:
-    """What ``rows`` [N, K] stand for, in the dtype of ``weight``; gradients flow through it to ``weight``.
+def dequantized(name: str, weight: Tensor, rowwise: Quantized) -> Tensor:
+    """Dequantizes ``rowwise`` [N, K] to the dtype of ``weight``; gradients flow to ``weight``.
 
-    For reading alone: it is made anew each time, so writes to it are lost, and its methods that set hooks or freeze
-    raise :class:`dtrain.errors.UsageError` with the ``name`` of the parameter that these are for.
+    The result is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
+    :class:`dtrain.errors.UsageError`, which refers to the parameter ``name``.
     """
-    result: Tensor = _Dequantised.apply(weight, rows.values, rows.scale)
+    result: Tensor = _Dequantize.apply(weight, rowwise.values, rowwise.scale)
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise UsageError(
-            f"what .weight gives of the FP8 replica of '{name}' is a copy for reading; set hooks on the parameter "
-            f"itself, dict(model.named_parameters())['{name}'], and freeze it before dtrain.initialize"
+            f"the .weight of the FP8 replica of '{name}' is a read-only copy; set hooks on the parameter itself, "
+            f"dict(model.named_parameters())['{name}'], and freeze it before dtrain.initialize"
         )
 
     for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):

@@ -1,4 +1,4 @@
-"""What a benchmark measured, and its JSON."""
+"""Records of a benchmark's cases and measurements, and their JSON."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dtrain.tools.host import Host
 
 
 @dataclass(frozen=True)
-class Contender:
-    """Who is measured.
+class BenchmarkCase:
+    """One training setup that is measured.
 
     Attributes:
         name: unique in one run.
         engine: with a ``zero_stage`` the name of dtrain's engine; else ``plain`` or a key of ``bench.peers.PEERS``.
-        ranks: processes it trains with.
-        precision: the name of dtrain's policy; a peer is told ``bf16`` or ``fp32`` and does it in its own way.
-        zero_stage: of dtrain's engine, else None.
-        loss_scale: of dtrain's engine: a mode of dtrain's loss scale.
+        ranks: number of processes that train.
+        precision: name of dtrain's policy; a peer gets ``bf16`` or ``fp32`` and implements it in its own way.
+        zero_stage: None unless one of dtrain's engines trains.
+        loss_scale: mode of dtrain's loss scale.
         times_vote: whether the native engine's vote is timed inside each step.
-        pair: the name of the peer's contender that does the same work, next to which this one has its turns.
-        recipe: of the FP8 products, where the precision is ``fp8``.
+        baseline: name of the peer's case that does the same work and is measured just before this one.
+        recipe: of the FP8 products, if the precision is ``fp8``.
     """
 
     name: str
@@ -36,47 +36,45 @@ class Contender:
     zero_stage: int | None = None
     loss_scale: str = "auto"
     times_vote: bool = False
-    pair: str | None = None
+    baseline: str | None = None
     recipe: str | None = None
 
     @property
     def is_dtrain(self) -> bool:
-        """Whether one of dtrain's engines trains it, and not a script of ``bench.peers``."""
+        """Whether one of dtrain's engines trains, and not a script of ``bench.peers``."""
         return self.zero_stage is not None
 
     @property
-    def is_floor(self) -> bool:
-        """Whether each rank trains its own model: what several busy cores cost before a byte is exchanged."""
+    def is_lower_bound(self) -> bool:
+        """Whether each rank trains its own model, which gives the time of busy cores without communication."""
         return self.engine == "plain" and self.ranks > 1
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """What one rank is to be.
+class RankJob:
+    """The job of one rank of a case.
 
     Attributes:
-        contender: of which it is a part.
-        rank: its number there.
-        store: a file where its ranks meet.
+        store: the file through which the ranks find each other.
         config: the suite's resolved configuration as plain values.
     """
 
-    contender: Contender
+    case: BenchmarkCase
     rank: int
     store: str
     config: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Some consecutive steps of one contender, while all others waited.
+class TimedSteps:
+    """Consecutive steps of one case, timed while all other cases waited.
 
     Attributes:
         step_ms: wall time of each step on its slowest rank.
-        losses: mean over the ranks, of each step.
-        load: the machine's 1-minute load average when the turn began.
+        losses: mean over the ranks, for each step.
+        load: the machine's 1-minute load average before the first step.
         cpu_ms: processor time of each step, user and system, summed over the ranks and their threads.
-        parts_ms: wall time of timed parts of each step, by the part's name; a list for each rank.
+        parts_ms: wall time of timed parts of each step, by the part's name; one list for each rank.
     """
 
     step_ms: list[float]
@@ -88,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """In which format the engine computes a Linear, and why.
+    """The format in which the engine computes a Linear, and the reason.
 
     Attributes:
         out_features: rows of its weight.
@@ -104,16 +102,16 @@ class LinearFormat:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a contender holds; bytes are those of the rank that holds the most.
+    """Memory of a case, in bytes of the rank that holds the most.
 
     Attributes:
         num_parameters: of the model.
-        state: bytes of model states by kind, counted on the tensors.
-        formula: the same by the ZeRO formula, or None where there is none.
+        state: model states by kind, counted on the tensors.
+        formula: the same by the ZeRO formula; None for peers.
         peak_rss: highest resident size of the process, start-up included.
         peak_device: highest memory allocated on the GPU; None on CPU.
         device: name of the device.
-        linears: of the model, where dtrain's engine trains it in FP8.
+        linears: formats of the model's Linears, if dtrain's engine trains it in FP8.
     """
 
     num_parameters: int
@@ -126,43 +124,43 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One contender's results.
+class CaseResult:
+    """Measurements of one case.
 
     Attributes:
         first_step_s: from the start of its processes to the end of its first step.
         warmup: the steps before the first round.
-        turns: one a round.
+        rounds: the timed steps of each round.
     """
 
-    contender: Contender
+    case: BenchmarkCase
     first_step_s: float
-    warmup: Turn
-    turns: list[Turn]
+    warmup: TimedSteps
+    rounds: list[TimedSteps]
     footprint: Footprint
 
 
 @dataclass(frozen=True)
-class Absence:
-    """A contender that was to run and did not, or not to the end."""
+class FailedCase:
+    """A case that could not start, or did not run to the end."""
 
-    contender: Contender
+    case: BenchmarkCase
     reason: str
 
 
 @dataclass(frozen=True)
-class Results:
-    """One run of a suite.
+class TrainingResults:
+    """One run of a suite that trains.
 
     Attributes:
         suite: its name on the command line.
-        command: what was typed.
+        command: the command line.
         date: local, ISO 8601.
         config: the resolved configuration.
         tokens_per_rank: of one step on one rank.
-        entries: of the contenders that ran to the end.
-        train_starts_s: from the command ``dtrain train`` to its first step, each start; empty where not measured.
-        absences: of the others.
+        cases: those that ran to the end.
+        train_starts_s: from the command ``dtrain train`` to its first step, for each start; empty if not measured.
+        failures: the other cases.
     """
 
     suite: str
@@ -171,46 +169,46 @@ class Results:
     host: Host
     config: dict[str, Any]
     tokens_per_rank: int
-    entries: list[Entry]
+    cases: list[CaseResult]
     train_starts_s: list[float]
-    absences: list[Absence] = field(default_factory=list)
+    failures: list[FailedCase] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """The times of one contender that is an operation, not a training.
+class OperationTiming:
+    """Times of one case of an operation.
 
     Attributes:
-        contender: its name, unique in its case.
-        nbytes: what it must move.
-        ms: wall time, one a round.
-        case: what it was timed on; contenders of one case are compared.
+        case: its name, unique in its workload.
+        nbytes: bytes that it must move.
+        ms: wall time in each round.
+        workload: the operation and its size; cases of one workload are compared.
     """
 
-    contender: str
+    case: str
     nbytes: int
     ms: list[float]
-    case: str = ""
+    workload: str = ""
 
     def gb_per_s(self) -> list[float]:
-        """``nbytes`` over the time, one a round."""
+        """``nbytes`` over the time, for each round."""
         return [self.nbytes / value / 1e6 for value in self.ms]
 
 
 @dataclass(frozen=True)
-class Timings:
+class OperationResults:
     """One run of a suite of operations.
 
     Attributes:
         suite: its name on the command line.
-        command: what was typed.
+        command: the command line.
         date: local, ISO 8601.
         config: the resolved configuration.
         load: the machine's 1-minute load average before the first round.
-        about: what was measured, and what its bytes count.
-        bandwidth: the contender whose GB/s the others' are shares of; None where there is none.
-        rivals: the contenders whose time the others' are compared with.
-        timings: of all contenders.
+        description: the workload, and what its bytes count.
+        reference: the case whose GB/s the others' are divided by, or None.
+        baselines: the cases whose time is divided by the others'.
+        timings: of all cases.
     """
 
     suite: str
@@ -219,22 +217,22 @@ class Timings:
     host: Host
     config: dict[str, Any]
     load: float
-    about: str
-    bandwidth: str | None
-    rivals: list[str]
-    timings: list[Timing]
+    description: str
+    reference: str | None
+    baselines: list[str]
+    timings: list[OperationTiming]
 
 
 @dataclass(frozen=True)
 class ProductTimes:
-    """The wall times of one product, or of all three of a Linear with the casts of their operands.
+    """Wall times of one product, or of all three of a Linear with the casts of their operands.
 
     Attributes:
         product: ``output``, ``input gradient``, ``weight gradient``; or ``all three, with casts``.
-        rows: tokens.
+        rows: number of tokens.
         out_features: rows of the weight.
         in_features: columns of the weight.
-        ms: by contender, one a round.
+        ms: by case, one for each round.
     """
 
     product: str
@@ -245,20 +243,20 @@ class ProductTimes:
 
 
 @dataclass(frozen=True)
-class Width:
+class WidthResults:
     """One model of the FP8 suite.
 
     Attributes:
         hidden_dim: of the model.
-        entries: of the contenders that ran to the end; the first is BF16.
+        cases: those that ran to the end; the first is BF16.
         products: of the distinct shapes among the Linears of its blocks.
-        absences: of the other contenders.
+        failures: the other cases.
     """
 
     hidden_dim: int
-    entries: list[Entry]
+    cases: list[CaseResult]
     products: list[ProductTimes]
-    absences: list[Absence] = field(default_factory=list)
+    failures: list[FailedCase] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -267,12 +265,12 @@ class Float8Results:
 
     Attributes:
         suite: its name on the command line.
-        command: what was typed.
+        command: the command line.
         date: local, ISO 8601.
         config: the resolved configuration.
         tokens_per_rank: of one step on one rank.
         emulated: whether FP8 was computed in FP32, so that its times say nothing about Tensor Cores.
-        widths: in the order of their races.
+        widths: in the order of measurement.
     """
 
     suite: str
@@ -282,34 +280,34 @@ class Float8Results:
     config: dict[str, Any]
     tokens_per_rank: int
     emulated: bool
-    widths: list[Width]
+    widths: list[WidthResults]
 
     @property
-    def absences(self) -> list[Absence]:
-        """Of all races."""
-        return [absence for width in self.widths for absence in width.absences]
+    def failures(self) -> list[FailedCase]:
+        """Failed cases of all widths."""
+        return [failure for width in self.widths for failure in width.failures]
 
 
-AnyResults: TypeAlias = Results | Timings | Float8Results
+AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results
 
 
 def write_results(path: Path, results: AnyResults) -> None:
-    """Writes ``results`` as JSON: whole or not at all; numbers that are not finite become null."""
+    """Writes ``results`` as JSON, atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(finite(asdict(results)), indent=1, allow_nan=False) + "\n")
 
 
 def read_results(path: Path) -> AnyResults:
-    """The results that :func:`write_results` wrote.
+    """Reads what :func:`write_results` wrote.
 
     Raises:
-        BenchError: the file cannot be read or is none of these.
+        BenchError: the file cannot be read, or holds something else.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if "timings" in values:
-            return from_plain(Timings, values)
-        return from_plain(Float8Results, values) if "widths" in values else from_plain(Results, values)
+            return from_plain(OperationResults, values)
+        return from_plain(Float8Results, values) if "widths" in values else from_plain(TrainingResults, values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BenchError(f"{path} is no results file of this version of `dtrain bench` ({reason})") from error

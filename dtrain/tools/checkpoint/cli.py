@@ -1,6 +1,6 @@
-"""``dtrain checkpoint VERB``: looks at checkpoints, compares, prunes, exports and imports them.
+"""``dtrain checkpoint VERB``: lists, verifies, compares, prunes, exports and imports checkpoints.
 
-torch is imported once the arguments are right: a mistake in them is answered at once.
+torch is imported after the arguments are parsed, so that a mistake in them is reported at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dtrain.errors import DtrainError
 
 if TYPE_CHECKING:
-    from dtrain.checkpoint.report import CheckpointReport
+    from dtrain.checkpoint.inspection import CheckpointStatus
     from dtrain.tools.checkpoint.diff import Difference
 
 _FOUND, _TROUBLE = 1, 2
@@ -33,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
     """Runs one verb.
 
     Returns:
-        0: done, all good, equal; 1: a checkpoint is bad, or two differ; 2: bad usage, nothing there, or it failed.
+        0: done, all good, equal; 1: a checkpoint is bad, or two differ; 2: bad usage, no checkpoint, or a failure.
     """
     try:
         arguments = _parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has said why
+    except SystemExit as stop:  # argparse has printed the reason
         return _TROUBLE if stop.code else 0
-    from dtrain.checkpoint.format.container import DamageError
+    from dtrain.checkpoint.format.safetensors_file import DamageError
     from dtrain.distributed.consensus import describe
 
     run: Verb = arguments.run
@@ -53,14 +53,14 @@ def main(argv: Sequence[str]) -> int:
         return _TROUBLE
 
 
-def _say(text: str) -> None:
-    """Prints lines; what a checkpoint says of itself can steer no terminal."""
+def _print(text: str) -> None:
+    """Prints lines without control characters, because a checkpoint's content must not control the terminal."""
     print("".join(char if char.isprintable() or char == "\n" else "\ufffd" for char in text))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "dtrain checkpoint", description="Looks at checkpoints, compares, prunes, exports and imports them."
+        "dtrain checkpoint", description="Lists, verifies, compares, prunes, exports and imports checkpoints."
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
@@ -69,63 +69,63 @@ def _parser() -> argparse.ArgumentParser:
         verb.set_defaults(run=run)
         return verb
 
-    verb = add("list", _list, "what is there, without reading the data")
+    verb = add("list", _list, "list checkpoints without reading their data")
     verb.add_argument("path", type=Path, help=_PATH_HELP)
-    verb = add("verify", _verify, "read every byte and check it; exit 1 where one is bad")
+    verb = add("verify", _verify, "read and check every byte; exit code 1 if a checkpoint is bad")
     verb.add_argument("path", type=Path, help=_PATH_HELP)
-    verb.add_argument("--fast", action="store_true", help="manifests, names, sizes and headers only")
-    verb = add("diff", _diff, "which tensors differ, and by how much; exit 1 where some do")
+    verb.add_argument("--fast", action="store_true", help="check manifests, names, sizes and headers only")
+    verb = add("diff", _diff, "compare tensors and state; exit code 1 if tensors differ")
     verb.add_argument("a", type=Path, help=_NEWEST_HELP)
     verb.add_argument("b", type=Path, help="the same")
     verb.add_argument(
-        "--kind", action="append", default=[], help="only tensors of this kind, such as master; repeatable"
+        "--kind", action="append", default=[], help="compare only tensors of this kind, such as master; repeatable"
     )
-    verb.add_argument("--bytes", action="store_true", help="read tensors whose fingerprints are equal too")
-    verb = add("prune", _prune, "remove what no rule keeps; refused while a run saves there")
+    verb.add_argument("--bytes", action="store_true", help="also read tensors whose fingerprints are equal")
+    verb = add("prune", _prune, "delete checkpoints that no rule keeps; refused while a run saves there")
     verb.add_argument("path", type=Path, help="a run directory or its checkpoints/ directory")
     verb.add_argument("--keep-last", type=int, default=2, metavar="N", help="keep the newest N (2)")
     verb.add_argument("--keep-every", type=int, default=0, metavar="N", help="keep steps that are multiples of N")
-    verb.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N of least validation loss")
-    verb.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    verb.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N of lowest validation loss")
+    verb.add_argument("--dry-run", action="store_true", help="only report what would be deleted")
     verb = add("export", _export, "write the weights as a Hugging Face folder (Llama, GPT-2)")
     verb.add_argument("path", type=Path, help=_NEWEST_HELP)
-    verb.add_argument("out", type=Path, help="the folder to make; it must not exist")
-    verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights (fp32)")
+    verb.add_argument("out", type=Path, help="the folder to create; it must not exist")
+    verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (fp32)")
     verb.add_argument("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a file (5GB)")
-    verb = add("import", _import, "begin a run from a Hugging Face folder (Llama, GPT-2)")
-    verb.add_argument("folder", type=Path, metavar="hf_dir", help="holds config.json and safetensors")
-    verb.add_argument("run_dir", type=Path, help="of the run to be; new or empty")
+    verb = add("import", _import, "start a run from a Hugging Face folder (Llama, GPT-2)")
+    verb.add_argument("folder", type=Path, metavar="hf_dir", help="a folder with config.json and safetensors")
+    verb.add_argument("run_dir", type=Path, help="directory of the new run; missing or empty")
     return parser
 
 
 def _bytes(text: str) -> int:
-    """A size such as 500MB or 5GB, in bytes."""
+    """Parses a size such as 500MB or 5GB; returns bytes."""
     match = _SIZE.fullmatch(text)
     if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 500MB or 5GB")
     unit = match[2].upper()
     return int(match[1]) * _UNITS[unit if unit in _UNITS else f"{unit}B"]
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from dtrain.checkpoint.directory import of_run, quarantined
-    from dtrain.checkpoint.report import holder, list_checkpoints
+    from dtrain.checkpoint.directory import checkpoints_dir, quarantined_checkpoints
+    from dtrain.checkpoint.inspection import lease_holder, list_checkpoints
 
     path: Path = arguments.path
     head = ("name", "step", "saved", "size", "files", "world size", "engine", "train loss", "val loss", "status")
     rows = [head, *(_row(item) for item in list_checkpoints(path))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
     for row in rows:
-        _say("  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]))
-    for damaged in quarantined(of_run(path)):
-        _say(f"set aside: {damaged.name}")
-    owner = holder(path)
+        _print("  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True)), row[-1]]))
+    for damaged in quarantined_checkpoints(checkpoints_dir(path)):
+        _print(f"quarantined: {damaged.name}")
+    owner = lease_holder(path)
     if owner:
-        _say(f"lease: {owner}")
+        _print(f"lease: {owner}")
     return 0
 
 
-def _row(item: CheckpointReport) -> tuple[str, ...]:
+def _row(item: CheckpointStatus) -> tuple[str, ...]:
     counts = ("?" if count is None else str(count) for count in (item.num_files, item.world_size))
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
     status = "ok" if item.ok else f"BAD {item.problem}"
@@ -135,11 +135,11 @@ def _row(item: CheckpointReport) -> tuple[str, ...]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from dtrain.checkpoint.report import verify
+    from dtrain.checkpoint.inspection import verify
 
     report = verify(arguments.path, fast=arguments.fast)
     for item in report.checkpoints:
-        _say(f"ok  {_brief(item)}" if item.ok else f"BAD {item.path.name} {item.problem}")
+        _print(f"ok  {_brief(item)}" if item.ok else f"BAD {item.path.name} {item.problem}")
     return 0 if report.ok else _FOUND
 
 
@@ -147,9 +147,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     from dtrain.tools.checkpoint.diff import diff
 
     found = diff(arguments.a, arguments.b, kinds=arguments.kind, every_byte=arguments.bytes)
-    _say(f"a: {found.a}\nb: {found.b}")
+    _print(f"a: {found.a}\nb: {found.b}")
     for line in _difference_lines(found):
-        _say(line)
+        _print(line)
     return 0 if found.tensors_equal else _FOUND
 
 
@@ -181,12 +181,12 @@ def _prune(arguments: argparse.Namespace) -> int:
 
     retention = Retention(arguments.keep_last, arguments.keep_every, arguments.keep_best)
     pruned = prune(arguments.path, retention, dry_run=arguments.dry_run)
-    verb, total = ("would remove", "would free") if arguments.dry_run else ("removed", "freed")
-    for item in pruned.retired:
-        _say(f"{verb} {_brief(item)}")
+    verb, total = ("would delete", "would free") if arguments.dry_run else ("deleted", "freed")
+    for item in pruned.deleted:
+        _print(f"{verb} {_brief(item)}")
     for item in pruned.kept:
-        _say(f"kept {_brief(item)}" if item.ok else f"kept {item.path.name}, which is BAD: {item.problem}")
-    _say(f"{total} {_size(sum(item.num_bytes or 0 for item in pruned.retired))}")
+        _print(f"kept {_brief(item)}" if item.ok else f"kept {item.path.name}, which is BAD: {item.problem}")
+    _print(f"{total} {_size(sum(item.num_bytes or 0 for item in pruned.deleted))}")
     return 0
 
 
@@ -195,7 +195,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
     out = export(arguments.path, arguments.out, "hf", arguments.dtype, arguments.max_shard_size)
     files = sorted(out.iterdir())
-    _say(f"wrote {out}: {', '.join(file.name for file in files)} ({_size(sum(f.stat().st_size for f in files))})")
+    _print(f"wrote {out}: {', '.join(file.name for file in files)} ({_size(sum(f.stat().st_size for f in files))})")
     return 0
 
 
@@ -205,21 +205,21 @@ def _import(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.huggingface.importer import import_hf
 
     imported = import_hf(arguments.folder, arguments.run_dir)
-    _say(f"wrote {imported.checkpoint}; go on from it with")
-    _say(shlex.join(["dtrain", "train", f"run_dir={_override_value(str(arguments.run_dir))}", *imported.overrides()]))
+    _print(f"wrote {imported.checkpoint}; train it with")
+    _print(shlex.join(["dtrain", "train", f"run_dir={_override_value(str(arguments.run_dir))}", *imported.overrides()]))
     return 0
 
 
 def _override_value(path: str) -> str:
-    """A path as the value of a ``key=value`` of ``dtrain train``: quoted for Hydra, which reads more than words."""
+    """Returns a path as the value of a ``key=value`` of ``dtrain train``, quoted for Hydra's grammar if needed."""
     if _PLAIN_PATH.fullmatch(path):
         return path
-    # backslashes mean themselves but before a quote, and at the end; ${ begins the value of another key
+    # backslashes are literal except before a quote and at the end; ${ starts an interpolation
     text = re.sub(r'(\\*)("|\Z)', lambda match: match[1] * 2 + match[2].replace('"', r"\""), path)
     return '"' + text.replace("${", r"\${") + '"'
 
 
-def _brief(item: CheckpointReport) -> str:
+def _brief(item: CheckpointStatus) -> str:
     files = "1 file" if item.num_files == 1 else f"{item.num_files} files"
     return f"{item.path.name}  {_size(item.num_bytes)}  {files}"
 

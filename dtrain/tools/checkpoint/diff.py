@@ -1,4 +1,4 @@
-"""What two checkpoints differ in, read in bounded memory."""
+"""``dtrain checkpoint diff``: differences of two checkpoints, computed in bounded memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.format.container import dtype_name
-from dtrain.checkpoint.format.integrity import examine, scan_file
+from dtrain.checkpoint.format.integrity import scan_file, verify_checkpoint
 from dtrain.checkpoint.format.manifest import TensorEntry
+from dtrain.checkpoint.format.safetensors_file import dtype_name
+from dtrain.checkpoint.inspection import newest_checkpoint, path_in_errors
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.checkpoint.report import find_one, naming
 from dtrain.checkpoint.state_diff import StateDifference, state_differences
 from dtrain.errors import CheckpointError, nearest
 
@@ -24,16 +24,16 @@ _LEAST = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Values of one tensor that differ in their bits.
+    """Difference of one tensor's values.
 
     Attributes:
         label: ``kind:name``.
-        numel: elements of the tensor.
-        num_different: elements whose bits differ.
+        numel: number of elements of the tensor.
+        num_different: number of elements whose bits differ.
         first: row-major index of the first of them.
-        max_abs: the largest |a - b|; NaN where a value is NaN.
-        max_rel: the largest |a - b| / |b|; infinite where a b is 0, or one of the two is infinite.
-        normwise: ||a - b|| / ||b||, Euclidean, in FP64, ||b|| over the finite values; infinite where those are all 0.
+        max_abs: largest |a - b|; NaN if a value is NaN.
+        max_rel: largest |a - b| / |b|; infinite if a b is 0 or one of the two is infinite.
+        normwise: ||a - b|| / ||b||, Euclidean, in FP64, with ||b|| over the finite values; infinite if those are all 0.
     """
 
     label: str
@@ -47,18 +47,18 @@ class ValueDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """All that differs between checkpoints a and b.
+    """Differences between checkpoints a and b.
 
     Attributes:
-        a: directory of the one.
-        b: directory of the other.
+        a: directory of a.
+        b: directory of b.
         only_a: ``kind:name`` of tensors that only a holds.
-        only_b: those that only b holds.
-        reshaped: ``kind:name`` and what it is in a and in b, where shape or dtype differ.
+        only_b: ``kind:name`` of tensors that only b holds.
+        reshaped: (``kind:name``, dtype and shape in a, those in b) of tensors whose dtype or shape differ.
         values: tensors of equal shape and dtype whose values differ.
-        state: what else; two checkpoints of one run always differ here.
-        num_compared: tensors of equal shape and dtype.
-        num_read: of those, the tensors whose values were read; equal fingerprints spare the others.
+        state: differences of the state; two checkpoints of one run always differ here.
+        num_compared: number of tensors of equal shape and dtype.
+        num_read: number of those whose values were read because their fingerprints differ or ``every_byte`` is set.
     """
 
     a: Path
@@ -78,21 +78,21 @@ class Difference:
 
 
 def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte: bool = False) -> Difference:
-    """Compares two checkpoints, whatever number of ranks and whichever engine saved them.
+    """Compares two checkpoints of any world sizes and engines.
 
-    Manifests, sizes and headers of both are verified, and the hash of each file that is read.
+    Verifies manifests, sizes and headers of both, and the hash of each file that is read.
 
     Args:
-        a: one checkpoint, or a run directory or directory of checkpoints, whose newest is taken.
-        b: the other.
-        kinds: compare tensors of these kinds only, such as ``master``; none: all.
-        every_byte: read tensors of equal fingerprints too.
+        a: one checkpoint, or a run directory or directory of checkpoints (the newest one is used).
+        b: the same.
+        kinds: compare only tensors of these kinds, such as ``master``; all by default.
+        every_byte: also read tensors with equal fingerprints.
 
     Raises:
-        DamageError: one does not verify; the message names it.
-        CheckpointError: there is none at a path, none has a tensor of one of ``kinds``, or a file cannot be read.
+        DamageError: a checkpoint does not verify; the message names it.
+        CheckpointError: a path has no checkpoint, no tensor has one of ``kinds``, or a file cannot be read.
     """
-    sides = [_Side(find_one(path)) for path in (a, b)]
+    sides = [_Side(newest_checkpoint(path)) for path in (a, b)]
     left, right = (side.tensors(kinds) for side in sides)
     for kind in kinds:
         if not any(entry.kind == kind for entry in (*left.values(), *right.values())):
@@ -100,7 +100,7 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
             raise CheckpointError(f"neither checkpoint holds a tensor of kind '{kind}'{nearest(kind, known)}")
     both = [(left[key], right[key]) for key in left.keys() & right.keys()]
     both.sort(key=lambda pair: (pair[0].kind, pair[0].name))
-    same = [(x, y) for x, y in both if _form(x) == _form(y)]
+    same = [(x, y) for x, y in both if _format(x) == _format(y)]
     read = [(x, y) for x, y in same if every_byte or x.fingerprint != y.fingerprint]
     sides[0].verify([x for x, _ in read])
     sides[1].verify([y for _, y in read])
@@ -110,7 +110,7 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
         b=sides[1].path,
         only_a=tuple(sorted(left[key].label for key in left.keys() - right.keys())),
         only_b=tuple(sorted(right[key].label for key in right.keys() - left.keys())),
-        reshaped=tuple((x.label, _form(x), _form(y)) for x, y in both if _form(x) != _form(y)),
+        reshaped=tuple((x.label, _format(x), _format(y)) for x, y in both if _format(x) != _format(y)),
         values=tuple(value for value in values if value is not None),
         state=tuple(state_differences(sides[0].facts, sides[1].facts)),
         num_compared=len(same),
@@ -119,12 +119,12 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
 
 
 class _Side:
-    """One of the two, verified but for the data."""
+    """One of the two checkpoints, verified except for its data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with naming(path):
-            self.manifest = examine(path, fast=True)
+        with path_in_errors(path):
+            self.manifest = verify_checkpoint(path, fast=True)
         self.reader = CheckpointReader(path, self.manifest)
         self.facts = {"step": self.manifest.step, **self.manifest.state}
 
@@ -133,18 +133,18 @@ class _Side:
 
     def verify(self, entries: Sequence[TensorEntry]) -> None:
         needed = {chunk.file for entry in entries for chunk in entry.chunks}
-        with naming(self.path):
+        with path_in_errors(self.path):
             for file in self.manifest.files:
                 if file.name in needed:
                     scan_file(self.path, self.manifest, file)
 
 
-def _form(entry: TensorEntry) -> str:
+def _format(entry: TensorEntry) -> str:
     return f"{dtype_name(entry.dtype)} {list(entry.shape)}"
 
 
 def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> ValueDifference | None:
-    """How the values of one tensor differ; None where every bit is equal."""
+    """Returns the difference of one tensor's values, or None if every bit is equal."""
     num_different, first = 0, -1
     max_abs = max_rel = torch.zeros((), dtype=torch.float64)
     squares_difference = squares_b = 0.0
@@ -160,7 +160,7 @@ def _compare(a: CheckpointReader, b: CheckpointReader, entry: TensorEntry) -> Va
             first = start + int(differs.nonzero()[0])
         num_different += int(differs.sum())
         distance = _distance(x[differs], y[differs])
-        # of bits that differ where the values do not, as 0 and -0, the relative distance is 0 as well
+        # if only the bits differ, as for 0 and -0, the relative distance is 0 too
         relative = torch.where((distance == 0) | distance.isinf(), distance, distance / sizes[differs])
         max_abs, max_rel = torch.maximum(max_abs, distance.max()), torch.maximum(max_rel, relative.max())
         squares_difference += float(distance.square().sum())
@@ -182,10 +182,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
-    """|x - y| in FP64, which rounds the difference of two integers and not these."""
+    """Returns |x - y| in FP64; integers are subtracted exactly before the conversion."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         return (x.to(_wide(x.dtype)) - y.to(_wide(x.dtype))).abs()
-    # the order of unsigned numbers of 64 bits is that of signed ones with the highest bit flipped
+    # flipping the top bit maps the order of uint64 to that of int64
     x, y = (z.view(torch.int64) ^ _LEAST if z.dtype == torch.uint64 else z.to(torch.int64) for z in (x, y))
     distance = torch.maximum(x, y) - torch.minimum(x, y)  # modulo 2^64
     return distance.to(torch.float64) + torch.where(distance < 0, 2.0**64, 0.0)
@@ -198,5 +198,5 @@ def _ratio(squares_difference: float, squares_b: float) -> float:
 
 
 def _differs(x: Tensor, y: Tensor) -> Tensor:
-    """Bool [n]: where the bits of two flat tensors of one dtype differ."""
+    """Returns bool [n]: whether the bits of two flat tensors of one dtype differ."""
     return (x.view(torch.uint8) != y.view(torch.uint8)).view(len(x), -1).any(dim=1)

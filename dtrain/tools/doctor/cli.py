@@ -1,39 +1,55 @@
-"""``dtrain doctor`` and ``dtrain doctor engines``."""
+"""``dtrain doctor``, ``dtrain doctor engines`` and ``dtrain doctor keys``."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from dtrain.errors import ConfigError, nearest
 from dtrain.tools.tables import show
 
-_USAGE = """usage: dtrain doctor
-       dtrain doctor engines
-
-  (nothing)  what this machine can do: software, devices, the dtypes that run and how fast, launchers, trackers
-  engines    what each engine can do, what it refuses and why, and which of them can be used here
+_TOPICS = """topics:
+  (none)   what this machine can do: software, devices, the dtypes that run and how fast, launchers, trackers
+  engines  what each engine can do, what it refuses and why, and which of them can be used here
+  keys     every key of dtrain train: its default, its meaning and its values
 
 Nothing is written, and nothing leaves this machine. On a terminal the tables are drawn; elsewhere they are Markdown."""
+_NAMES = ("engines", "keys")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what was asked for; returns the exit code.
+    """Prints a topic; returns the exit code.
 
     Raises:
-        ConfigError: a word that means nothing here.
+        ConfigError: an unknown topic, or more than one.
     """
-    words = list(argv)
-    if words in (["-h"], ["--help"]):
-        print(_USAGE)
-    elif not words:
-        from dtrain.tools.doctor.machine import machine_tables  # brings torch; the other answers wait for nothing
+    parser = argparse.ArgumentParser(
+        "dtrain doctor", epilog=_TOPICS, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("topic", nargs="?", type=_topic, help=f"{' | '.join(_NAMES)}, see below")
+    try:
+        arguments, rest = parser.parse_known_args(argv)
+    except SystemExit:  # after --help
+        return 0
+    if rest:
+        raise ConfigError(f"dtrain doctor takes one topic; got '{rest[0]}' too")
+    topic = arguments.topic
+    if topic is None:
+        from dtrain.tools.doctor.machine import machine_tables  # imports torch, which the other topics do not need
 
         show(machine_tables())
-    elif words == ["engines"]:
+    elif topic == "engines":
         from dtrain.tools.doctor.engines import engine_tables
 
         show(engine_tables())
     else:
-        odd = next((word for word in words if word != "engines"), words[-1])
-        raise ConfigError(f"dtrain doctor takes nothing or 'engines'; got '{odd}'{nearest(odd, ['engines'])}")
+        from dtrain.tools.doctor.keys import key_table
+
+        show([key_table()])
     return 0
+
+
+def _topic(name: str) -> str:
+    if name not in _NAMES:
+        raise ConfigError(f"dtrain doctor has no topic '{name}'{nearest(name, _NAMES)}")
+    return name

@@ -1,4 +1,4 @@
-"""What this machine can do: software, devices, dtypes and their speed, launchers, trackers. Nothing leaves it."""
+"""Tables of this machine: software, devices, dtypes and their speed, launchers, trackers. Nothing leaves it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from dtrain.precision.compiler import has_compiler
+from dtrain.precision.hardware import has_compiler
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.trackers import wandb_mode
-from dtrain.tools.doctor.speed import measure
 from dtrain.tools.host import describe_host, memory_left
 from dtrain.tools.tables import Table
 from dtrain.version import version
@@ -40,10 +45,13 @@ _INSTRUCTIONS = {
     "BF16 (AMX)": "_is_amx_tile_supported",
     "FP16 (AMX)": "_is_amx_fp16_supported",
 }
+_SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+_BUDGET_S = 0.4  # for the products of one size; the next size has eight times the operations
+_REPEATS = 7
 
 
 def machine_tables() -> list[Table]:
-    """Everything, in about five seconds, most of which are matrix products."""
+    """Returns all tables; takes about five seconds, mostly for matrix products."""
     devices = [torch.device("cpu")] + ([torch.device("cuda", 0)] if torch.cuda.is_available() else [])
     return [
         Table("Software", ("package", "version", "for"), _software()),
@@ -74,12 +82,12 @@ def _machine() -> list[tuple[str, str]]:
     instructions = [name for name, probe in _INSTRUCTIONS.items() if getattr(torch.cpu, probe, bool)()]
     return [
         ("CPU", f"{host.cpu}, {host.cores} cores for this process"),
-        ("matrix instructions", ", ".join(instructions) or "none that PyTorch knows"),
+        ("matrix instructions", ", ".join(instructions) or "none known to PyTorch"),
         ("memory", f"{host.memory_gib:g} GiB, {memory_left() * host.memory_gib:.1f} GiB free"),
         ("disk of this folder", f"{disk.free / 2**30:.1f} GiB free"),
         ("C++ compiler", "found" if has_compiler(torch.device("cpu")) else "none: optim.compile cannot be used"),
         *((f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())),
-        *([] if torch.cuda.is_available() else [("GPU", "none that PyTorch sees")]),
+        *([] if torch.cuda.is_available() else [("GPU", "none visible to PyTorch")]),
         ("tracker=wandb", _wandb()),
     ]
 
@@ -97,33 +105,29 @@ def _wandb() -> str:
         package_version("wandb")
     except PackageNotFoundError:
         return "not installed: pip install wandb"
-    words = {
+    modes = {
         "online": "online: logged in",
-        "offline": "offline: nobody is logged in (`wandb login`), or WANDB_MODE says so",
-        "disabled": "off: WANDB_MODE says so",
+        "offline": "offline: not logged in (`wandb login`), or set by WANDB_MODE",
+        "disabled": "off: set by WANDB_MODE",
     }
-    return words[wandb_mode("auto")]
+    return modes[wandb_mode("auto")]
 
 
 def _ranks() -> list[tuple[str, str, str]]:
     rows = [
-        ("backend gloo", _yes(dist.is_gloo_available()), "CPU ranks"),
-        ("backend nccl", _yes(dist.is_nccl_available()), "GPU ranks"),
+        ("backend gloo", "yes" if dist.is_gloo_available() else "no", "CPU ranks"),
+        ("backend nccl", "yes" if dist.is_nccl_available() else "no", "GPU ranks"),
         ("memory shared between ranks", _shared_memory(), "`launch.shared_memory`, CPU ranks"),
     ]
-    # the environment of this Python first, whether or not it was activated
+    # the virtual environment of this Python first, even if it is not activated
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return rows + [
         (f"launcher {name}", shutil.which(name, path=path) or "not found", owner) for name, owner in _LAUNCHERS.items()
     ]
 
 
-def _yes(here: bool) -> str:
-    return "yes" if here else "no"
-
-
 def _shared_memory() -> str:
-    """Whether another process of this user may open this one's memory, as ranks do."""
+    """Whether another process of this user may open this process's memory, as ranks do."""
     if not hasattr(os, "memfd_create"):
         return "no: this system has no memfd_create; sockets are used"
     memory = os.memfd_create("dtrain")
@@ -141,11 +145,84 @@ def _shared_memory() -> str:
 def _speed_table(device: torch.device) -> Table:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     rows = []
-    for speed in measure(device):
+    for speed in _measure_speeds(device):
         if speed.gflops is None:
-            rows.append((speed.name, f"no: {speed.refusal}", ""))
+            rows.append((speed.name, f"no: {speed.error}", ""))
         else:
             rows.append((speed.name, f"{speed.gflops:.3g}", f"{speed.size} x {speed.size}"))
     policy = PrecisionPolicy.named("auto").on(device)
     rows.append(("`precision=auto`", f"chooses {policy.name}", f"because {policy.reason}"))
     return Table(f"Matrix products on {name}", ("dtype", "GFLOP/s", "matrices"), rows)
+
+
+@dataclass(frozen=True)
+class MatmulSpeed:
+    """Speed of a square matrix product in one dtype.
+
+    Attributes:
+        name: name of the dtype.
+        size: rows of the largest matrices within the time budget.
+        gflops: 10^9 floating-point operations a second, median of a few products; None if the dtype does not run.
+        error: reason why it does not run.
+    """
+
+    name: str
+    size: int = 0
+    gflops: float | None = None
+    error: str = ""
+
+
+def _measure_speeds(device: torch.device) -> list[MatmulSpeed]:
+    makers: dict[str, Callable[[int], Callable[[], object]]] = {
+        "fp32": partial(_dense_product, device, torch.float32, "highest"),
+        "tf32": partial(_dense_product, device, torch.float32, "high"),
+        "bf16": partial(_dense_product, device, torch.bfloat16, "highest"),
+        "fp16": partial(_dense_product, device, torch.float16, "highest"),
+        "fp8 (E4M3)": partial(_float8_product, device),
+    }
+    if device.type == "cpu" or torch.cuda.get_device_capability(device)[0] < 8:
+        del makers["tf32"]  # it would run in FP32
+    precision = torch.get_float32_matmul_precision()
+    try:
+        return [_measure(name, make, device) for name, make in makers.items()]
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _dense_product(device: torch.device, dtype: torch.dtype, fp32_precision: str, size: int) -> Callable[[], Tensor]:
+    torch.set_float32_matmul_precision(fp32_precision)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return lambda: a @ b
+
+
+def _float8_product(device: torch.device, size: int) -> Callable[[], Tensor]:
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+    # Tensor Cores require a column-major second operand
+    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def _measure(name: str, make: Callable[[int], Callable[[], object]], device: torch.device) -> MatmulSpeed:
+    largest = MatmulSpeed(name)
+    for size in _SIZES[device.type]:
+        try:
+            product = make(size)
+            _seconds(product, device)  # warm-up: the first product initializes the library
+            seconds = [_seconds(product, device)]
+            while len(seconds) < _REPEATS and sum(seconds) < _BUDGET_S:
+                seconds.append(_seconds(product, device))
+        except (RuntimeError, NotImplementedError) as error:
+            failed = MatmulSpeed(name, error=str(error).splitlines()[0])
+            return failed if largest.gflops is None else largest  # a larger size may not fit into memory
+        largest = MatmulSpeed(name, size, 2 * size**3 / median(seconds) / 1e9)
+        if 8 * min(seconds) > _BUDGET_S:
+            break
+    return largest
+
+
+def _seconds(product: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    product()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

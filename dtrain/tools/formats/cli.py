@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,63 +10,77 @@ from dtrain.errors import ConfigError, nearest
 from dtrain.tools.formats.tables import NUMBER_NOTE, Number, format_tables, notes, number_table, parse_number
 from dtrain.tools.tables import show
 
-_USAGE = """usage: dtrain formats
-       dtrain formats NUMBER ...
-       dtrain formats failures
-       dtrain formats picture [FILE.png]
-
-  (nothing)  what each format is: bits, range, precision, whether it needs scaling; and how fast GPUs are in it
-  NUMBER     what each format makes of a number: dtrain formats 0.1 1e-8 70000
-  failures   how low precision goes wrong, each failure made to happen, detected, and cured by what dtrain does
-  picture    the error of every format across magnitudes, by default in formats.png
+_COMMANDS = """commands:
+  (none)               what each format is: bits, range, precision, whether it needs scaling, speed of GPUs
+  NUMBER ...           what each format makes of a number: dtrain formats 0.1 1e-8 70000
+  failures             how reduced precision goes wrong: each failure provoked, detected, and fixed by what dtrain does
+  picture [FILE.png]   draw the error of every format across magnitudes, by default in formats.png
 
 On a terminal the tables are drawn; elsewhere they are Markdown."""
-_WORDS = ("failures", "picture")
+_NAMES = ("failures", "picture")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints or draws what was asked for; returns the exit code.
+    """Prints or draws what the arguments ask for; returns the exit code.
 
     Raises:
-        ConfigError: a word that is neither a number nor known here.
+        ConfigError: a word that is neither a number nor a command, or a file that cannot be drawn to.
     """
     words = list(argv)
-    if words in (["-h"], ["--help"]):
-        print(_USAGE)
-    elif not words:
-        show(format_tables())
-        print("\n".join(notes()))
-    elif words == ["failures"]:
-        from dtrain.tools.formats.failures import show_failures  # brings torch; the other answers wait for nothing
+    if words and words[0] not in (*_NAMES, "-h", "--help"):
+        words = ["numbers", *words]  # the command that has no name
+    try:
+        arguments, rest = _parser().parse_known_args(words)
+    except SystemExit:  # after --help
+        return 0
+    if rest:
+        raise ConfigError(f"dtrain formats cannot read '{rest[0]}' after '{' '.join(argv[: -len(rest)])}'")
+    if arguments.command == "numbers":
+        show([number_table(word, number) for word, number in arguments.numbers])
+        print(NUMBER_NOTE)
+    elif arguments.command == "failures":
+        from dtrain.tools.formats.failures import show_failures  # imports torch, which the other commands do not need
 
         show_failures()
-    elif words[0] == "picture":
-        return _picture(words[1:])
+    elif arguments.command == "picture":
+        from dtrain.tools.formats.picture import draw  # imports matplotlib
+
+        draw(arguments.file)
+        print(arguments.file)
     else:
-        numbers = [(word, _number(word)) for word in words]
-        show([number_table(word, number) for word, number in numbers])
-        print(NUMBER_NOTE)
+        show(format_tables())
+        print("\n".join(notes()))
     return 0
 
 
-def _number(word: str) -> Number:
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "dtrain formats",
+        usage="dtrain formats [NUMBER ... | failures | picture [FILE.png]]",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", help=argparse.SUPPRESS)
+    commands.add_parser("numbers").add_argument("numbers", nargs="+", type=_number)
+    commands.add_parser("failures")
+    commands.add_parser("picture").add_argument("file", nargs="?", type=_picture_file, default=Path("formats.png"))
+    return parser
+
+
+def _number(word: str) -> tuple[str, Number]:
     number = parse_number(word)
     if number is None:
-        hint = nearest(word, _WORDS) if word.isalpha() else ""
+        hint = nearest(word, _NAMES) if word.isalpha() else ""
         raise ConfigError(
             f"dtrain formats takes numbers from 1e-300 to 1e300, or 'failures' or 'picture'; got '{word}'{hint}"
         )
-    return number
+    return word, number
 
 
-def _picture(words: Sequence[str]) -> int:
-    path = Path(words[0] if words else "formats.png")
-    if len(words) > 1 or path.suffix != ".png":
-        raise ConfigError(f"dtrain formats picture takes one file that ends in .png; got '{' '.join(words)}'")
+def _picture_file(word: str) -> Path:
+    path = Path(word)
+    if path.suffix != ".png":
+        raise ConfigError(f"dtrain formats picture takes one file that ends in .png; got '{word}'")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"dtrain formats picture: there is no folder '{path.parent}'")
-    from dtrain.tools.formats.picture import draw  # brings matplotlib
-
-    draw(path)
-    print(path)
-    return 0
+    return path

@@ -1,4 +1,4 @@
-"""The picture of the formats: how large their rounding errors are, and where their numbers end."""
+"""Plots the rounding errors and the ranges of the formats."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP
 
 @dataclass(frozen=True)
 class _Style:
-    color: str  # Okabe and Ito's, which colour-blind readers tell apart
+    color: str  # palette of Okabe and Ito, which color-blind readers can distinguish
     dash: str
     width: float
 
 
-# TF32 and FP16 have the same error where both have numbers: one is seen through the other
+# TF32 and FP16 have the same error where their ranges overlap: the wide line stays visible behind the dashed one
 _STYLES = {
     FP32: _Style("#0072B2", "-", 1.8),
     TF32: _Style("#56B4E9", "-", 5.0),
@@ -33,12 +33,12 @@ _STYLES = {
     FP8_E5M2: _Style("#E69F00", "-.", 1.8),
 }
 _EXPONENTS = range(-152, 132)
-_LOST = 1.0  # the relative error of what becomes 0
-_TOP = 30.0  # where the error of Inf is drawn
+_LOST = 1.0  # relative error of a number rounded to 0
+_TOP = 30.0  # height at which an error of Inf is drawn
 
 
 def draw(path: Path) -> None:
-    """Writes a PNG."""
+    """Writes the plot to ``path`` as PNG."""
     figure = Figure(figsize=(9, 7.2), dpi=110, layout="constrained")
     errors, ranges = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2.4))
     _draw_errors(errors)
@@ -59,16 +59,16 @@ def draw(path: Path) -> None:
 
 
 def worst_errors(floats: FloatFormat, exponents: Sequence[int] = _EXPONENTS) -> tuple[list[float], list[float]]:
-    """The starts of the binades [2^e, 2^(e + 1)), and the largest relative error of a number in each.
+    """Returns the starts of the binades [2^e, 2^(e + 1)) and the largest relative error in each.
 
-    Inf where that becomes Inf.
+    The error is Inf if the number overflows to Inf.
     """
     points = [_worst(floats, exponent) for exponent in exponents]
     return [math.ldexp(1.0, exponent) for exponent in exponents], points
 
 
 def _worst(floats: FloatFormat, exponent: int) -> float:
-    # the worst number lies half a step above the power of two; where half a step leaves the binade, at its start
+    # the worst number is half a unit above the power of two, or the power of two if that is outside the binade
     start = Fraction(2) ** exponent
     half_step = Fraction(2) ** (max(exponent, floats.min_exponent) - floats.mantissa_bits - 1)
     number = start + half_step if half_step < start else start
@@ -108,7 +108,7 @@ def _draw_ranges(axes: Axes) -> None:
             (floats.min_normal, floats.max, 1.0),
         ):
             axes.barh(row, stop - start, left=start, height=0.62, color=color, alpha=alpha)
-        if floats.max < 1e6:  # the bar has no room for it
+        if floats.max < 1e6:  # the bar is too short for the label
             axes.text(1e6, row, f"{floats.min_subnormal:.2g} to {floats.max:,.0f}", va="center", fontsize=9)
         else:
             span = f"{floats.min_subnormal:.2g} to {floats.max:.3g}"

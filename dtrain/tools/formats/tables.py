@@ -1,4 +1,4 @@
-"""What each format is, how fast each GPU is in it, and what it makes of a number."""
+"""Tables of the formats: properties, peak rates of GPUs, and how each format rounds a number."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from dtrain.precision.formats import FORMATS, LEAST_GRADIENT, FloatFormat
-from dtrain.precision.tensor_cores import GPU, GPUS, RATED
+from dtrain.precision.hardware import GPU, GPUS, RATED
 from dtrain.tools.tables import Table
 
-_LARGEST_EXPONENT = 300  # of ten; the errors are shown as FP64
+_LARGEST_EXPONENT = 300  # power of ten: the errors are shown as FP64
 
 Number: TypeAlias = Fraction | float
-"""Exact; a float where it is Inf or NaN."""
+"""An exact number, or a float if it is Inf or NaN."""
 
 
 def parse_number(text: str) -> Number | None:
-    """The number as it was typed, nothing rounded; None where that is none, or farther from 1 than 1e300."""
+    """Parses a number without rounding; None if ``text`` is no number or outside 1e-300 to 1e300."""
     try:
         decimal = Decimal(text)
     except InvalidOperation:
@@ -32,7 +32,7 @@ def parse_number(text: str) -> Number | None:
 
 
 def number_table(text: str, number: Number) -> Table:
-    """What each format makes of ``number``, which was typed as ``text``."""
+    """Returns a table of how each format rounds ``number``, titled ``text``."""
     columns = ("format", "becomes", "absolute error", "relative error", "what happened")
     return Table(text, columns, [_number_row(floats, number) for floats in FORMATS])
 
@@ -47,13 +47,13 @@ def _number_row(floats: FloatFormat, number: Number) -> tuple[str, ...]:
 
 
 NUMBER_NOTE = (
-    "FP8: as a cast alone makes it. Before a product dtrain divides each tensor or each row by a power of two, so that "
-    "its largest element fits."
+    "FP8: the result of a cast alone. Before a matmul dtrain divides each tensor or each row by a power of two, so "
+    "that its largest element fits."
 )
 
 
 def format_tables() -> list[Table]:
-    """The formats, and the GPUs."""
+    """Returns the table of formats and the table of GPU rates."""
     names = ("", *(floats.name for floats in FORMATS))
     rates = ("GPU", *RATED, "source")
     return [
@@ -63,17 +63,17 @@ def format_tables() -> list[Table]:
 
 
 def notes() -> list[str]:
-    """What the tables of :func:`format_tables` leave open."""
+    """Returns the notes and sources of :func:`format_tables`."""
     exponent = math.frexp(LEAST_GRADIENT)[1] - 1
     sources = {gpu.source: gpu.url for gpu in GPUS}
     return [
-        f"Needs scaling: its least number is above 2^{exponent}, and gradients down to there mattered to a network of "
-        f"Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. dtrain scales the loss for FP16, and "
+        f"Needs scaling: the smallest number is above 2^{exponent}, and gradients down to there mattered to a network "
+        f"of Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. dtrain scales the loss for FP16, and "
         f"each tensor or each row for FP8.",
-        "TF32 is a mode of FP32 products, not a type of tensors: only what enters the product is rounded, here to the "
-        "nearest; a Tensor Core that cuts instead errs twice as much.",
-        "Rates: as NVIDIA states them, without sparsity (half, where it states sparse rates only), sums in FP32; those "
-        "of fp32 without Tensor Cores. '-': the GPU has no such Tensor Cores; 'unknown': documents do not agree.",
+        "TF32 is a mode of FP32 matmuls, not a tensor dtype: only the operands are rounded, here to nearest; a Tensor "
+        "Core that truncates has twice the error.",
+        "Rates: published by NVIDIA, dense (half the sparse rate if only that is published), sums in FP32; fp32 "
+        "without Tensor Cores. '-': the GPU has no such Tensor Cores; 'unknown': the documents disagree.",
         *(f"{source}: {url}" for source, url in sources.items()),
     ]
 
@@ -82,13 +82,13 @@ _PROPERTIES: dict[str, Callable[[FloatFormat], str]] = {
     "bits": lambda f: f"{f.bits}, stored in {f.stored_bits}" if f.stored_bits else f"{f.bits}",
     "sign + exponent + mantissa": lambda f: f"1 + {f.exponent_bits} + {f.mantissa_bits}",
     "largest": lambda f: _short(f.max),
-    "least normal": lambda f: _short(f.min_normal),
-    "least subnormal": lambda f: _short(f.min_subnormal),
+    "smallest normal": lambda f: _short(f.min_normal),
+    "smallest subnormal": lambda f: _short(f.min_subnormal),
     "epsilon: from 1 to the next": lambda f: _short(f.epsilon),
     "decimal digits": lambda f: f"{f.decimal_digits:.1f}",
     "finite numbers": lambda f: f"{f.num_finite:,}",
     "powers of two spanned": lambda f: f"{f.binades}",
-    "what is too large becomes": lambda f: "Inf" if f.ieee else _short(f.max),
+    "overflow becomes": lambda f: "Inf" if f.ieee else _short(f.max),
     "a sum of ones stops at": lambda f: f"{f.ones_add_up_to:,}",
     "needs scaling": lambda f: "yes" if f.needs_scaling else "no",
 }

@@ -10,17 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from dtrain.cli.resolve import read_suite
-from dtrain.config.schema import PARITY
+from dtrain.config.commands import PARITY
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.errors import ConfigError
-from dtrain.tools.parity.records import EngineResult, Report, Worst
+from dtrain.tools.parity.records import EngineResult, ParityReport, WorstDeviation
 
 _PIPED_WIDTH = 160
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares the engines; 0 where all agree with the oracle, 1 where one does not.
+    """Compares the engines; returns 0 if all agree with the oracle, else 1.
 
     Raises:
         DtrainError: a bad command line, or an oracle that failed.
@@ -40,16 +40,16 @@ def main(argv: Sequence[str]) -> int:
     return 0 if report.agrees else 1
 
 
-def show(report: Report, console: Console) -> None:
-    """Prints the table of the engines, and a line for each."""
+def show(report: ParityReport, console: Console) -> None:
+    """Prints a table of the engines and one line for each."""
     table = Table(title=f"{report.precision} against the FP32 oracle, {report.num_parameters:,} parameters")
-    for title in ("engine", "stage", "applied", "skipped", "worst loss", "worst weights", "of", "verdict"):
+    for title in ("engine", "stage", "applied", "skipped", "worst loss", "worst weights", "tensor", "result"):
         table.add_column(title, overflow="fold")
     for result in report.engines:
         table.add_row(*map(Text, _cells(result)))
     console.print(table)
     for result in report.engines:
-        console.print(Text(f"{result.engine} {result.verdict}"))
+        console.print(Text(f"{result.engine} {result.summary}"))
     for name, reason in report.left_out.items():
         console.print(Text(f"{name} left out: {reason}"))
 
@@ -57,7 +57,6 @@ def show(report: Report, console: Console) -> None:
 def _cells(result: EngineResult) -> list[str]:
     skipped = sum(point.reason is not None for point in result.curve)
     loss, weights = result.worst(of_loss=True), result.worst(of_loss=False)
-    verdict = "failed" if result.failure else "agrees" if result.agrees else "parts"
     return [
         result.engine,
         str(result.zero_stage),
@@ -65,12 +64,12 @@ def _cells(result: EngineResult) -> list[str]:
         str(skipped),
         _deviation(loss),
         _deviation(weights),
-        weights.what if weights else "-",
-        verdict,
+        weights.quantity if weights else "-",
+        "failed" if result.failure else "agrees" if result.agrees else "deviates",
     ]
 
 
-def _deviation(worst: Worst | None) -> str:
+def _deviation(worst: WorstDeviation | None) -> str:
     if worst is None:
         return "-"
     return f"{worst.deviation:.1e}, step {worst.step}, {worst.share:.0%} of limit"

@@ -1,4 +1,4 @@
-"""How far a run has parted from the oracle, and whether that is too far."""
+"""Deviations of a run from the oracle, and their limits."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from itertools import accumulate
 
 from dtrain.tools.parity.trajectory import Trajectory
 
-YARDSTICKS = 3.0
-"""How many times as far from the oracle as plain PyTorch in the same precision an engine may be, beyond its bound."""
+NOISE_FACTOR = 3.0
+"""Multiple of the noise baseline's deviation that an engine may have on top of its bound."""
 
 LOSS, SKIP = "loss", "skip"
 
 
 @dataclass(frozen=True)
-class Given:
-    """Bounds that the user gave; None: by precision."""
-
-    loss: float | None = None
-    weights: float | None = None
-
-
-@dataclass(frozen=True)
 class Bounds:
-    """The largest deviation of any loss and of any tensor of weights."""
+    """Largest deviation of any loss and of any weight tensor, without the share of the noise baseline."""
 
     loss: float
     weights: float
@@ -38,19 +30,18 @@ BOUNDS = {
     "bf16": Bounds(loss=5e-3, weights=5e-2),
     "fp8": Bounds(loss=1e-2, weights=5e-2),
 }
-"""By precision; see docs/parity.md for the measurements behind them."""
+"""Bounds by precision; docs/parity.md has the measurements behind them."""
 
 
 @dataclass(frozen=True)
 class Deviations:
-    """Of one run from the oracle.
+    """Deviations of one run from the oracle.
 
     Attributes:
-        loss: of each step, ``|loss - oracle| / |oracle|``.
-        grad_norm: likewise.
-        weights: by tensor, at the start and after each step: the L2 norm of the difference over that of the way that
-            the oracle's tensor goes in the whole run (the farthest that it is from its start). A difference at the
-            start counts as infinite.
+        loss: ``|loss - oracle| / |oracle|`` of each step.
+        grad_norm: the same for the gradient norm.
+        weights: by tensor, at the start and after each step: the L2 norm of the difference, divided by the largest
+            distance of the oracle's tensor from its start in the whole run. A difference at the start is infinite.
     """
 
     loss: list[float]
@@ -59,44 +50,44 @@ class Deviations:
 
 
 @dataclass(frozen=True)
-class Parting:
-    """Where a run first left its bound.
+class Mismatch:
+    """The first deviation above its limit.
 
     Attributes:
         step: attempted steps; 0 is the start.
-        what: ``loss``; the name of the tensor that is the most times beyond its bound; or ``skip``, where the run
-            skipped a step that the oracle takes.
-        others: how many more tensors are beyond theirs at that step.
-        reason: of a skip.
+        quantity: ``loss``; the name of the tensor with the largest deviation relative to its limit; or ``skip`` if the
+            run skipped a step that the oracle applied.
+        num_others: other tensors above their limits at that step.
+        reason: reason of a skip.
     """
 
     step: int
-    what: str
+    quantity: str
     deviation: float = math.inf
-    bound: float = 0.0
-    others: int = 0
+    limit: float = 0.0
+    num_others: int = 0
     reason: str | None = None
 
     def __str__(self) -> str:
-        if self.what == SKIP:
-            return f"skips step {self.step}, which the oracle takes: {self.reason}"
-        what = self.what if self.what == LOSS else f"'{self.what}'"
-        others = f", and {self.others} more tensor{'s' if self.others > 1 else ''}" if self.others else ""
+        if self.quantity == SKIP:
+            return f"skips step {self.step}, which the oracle applies: {self.reason}"
+        quantity = self.quantity if self.quantity == LOSS else f"'{self.quantity}'"
+        others = f", and {self.num_others} more tensor{'s' if self.num_others > 1 else ''}" if self.num_others else ""
         if self.step == 0:
-            return f"starts from other weights than the oracle: {what}{others}"
+            return f"starts with different weights than the oracle: {quantity}{others}"
         return (
-            f"parts from the oracle at step {self.step}: {what} is off by {self.deviation:.2g}, allowed "
-            f"{self.bound:.2g}{others}"
+            f"deviates from the oracle at step {self.step}: {quantity} is off by {self.deviation:.2g}, limit "
+            f"{self.limit:.2g}{others}"
         )
 
 
 def measure(run: Trajectory, oracle: Trajectory) -> Deviations:
-    """The deviations of ``run``, which has as many steps and the same names."""
+    """Returns the deviations of ``run``, which has the same steps and tensor names as the oracle."""
     ours, theirs = run.curve(), oracle.curve()
     return Deviations(
         loss=[_relative(a.loss, b.loss) for a, b in zip(ours, theirs, strict=True)],
         grad_norm=[_relative(a.grad_norm, b.grad_norm) for a, b in zip(ours, theirs, strict=True)],
-        weights={name: _of_tensor(name, run, oracle, len(theirs)) for name in oracle.names()},
+        weights={name: _tensor_deviations(name, run, oracle, len(theirs)) for name in oracle.names()},
     )
 
 
@@ -104,14 +95,14 @@ def _relative(value: float, reference: float) -> float:
     return _ratio(abs(value - reference), abs(reference))
 
 
-def _of_tensor(name: str, run: Trajectory, oracle: Trajectory, steps: int) -> list[float]:
+def _tensor_deviations(name: str, run: Trajectory, oracle: Trajectory, steps: int) -> list[float]:
     start = oracle.weight(name, 0).double()
-    apart, way = [], 0.0
+    differences, distance = [], 0.0
     for step in range(steps + 1):
         reference = oracle.weight(name, step).double()
-        way = max(way, float((reference - start).norm()))
-        apart.append(float((run.weight(name, step).double() - reference).norm()))
-    return [math.inf if apart[0] else 0.0, *(_ratio(distance, way) for distance in apart[1:])]
+        distance = max(distance, float((reference - start).norm()))
+        differences.append(float((run.weight(name, step).double() - reference).norm()))
+    return [math.inf if differences[0] else 0.0, *(_ratio(difference, distance) for difference in differences[1:])]
 
 
 def _ratio(value: float, reference: float) -> float:
@@ -122,57 +113,68 @@ def _ratio(value: float, reference: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """What each of the :class:`Deviations` may be; same shapes."""
+    """Limit of each number in :class:`Deviations`; same shapes."""
 
     loss: list[float]
     weights: dict[str, list[float]]
 
 
-def limits(bounds: Bounds, oracle: Trajectory, yardstick: Deviations | None, *, given: Given = Given()) -> Limits:
-    """A number that was given, else the precision's bound and some yardsticks on top.
+def make_limits(
+    bounds: Bounds,
+    oracle: Trajectory,
+    noise: Deviations | None,
+    *,
+    loss_bound: float | None = None,
+    weight_bound: float | None = None,
+) -> Limits:
+    """Returns ``bound + NOISE_FACTOR * largest noise so far`` for each step.
 
     Args:
-        bounds: of the precision.
-        oracle: tells the steps and the tensors.
-        yardstick: of plain PyTorch in that precision; None where it cannot run the model.
-        given: takes the place of both.
+        bounds: bounds of the precision.
+        oracle: gives the steps and the tensor names.
+        noise: deviations of the noise baseline; None if plain PyTorch cannot run the model in this precision.
+        loss_bound: replaces bound and noise for the loss.
+        weight_bound: replaces bound and noise for all tensors.
     """
     steps, names = len(oracle.curve()), oracle.names()
 
-    def stretch(bound: float, number: float | None, deviations: Sequence[float]) -> list[float]:
-        if number is not None:
-            return [number] * len(deviations)
-        return [bound + YARDSTICKS * farthest for farthest in accumulate(map(_nan_to_inf, deviations), max)]
+    def series(bound: float, override: float | None, deviations: Sequence[float]) -> list[float]:
+        if override is not None:
+            return [override] * len(deviations)
+        return [bound + NOISE_FACTOR * largest for largest in accumulate(map(_nan_to_inf, deviations), max)]
 
-    loss = yardstick.loss if yardstick else [0.0] * steps
-    weights = yardstick.weights if yardstick else {name: [0.0] * (steps + 1) for name in names}
+    loss = noise.loss if noise else [0.0] * steps
+    weights = noise.weights if noise else {name: [0.0] * (steps + 1) for name in names}
     return Limits(
-        loss=stretch(bounds.loss, given.loss, loss),
-        weights={name: stretch(bounds.weights, given.weights, weights[name]) for name in names},
+        loss=series(bounds.loss, loss_bound, loss),
+        weights={name: series(bounds.weights, weight_bound, weights[name]) for name in names},
     )
 
 
-def shares(deviations: Deviations, allowed: Limits) -> list[dict[str, float]]:
-    """At the start and after each step, each deviation over its limit; above 1 is too far. The loss's is ``loss``."""
+def limit_shares(deviations: Deviations, limits: Limits) -> list[dict[str, float]]:
+    """Returns deviation / limit by ``loss`` and tensor name, at the start and after each step; above 1 is too far."""
     rows = []
     for step in range(len(deviations.loss) + 1):
-        row = {LOSS: _share(deviations.loss[step - 1], allowed.loss[step - 1])} if step else {}
+        row = {LOSS: _share(deviations.loss[step - 1], limits.loss[step - 1])} if step else {}
         rows.append(
             row
-            | {name: _share(series[step], allowed.weights[name][step]) for name, series in deviations.weights.items()}
+            | {name: _share(series[step], limits.weights[name][step]) for name, series in deviations.weights.items()}
         )
     return rows
 
 
-def first_parting(deviations: Deviations, allowed: Limits) -> Parting | None:
-    """Where the run first left its limits. At one step the loss comes first: it is of the weights before the step."""
-    for step, row in enumerate(shares(deviations, allowed)):
+def first_mismatch(deviations: Deviations, limits: Limits) -> Mismatch | None:
+    """Returns the first deviation above its limit.
+
+    Within a step the loss comes first, because it was computed from the weights before the step.
+    """
+    for step, row in enumerate(limit_shares(deviations, limits)):
         if row.get(LOSS, 0.0) > 1.0:
-            return Parting(step, LOSS, deviations.loss[step - 1], allowed.loss[step - 1])
+            return Mismatch(step, LOSS, deviations.loss[step - 1], limits.loss[step - 1])
         beyond = [name for name, share in row.items() if share > 1.0]
         if beyond:
             worst = max(beyond, key=lambda name: row[name])
-            return Parting(step, worst, deviations.weights[worst][step], allowed.weights[worst][step], len(beyond) - 1)
+            return Mismatch(step, worst, deviations.weights[worst][step], limits.weights[worst][step], len(beyond) - 1)
     return None
 
 

@@ -1,8 +1,8 @@
-"""Plain PyTorch on one process: what every engine is held against. It shares no code with them.
+"""Plain PyTorch training in one process, the reference for all engines. It shares no code with them.
 
-In FP32 it is the oracle. In the precision of the engines, its weights shaken by one unit in their last place, it is the
-yardstick: how far rounding alone drives a training run away from the oracle. For FP8 it has products of its own, whose
-scales are not the engines'.
+In FP32 it is the oracle. In the precision of the engines, with its weights perturbed by one unit in the last place, it
+is the noise baseline: the deviation from the oracle that rounding alone causes. For FP8 it has its own products, with
+other scales than the engines'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dtrain.config.schema import OptimConfig
 
 _FIRST_SCALE = 2.0**16
-_SMALLEST = 1e-30  # of what a scale is made of: zeros have none
+_SMALLEST = 1e-30  # smallest maximum that a scale is computed from: all zeros have none
 
 
 class PlainTraining:
@@ -27,17 +27,17 @@ class PlainTraining:
 
     Args:
         model: trained in place; values in FP32.
-        optim: hyper-parameters. Parameters of one dimension or none are not decayed.
+        optim: hyper-parameters. Parameters with fewer than two dimensions are not decayed.
         seed_forward: called with (attempted step, index of the micro-batch) before each forward.
-        compute_dtype: of a ``torch.autocast`` round each forward; None: FP32 throughout. Under FP16 the loss is scaled,
-            and a step whose gradients overflow is taken again with half the scale.
-        shake: relative size of a uniform random change of the weights that each step's forwards see; the update is made
-            to the weights without it.
-        float8_linears: names of the Linears whose three products take their operands rounded to FP8.
+        compute_dtype: dtype of ``torch.autocast`` around each forward; None: FP32 throughout. Under FP16 the loss is
+            scaled, and a step whose gradients overflow is repeated with half the scale.
+        perturbation: relative size of a uniform random change of the weights during each step's forwards; the update
+            applies to the unperturbed weights.
+        float8_linears: names of the Linears whose three products round their operands to FP8.
 
     Attributes:
         applied_steps: updates so far.
-        device: of the model.
+        device: device of the model.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PlainTraining:
         seed_forward: Callable[[int, int], object],
         *,
         compute_dtype: torch.dtype | None = None,
-        shake: float = 0.0,
+        perturbation: float = 0.0,
         float8_linears: Collection[str] = (),
     ) -> None:
         for name in float8_linears:
@@ -58,7 +58,7 @@ class PlainTraining:
         self._model = model
         self._seed_forward = seed_forward
         self._compute_dtype = compute_dtype
-        self._shake = shake
+        self._perturbation = perturbation
         self._max_grad_norm = float("inf") if optim.max_grad_norm is None else optim.max_grad_norm
         self._scale = _FIRST_SCALE if compute_dtype == torch.float16 else 1.0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -72,23 +72,23 @@ class PlainTraining:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of every trained parameter on the CPU; tied ones once, under their first name."""
+        """Returns a copy of every trained parameter on the CPU; tied ones once, under their first name."""
         return {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
 
     def step(
         self, micro_batches: Sequence[Mapping[str, Tensor]], lr: float, *, skip: bool = False
     ) -> tuple[float, float]:
-        """One step on the mean loss of all micro-batches; returns that loss and the gradient's norm before clipping.
+        """Trains one step on the mean loss of all micro-batches; returns loss and gradient norm before clipping.
 
         Args:
             micro_batches: keyword arguments of the model, on its device, in their global order.
             lr: learning rate of this step.
-            skip: leaves weights, moments and ``applied_steps`` as they are.
+            skip: keep weights, moments and ``applied_steps`` unchanged.
         """
-        loss = self._differentiate(micro_batches)
+        loss = self._compute_gradients(micro_batches)
         while self._scale > 1.0 and not all(bool(grad.isfinite().all()) for grad in self._gradients()):
             self._scale /= 2
-            loss = self._differentiate(micro_batches)
+            loss = self._compute_gradients(micro_batches)
         for grad in self._gradients():
             grad /= self._scale
         norm = float(nn.utils.clip_grad_norm_(self._trained(), self._max_grad_norm))
@@ -100,16 +100,16 @@ class PlainTraining:
         self._attempted_steps += 1
         return loss, norm
 
-    def _differentiate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
-        """Leaves the gradient of the mean loss, scaled, in the parameters; returns that loss."""
+    def _compute_gradients(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
+        """Writes the scaled gradient of the mean loss to ``.grad``; returns that loss."""
         total = 0.0
         for p in self._trained():
             p.grad = torch.zeros_like(p)  # not None: AdamW would not decay a parameter that this batch does not use
-        with self._shaken():
+        with self._perturbed_weights():
             for index, micro_batch in enumerate(micro_batches):
                 self._seed_forward(self._attempted_steps, index)
                 with self._autocast():
-                    loss = _loss_of(self._model(**micro_batch))
+                    loss = _extract_loss(self._model(**micro_batch))
                 (loss.float() * self._scale / len(micro_batches)).backward()
                 total += loss.item() / len(micro_batches)
         return total
@@ -126,18 +126,18 @@ class PlainTraining:
         return torch.autocast(self.device.type, dtype=self._compute_dtype)
 
     @contextmanager
-    def _shaken(self) -> Iterator[None]:
-        kept = [p.detach().clone() for p in self._trained()]
-        if self._shake:
+    def _perturbed_weights(self) -> Iterator[None]:
+        originals = [p.detach().clone() for p in self._trained()]
+        if self._perturbation:
             for p in self._trained():
                 noise = torch.rand(p.shape, generator=self._generator, device=self.device)
-                p.data.mul_(1 + self._shake * (2 * noise - 1))
+                p.data.mul_(1 + self._perturbation * (2 * noise - 1))
         yield
-        for p, value in zip(self._trained(), kept, strict=True):
+        for p, value in zip(self._trained(), originals, strict=True):
             p.data.copy_(value)
 
 
-def _loss_of(output: Any) -> Tensor:
+def _extract_loss(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
@@ -151,7 +151,7 @@ def _linear_in_float8(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tenso
 
 
 class _Float8Product(torch.autograd.Function):
-    """``x`` [..., K] times the transpose of ``weight`` [N, K], in FP32; all three products on rounded operands."""
+    """``x`` [..., K] @ ``weight`` [N, K]^T in FP32; all three products round their operands."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -164,11 +164,11 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         rounded = _rounded(gradient, torch.float8_e5m2)
-        of_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2)
-        return (rounded @ weight).to(ctx.dtypes[0]), of_weight.to(ctx.dtypes[1])
+        weight_grad = rounded.flatten(0, -2).t() @ x.flatten(0, -2)
+        return (rounded @ weight).to(ctx.dtypes[0]), weight_grad.to(ctx.dtypes[1])
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as ``dtype`` has it after its largest value has been brought to the largest number there; FP32."""
+    """Returns ``x`` in FP32, rounded to ``dtype`` with its maximum scaled to the largest number of ``dtype``."""
     scale = torch.finfo(dtype).max / x.float().abs().amax().clamp(min=_SMALLEST)
     return (x.float() * scale).to(dtype).float() / scale

@@ -1,4 +1,4 @@
-"""What ``dtrain parity`` found, and its JSON."""
+"""Result of ``dtrain parity`` and its JSON."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.telemetry.metrics import finite, write_atomically
-from dtrain.tools.parity.compare import Deviations, Limits, Parting, shares
+from dtrain.tools.parity.compare import Deviations, Limits, Mismatch, limit_shares
 from dtrain.tools.parity.trajectory import Point
 
 
 @dataclass(frozen=True)
-class Worst:
-    """The deviation that comes nearest to its limit, or is the farthest beyond it.
+class WorstDeviation:
+    """The deviation that is largest relative to its limit.
 
     Attributes:
         step: attempted steps; 0 is the start.
-        what: ``loss``, or the name of a tensor.
-        share: the deviation over its limit; above 1 is too far.
+        quantity: ``loss``, or the name of a tensor.
+        share: deviation / limit; above 1 is too far.
     """
 
     step: int
-    what: str
+    quantity: str
     deviation: float
     share: float
 
 
 @dataclass(frozen=True)
 class EngineResult:
-    """One engine.
+    """Result of one engine.
 
     Attributes:
-        curve: of its attempted steps.
-        deviations: from the oracle that skips the same steps; None where it failed.
-        allowed: what each of them may be.
-        parting: where it first went too far.
-        failure: why it did not run to the end, or cannot be compared.
+        curve: its attempted steps.
+        deviations: deviations from the oracle that skips the same steps; None if the engine failed.
+        limits: limits of the deviations.
+        mismatch: the first deviation above its limit.
+        failure: reason why the engine did not run to the end, or cannot be compared.
     """
 
     engine: str
@@ -45,51 +45,51 @@ class EngineResult:
     seconds: float
     curve: list[Point] = field(default_factory=list)
     deviations: Deviations | None = None
-    allowed: Limits | None = None
-    parting: Parting | None = None
+    limits: Limits | None = None
+    mismatch: Mismatch | None = None
     failure: str | None = None
 
     @property
     def agrees(self) -> bool:
-        """Whether it ran to the end within its limits."""
-        return self.failure is None and self.parting is None
+        """Whether the engine ran to the end within its limits."""
+        return self.failure is None and self.mismatch is None
 
     @property
-    def verdict(self) -> str:
-        """One clause for people."""
+    def summary(self) -> str:
+        """The result as one clause."""
         if self.failure is not None:
             return f"failed: {self.failure}"
-        return str(self.parting) if self.parting is not None else "agrees with the oracle"
+        return str(self.mismatch) if self.mismatch is not None else "agrees with the oracle"
 
-    def worst(self, *, of_loss: bool) -> Worst | None:
-        """Of the losses, or of the weights; None where it failed."""
-        if self.deviations is None or self.allowed is None:
+    def worst(self, *, of_loss: bool) -> WorstDeviation | None:
+        """Returns the worst deviation of the loss, or of the weights; None if the engine failed."""
+        if self.deviations is None or self.limits is None:
             return None
-        found = Worst(0, "", 0.0, -1.0)
-        for step, row in enumerate(shares(self.deviations, self.allowed)):
-            for what, share in row.items():
-                if (what not in self.deviations.weights) == of_loss and share > found.share:
-                    series = self.deviations.loss if of_loss else self.deviations.weights[what]
-                    found = Worst(step, what, series[step - 1 if of_loss else step], share)
+        found = WorstDeviation(0, "", 0.0, -1.0)
+        for step, row in enumerate(limit_shares(self.deviations, self.limits)):
+            for quantity, share in row.items():
+                if (quantity not in self.deviations.weights) == of_loss and share > found.share:
+                    series = self.deviations.loss if of_loss else self.deviations.weights[quantity]
+                    found = WorstDeviation(step, quantity, series[step - 1 if of_loss else step], share)
         return found
 
 
 @dataclass(frozen=True)
-class Report:
-    """One run of ``dtrain parity``.
+class ParityReport:
+    """Result of one run of ``dtrain parity``.
 
     Attributes:
-        command: what was typed.
-        date: local, ISO 8601.
-        precision: of the engines, resolved.
-        num_parameters: trained ones.
+        command: the command line.
+        date: local time, ISO 8601.
+        precision: resolved precision of the engines.
+        num_parameters: trained parameters.
         config: the resolved configuration.
-        oracle: its curve.
-        yardstick: the curve of plain PyTorch in that precision; empty where it cannot run the model.
-        yardstick_deviations: of its losses and weights from the oracle.
-        yardstick_failure: why there is none.
-        engines: in the order in which they ran.
-        left_out: engines that were not asked for and cannot do this here, with the reason.
+        oracle: curve of the oracle.
+        noise_baseline: curve of plain PyTorch in that precision; empty if it cannot run the model.
+        noise_deviations: deviations of the noise baseline from the oracle.
+        noise_failure: reason why there is no noise baseline.
+        engines: results in the order of the runs.
+        left_out: engines that were not requested and cannot run here, with the reason.
     """
 
     command: str
@@ -98,22 +98,22 @@ class Report:
     num_parameters: int
     config: dict[str, Any]
     oracle: list[Point]
-    yardstick: list[Point]
-    yardstick_deviations: Deviations | None
-    yardstick_failure: str | None
+    noise_baseline: list[Point]
+    noise_deviations: Deviations | None
+    noise_failure: str | None
     engines: list[EngineResult]
     left_out: dict[str, str]
 
     @property
     def agrees(self) -> bool:
-        """Whether all engines do."""
+        """Whether all engines agree with the oracle."""
         return all(result.agrees for result in self.engines)
 
 
-def write_report(path: Path, report: Report) -> None:
-    """Writes ``report`` as JSON, whole or not at all; numbers that are not finite become null."""
+def write_report(path: Path, report: ParityReport) -> None:
+    """Writes ``report`` atomically as JSON; numbers that are not finite become null."""
     values = asdict(report)
     for entry, result in zip(values["engines"], report.engines, strict=True):
-        entry["verdict"] = result.verdict
+        entry["summary"] = result.summary
     values["agrees"] = report.agrees
     write_atomically(path, json.dumps(finite(values), indent=1, allow_nan=False) + "\n")

@@ -16,15 +16,16 @@ import torch
 from dtrain.cli.checks import check_parity_engine
 from dtrain.config.capabilities import CAPABILITIES, check
 from dtrain.config.dump import config_to_dict, to_yaml
-from dtrain.config.schema import ParitySuiteConfig, RunConfig
+from dtrain.config.schema import RunConfig
+from dtrain.config.tool_schema import ParitySuiteConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
-from dtrain.tools.parity.compare import BOUNDS, SKIP, Deviations, Given, Parting, first_parting, limits, measure
+from dtrain.tools.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.picture import draw
-from dtrain.tools.parity.records import EngineResult, Report, write_report
+from dtrain.tools.parity.records import EngineResult, ParityReport, write_report
 from dtrain.tools.parity.trajectory import Point, Trajectory
-from dtrain.tools.parity.worker import ORACLE, YARDSTICK, Order
+from dtrain.tools.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
 from dtrain.tools.ranks import run_ranks
 from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_precision, make_policy
@@ -36,68 +37,68 @@ _WORKER = "dtrain.tools.parity.worker"
 
 @dataclass(frozen=True)
 class Reference:
-    """What engines that skip the same steps are held against."""
+    """The oracle and the noise baseline for engines that skip the same steps."""
 
     oracle: Trajectory
-    yardstick: list[Point]
-    yardstick_deviations: Deviations | None
-    yardstick_failure: str | None
+    noise_baseline: list[Point]
+    noise_deviations: Deviations | None
+    noise_failure: str | None
 
 
-class References:
-    """Plain training runs, made when they are first needed.
+class ReferenceRuns:
+    """Plain training runs, made on first use and then cached.
 
     Args:
-        config: of the training run.
-        folder: for their weights.
-        logs: for what they say.
+        config: configuration of the training run.
+        folder: folder for their weights.
+        logs: folder for their logs.
     """
 
     def __init__(self, config: RunConfig, folder: Path, logs: Path) -> None:
         self._config = config
         self._folder = folder
         self._logs = logs
-        self._made: dict[tuple[int, ...], Reference] = {}
+        self._cache: dict[tuple[int, ...], Reference] = {}
 
     def skipping(self, steps: tuple[int, ...] = ()) -> Reference:
-        """The one that does not apply ``steps``, counted from 1.
+        """Returns the reference that does not apply ``steps``, counted from 1.
 
         Raises:
-            ParityError: it failed, or its numbers are not finite.
+            ParityError: the oracle failed, or its numbers are not finite.
         """
-        if steps not in self._made:
-            self._made[steps] = self._make(steps)
-        return self._made[steps]
+        if steps not in self._cache:
+            self._cache[steps] = self._train(steps)
+        return self._cache[steps]
 
-    def _make(self, steps: tuple[int, ...]) -> Reference:
-        name = f"{ORACLE}-{len(self._made)}"
+    def _train(self, steps: tuple[int, ...]) -> Reference:
+        name = f"{ORACLE}-{len(self._cache)}"
         folder = self._folder / name
-        order = Order(str(folder), config_to_dict(self._config), skipped=steps)
+        job = ParityJob(str(folder), config_to_dict(self._config), skipped=steps)
         begin = time.perf_counter()
         threads = self._config.launch.threads_per_rank or 1
         try:
-            (answer,) = run_ranks(_WORKER, [json.dumps(asdict(order))], threads=threads, folder=self._logs / name)
+            (result,) = run_ranks(_WORKER, [json.dumps(asdict(job))], threads=threads, folder=self._logs / name)
         except RankError as error:
             raise ParityError(f"the oracle, plain PyTorch in FP32, cannot train this model: {error}") from error
-        oracle, yardstick = Trajectory(folder / ORACLE), Trajectory(folder / YARDSTICK)
+        oracle, noise_baseline = Trajectory(folder / ORACLE), Trajectory(folder / NOISE_BASELINE)
         curve = oracle.curve()
         check_oracle(curve)
         logger.info("oracle: %d steps in FP32, %.1f s", len(curve), time.perf_counter() - begin)
-        failure = json.loads(answer).get(YARDSTICK)
+        failure = json.loads(result).get(NOISE_BASELINE)
         if failure is not None:
-            logger.warning("no yardstick, the bounds alone decide: plain PyTorch cannot do this: %s", failure)
+            logger.warning("no noise baseline, the bounds alone decide: plain PyTorch cannot run this: %s", failure)
             return Reference(oracle, [], None, failure)
-        deviations, points = measure(yardstick, oracle), yardstick.curve()
-        shutil.rmtree(folder / YARDSTICK)
+        deviations, points = measure(noise_baseline, oracle), noise_baseline.curve()
+        shutil.rmtree(folder / NOISE_BASELINE)
         return Reference(oracle, points, deviations, None)
 
 
-def run_parity(config: ParitySuiteConfig, command: str) -> tuple[Report, Path]:
-    """Compares; returns what was found, and the folder in which the report, the picture and the logs are.
+def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, Path]:
+    """Compares the engines; returns the report, and the folder with report, picture and logs.
 
     Raises:
-        ConfigError: an engine that was asked for cannot do this here.
-        ParityError: there is nothing to compare with.
+        ConfigError: a requested engine cannot run this configuration here.
+        ParityError: the oracle failed, or its numbers are not finite.
     """
     parity = config.parity
     device = choose_device(parity.device, parity.ranks - 1)
@@ -110,20 +111,20 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[Report, Path]:
     for name, reason in left_out.items():
         logger.warning("left out: %s: %s", name, reason)
     with tempfile.TemporaryDirectory(dir=run_dir, prefix="weights-") as folder:
-        references = References(config.training(engines[0]), Path(folder), run_dir / "logs")
+        references = ReferenceRuns(config.training(engines[0]), Path(folder), run_dir / "logs")
         reference = references.skipping()
         results = [run_engine(config, name, references, Path(folder), run_dir / "logs") for name in engines]
         num_parameters = sum(reference.oracle.weight(name, 0).numel() for name in reference.oracle.names())
-        report = Report(
+        report = ParityReport(
             command=command,
             date=time.strftime("%Y-%m-%dT%H:%M:%S"),
             precision=precision,
             num_parameters=num_parameters,
             config=config_to_dict(config),
             oracle=reference.oracle.curve(),
-            yardstick=reference.yardstick,
-            yardstick_deviations=reference.yardstick_deviations,
-            yardstick_failure=reference.yardstick_failure,
+            noise_baseline=reference.noise_baseline,
+            noise_deviations=reference.noise_deviations,
+            noise_failure=reference.noise_failure,
             engines=results,
             left_out=left_out,
         )
@@ -133,23 +134,23 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[Report, Path]:
 
 
 def check_oracle(curve: Sequence[Point]) -> None:
-    """Refuses an oracle that nothing can be held against.
+    """Raises unless all losses and gradient norms of the oracle are finite.
 
     Raises:
-        ParityError: naming the first step whose loss or gradient norm is not finite.
+        ParityError: a loss or gradient norm is not finite; names the first such step.
     """
     for step, point in enumerate(curve, start=1):
         if not (math.isfinite(point.loss) and math.isfinite(point.grad_norm)):
             raise ParityError(
-                f"the oracle's own loss is {point.loss} and its gradient norm {point.grad_norm} at step {step}, so "
-                f"nothing can be held against it; lower optim.lr, or look at the model"
+                f"the oracle's loss is {point.loss} and its gradient norm {point.grad_norm} at step {step}, so engines "
+                f"cannot be compared with it; lower optim.lr, or check the model"
             )
 
 
 def _choose_engines(
     config: ParitySuiteConfig, precision: str, device: torch.device
 ) -> tuple[list[str], dict[str, str]]:
-    """Those asked for, else all that can; and why others cannot."""
+    """Returns the requested engines, by default all that can run; and the reasons of those left out."""
     chosen, left_out = [], {}
     for name in config.parity.engines or CAPABILITIES:
         try:
@@ -165,8 +166,8 @@ def _choose_engines(
     return chosen, left_out
 
 
-def _make_run_dir(given: str | None) -> Path:
-    path = Path(given or time.strftime("runs/parity-%Y-%m-%d_%H-%M-%S")).absolute()
+def _make_run_dir(run_dir: str | None) -> Path:
+    path = Path(run_dir or time.strftime("runs/parity-%Y-%m-%d_%H-%M-%S")).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -174,58 +175,69 @@ def _make_run_dir(given: str | None) -> Path:
     return path
 
 
-def run_engine(config: ParitySuiteConfig, name: str, references: References, folder: Path, logs: Path) -> EngineResult:
-    """Trains with one engine on ranks of its own, and compares; an engine that fails is a result too.
+def run_engine(
+    config: ParitySuiteConfig, name: str, references: ReferenceRuns, folder: Path, logs: Path
+) -> EngineResult:
+    """Trains one engine on its own ranks and compares it; a failure is a result too.
 
     Args:
-        config: with the precision resolved.
-        name: of the engine.
-        references: what it is held against.
-        folder: for its weights, which are deleted at the end.
-        logs: for what its ranks say.
+        config: configuration with the precision resolved.
+        name: name of the engine.
+        references: reference runs to compare with.
+        folder: folder for its weights, which are deleted at the end.
+        logs: folder for the logs of its ranks.
     """
     parity, training = config.parity, config.training(name)
-    own = folder / name
-    order = Order(str(own), config_to_dict(training), name, ranks=parity.ranks, store=str(folder / f"{name}-store"))
-    orders = [json.dumps(asdict(replace(order, rank=rank))) for rank in range(parity.ranks)]
+    weights = folder / name
+    job = ParityJob(
+        str(weights), config_to_dict(training), name, ranks=parity.ranks, store=str(folder / f"{name}-store")
+    )
+    jobs = [json.dumps(asdict(replace(job, rank=rank))) for rank in range(parity.ranks)]
     result = EngineResult(name, training.engine.zero_stage, 0.0)
     begin = time.perf_counter()
     try:
-        run_ranks(_WORKER, orders, threads=parity.threads_per_rank, folder=logs / name)
+        run_ranks(_WORKER, jobs, threads=parity.threads_per_rank, folder=logs / name)
     except RankError as error:
         logger.error("%s failed: %s", name, error)
         return replace(result, seconds=time.perf_counter() - begin, failure=str(error))
     seconds = time.perf_counter() - begin
-    result = _compare(replace(result, seconds=seconds), Trajectory(own), config, references)
-    shutil.rmtree(own)
+    result = _compare(replace(result, seconds=seconds), Trajectory(weights), config, references)
+    shutil.rmtree(weights)
     plural = "s" if parity.ranks > 1 else ""
     logger.info(
-        "%s: %d steps on %d rank%s, %.1f s: %s", name, parity.steps, parity.ranks, plural, seconds, result.verdict
+        "%s: %d steps on %d rank%s, %.1f s: %s", name, parity.steps, parity.ranks, plural, seconds, result.summary
     )
     return result
 
 
-def _compare(result: EngineResult, run: Trajectory, config: ParitySuiteConfig, references: References) -> EngineResult:
+def _compare(
+    result: EngineResult, run: Trajectory, config: ParitySuiteConfig, references: ReferenceRuns
+) -> EngineResult:
     curve = run.curve()
     result = replace(result, curve=curve)
     skipped = tuple(step for step, point in enumerate(curve, start=1) if point.reason is not None)
     if len(skipped) == len(curve):
         return replace(result, failure=f"it skipped every step: {curve[0].reason}")
-    # what a dynamic loss scale tries out is no fault: the oracle skips the same steps
-    tried = skipped if _scale_is_dynamic(config) else ()
-    excused = tuple(step for step in tried if curve[step - 1].reason == "overflow")
-    faults = [step for step in skipped if step not in excused]
-    reference = references.skipping(excused)
+    # overflows while a dynamic loss scale finds its range are no fault: the oracle skips the same steps
+    dynamic = _scale_is_dynamic(config)
+    expected = tuple(step for step in skipped if dynamic and curve[step - 1].reason == "overflow")
+    unexpected = [step for step in skipped if step not in expected]
+    reference = references.skipping(expected)
     if run.names() != reference.oracle.names():
-        odd = sorted(set(run.names()) ^ set(reference.oracle.names()))
-        return replace(result, failure=f"its masters and the model's trained parameters differ in '{odd[0]}'")
-    given = Given(config.parity.loss_bound, config.parity.weight_bound)
-    allowed = limits(BOUNDS[config.precision.name], reference.oracle, reference.yardstick_deviations, given=given)
+        different = sorted(set(run.names()) ^ set(reference.oracle.names()))
+        return replace(result, failure=f"its masters and the model's trained parameters differ in '{different[0]}'")
+    limits = make_limits(
+        BOUNDS[config.precision.name],
+        reference.oracle,
+        reference.noise_deviations,
+        loss_bound=config.parity.loss_bound,
+        weight_bound=config.parity.weight_bound,
+    )
     deviations = measure(run, reference.oracle)
-    parting = first_parting(deviations, allowed)
-    if faults and (parting is None or parting.step >= faults[0]):
-        parting = Parting(faults[0], SKIP, reason=curve[faults[0] - 1].reason)
-    return replace(result, deviations=deviations, allowed=allowed, parting=parting)
+    mismatch = first_mismatch(deviations, limits)
+    if unexpected and (mismatch is None or mismatch.step >= unexpected[0]):
+        mismatch = Mismatch(unexpected[0], SKIP, reason=curve[unexpected[0] - 1].reason)
+    return replace(result, deviations=deviations, limits=limits, mismatch=mismatch)
 
 
 def _scale_is_dynamic(config: ParitySuiteConfig) -> bool:

@@ -1,4 +1,4 @@
-"""One training run as it is compared: its curve, and its weights at the start and after each step."""
+"""Trajectory of one training run on disk: its curve, and its weights at the start and after each step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Point:
     Attributes:
         loss: mean over the global batch.
         grad_norm: L2 norm of the whole gradient before clipping.
-        reason: why the step was skipped; None where it was applied.
-        loss_scale: that its gradients carried.
+        reason: reason of a skip; None if the step was applied.
+        loss_scale: loss scale of this step's backward.
     """
 
     loss: float
@@ -34,10 +34,10 @@ class Point:
 
 
 class Trajectory:
-    """A run in a folder of its own: 4 bytes a parameter for the start and for each step.
+    """Reads and writes a trajectory: 4 bytes a parameter for the start and for each step.
 
     Args:
-        folder: made by the first :meth:`start`.
+        folder: created by :meth:`start`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,17 +55,17 @@ class Trajectory:
         self._write(len(self.curve()), weights)
 
     def curve(self) -> list[Point]:
-        """All steps so far."""
+        """Returns all steps so far."""
         lines = (self._folder / _CURVE).read_text(encoding="utf-8").splitlines()
         return [from_plain(Point, json.loads(line)) for line in lines]
 
     def names(self) -> list[str]:
-        """Of the weights, in the order of the alphabet."""
+        """Returns the names of the weights in alphabetical order."""
         with safe_open(self._path(0), framework="pt") as file:
             return sorted(file.keys())
 
     def weight(self, name: str, step: int) -> Tensor:
-        """One parameter after ``step`` steps; 0 is the start."""
+        """Returns one parameter after ``step`` steps; 0 is the start."""
         with safe_open(self._path(step), framework="pt") as file:
             value: Tensor = file.get_tensor(name)
             return value

@@ -1,4 +1,4 @@
-"""One process of ``dtrain parity``: a rank of an engine, or the plain training that engines are held against."""
+"""One process of ``dtrain parity``: a rank of an engine, or the plain training that engines are compared with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, TextDataset, load_dataset
-from dtrain.distributed.file_store import join_ranks
+from dtrain.distributed.setup import connect_by_file
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, disconnect
@@ -29,26 +29,26 @@ from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.parity.oracle import PlainTraining
 from dtrain.tools.parity.trajectory import Point, Trajectory
-from dtrain.tools.ranks import open_answer, read_order
+from dtrain.tools.ranks import open_result, read_job
 from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, make_schedule, set_threads
 from dtrain.train.trainer import to_device
 
-ORACLE, YARDSTICK = "oracle", "yardstick"
-_REASON_LENGTH = 500
+ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
+_MAX_REASON_LENGTH = 500
 
 
 @dataclass(frozen=True)
-class Order:
-    """What this process does.
+class ParityJob:
+    """The job of one process.
 
     Attributes:
-        folder: where rank 0 writes the engine's trajectory; for plain training, the folder of its two.
-        config: of the training run, as plain values.
-        engine: whose rank this is; None: plain training, the oracle and then the yardstick.
+        folder: rank 0 writes the engine's trajectory here; plain training writes its two trajectories below it.
+        config: configuration of the training run, as plain values.
+        engine: engine of this rank; None: plain training, the oracle and then the noise baseline.
         rank: this rank.
-        ranks: of the engine.
-        store: a file where its ranks meet.
-        skipped: steps, from 1, that plain training does not apply.
+        ranks: number of ranks of the engine.
+        store: file of the store at which the engine's ranks meet.
+        skipped: steps, counted from 1, that plain training does not apply.
     """
 
     folder: str
@@ -61,35 +61,40 @@ class Order:
 
 
 def main() -> int:
-    """Does what the order says; the answer is JSON, or the reason of a failure."""
-    order = from_plain(Order, json.loads(read_order()))
-    answer = open_answer()
-    config = config_from_dict(order.config)
+    """Runs the job; the result is JSON, or the reason of a failure."""
+    job = from_plain(ParityJob, json.loads(read_job()))
+    result = open_result()
     try:
-        if order.engine is None:
-            json.dump(_train_plainly(order, config), answer)
-        else:
-            _train_with_engine(order, config)
-    except Exception as error:  # whatever a library raises: the others go on, and the report has to say it
+        json.dump(run_job(job), result)
+    except Exception as error:  # any error of a library goes into the report, and the other engines still run
         traceback.print_exc()
-        answer.write(_reason(error))
+        result.write(_reason(error))
         return 1
     finally:
-        answer.close()
+        result.close()
     return 0
+
+
+def run_job(job: ParityJob) -> dict[str, str]:
+    """Runs the job in this process; returns the reason under :data:`NOISE_BASELINE` if the baseline cannot run."""
+    config = config_from_dict(job.config)
+    if job.engine is None:
+        return _train_plainly(job, config)
+    _train_with_engine(job, config)
+    return {}
 
 
 def _reason(error: Exception) -> str:
     text = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_REASON_LENGTH]
+    return " ".join(text.split())[:_MAX_REASON_LENGTH]
 
 
-def _train_with_engine(order: Order, config: RunConfig) -> None:
-    configure_logging(order.rank)
-    device = choose_device(config.launch.device, order.rank)
-    if order.ranks > 1:
-        LaunchEnv(order.rank, order.ranks, order.rank, order.ranks).export()  # libraries read it
-    join_ranks(order.store, order.rank, order.ranks, device, config.launch.timeout_s)
+def _train_with_engine(job: ParityJob, config: RunConfig) -> None:
+    configure_logging(job.rank)
+    device = choose_device(config.launch.device, job.rank)
+    if job.ranks > 1:
+        LaunchEnv(job.rank, job.ranks, job.rank, job.ranks).export()  # libraries read these variables
+    connect_by_file(job.store, job.rank, job.ranks, device, config.launch.timeout_s)
     comm = connect(device, timeout_s=config.launch.timeout_s)
     set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
@@ -97,40 +102,39 @@ def _train_with_engine(order: Order, config: RunConfig) -> None:
     check_patterns(config, model)
     engine = make_engine(config, model, comm)
     loader = make_loader(config, dataset, engine)
-    trajectory = Trajectory(Path(order.folder))
+    trajectory = Trajectory(Path(job.folder))
     start = engine.master_state()
-    if order.rank == 0:
+    if job.rank == 0:
         trajectory.start(start)
     for _ in range(config.train.steps):
         for micro_batch in engine.accumulate(next(loader)):
             engine.backward(engine(**to_device(micro_batch, device)))
         outcome = engine.step()
         masters = engine.master_state()
-        if order.rank == 0:
+        if job.rank == 0:
             trajectory.add(Point(outcome.loss, outcome.grad_norm, outcome.reason, outcome.loss_scale), masters)
     comm.release()
     disconnect()
 
 
-def _train_plainly(order: Order, config: RunConfig) -> dict[str, str]:
-    """Writes the oracle and the yardstick; returns why there is no yardstick, under its name, where there is none."""
+def _train_plainly(job: ParityJob, config: RunConfig) -> dict[str, str]:
     torch.set_num_threads(config.launch.threads_per_rank or 1)
     device = choose_device(config.launch.device, 0)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     policy = make_policy(config)
-    exact = PrecisionPolicy.named("fp32")
-    _write(order, config, ORACLE, _plain_training(config, dataset, device, exact, shake=0.0), dataset)
+    fp32 = PrecisionPolicy.named("fp32")
+    _train(job, config, ORACLE, _plain_training(config, dataset, device, fp32, perturbation=0.0), dataset)
     try:
-        shaken = _plain_training(config, dataset, device, policy, shake=torch.finfo(torch.float32).eps)
-        _write(order, config, YARDSTICK, shaken, dataset)
+        perturbed = _plain_training(config, dataset, device, policy, perturbation=torch.finfo(torch.float32).eps)
+        _train(job, config, NOISE_BASELINE, perturbed, dataset)
     except Exception as error:  # plain autocast fails on some models that engines train
         traceback.print_exc()
-        return {YARDSTICK: _reason(error)}
+        return {NOISE_BASELINE: _reason(error)}
     return {}
 
 
 def _plain_training(
-    config: RunConfig, dataset: TextDataset, device: torch.device, policy: PrecisionPolicy, *, shake: float
+    config: RunConfig, dataset: TextDataset, device: torch.device, policy: PrecisionPolicy, *, perturbation: float
 ) -> PlainTraining:
     set_matmul_precision(policy)
     model = build_model(config.model, dataset.vocab_size, config.seed).float().to(device)
@@ -139,24 +143,24 @@ def _plain_training(
         config.optim,
         lambda step, index: torch.manual_seed(rng_key(config.seed, step, index)),
         compute_dtype=policy.compute_dtype if policy.is_reduced_precision else None,
-        shake=shake,
+        perturbation=perturbation,
         float8_linears=resolve(policy, model).float8_modules,
     )
 
 
-def _write(order: Order, config: RunConfig, name: str, training: PlainTraining, dataset: TextDataset) -> None:
+def _train(job: ParityJob, config: RunConfig, name: str, training: PlainTraining, dataset: TextDataset) -> None:
     schedule = make_schedule(config.schedule, config.train.steps)
-    trajectory = Trajectory(Path(order.folder, name))
+    trajectory = Trajectory(Path(job.folder, name))
     trajectory.start(training.weights())
     for step, micro_batches in enumerate(_global_batches(config, dataset), start=1):
         lr = config.optim.lr * schedule.factor(training.applied_steps)
         on_device = [to_device(micro_batch, training.device) for micro_batch in micro_batches]
-        loss, grad_norm = training.step(on_device, lr, skip=step in order.skipped)
+        loss, grad_norm = training.step(on_device, lr, skip=step in job.skipped)
         trajectory.add(Point(loss, grad_norm), training.weights())
 
 
 def _global_batches(config: RunConfig, dataset: TextDataset) -> Iterator[list[dict[str, Tensor]]]:
-    """The micro-batches of all ranks, step by step, in the order of their global index."""
+    """Yields the micro-batches of all ranks for each step, in the order of their global index."""
     train = config.train
     num_micro_batches = train.global_batch_size // train.micro_batch_size
     loader = BatchLoader(dataset.train, config.seed, train.micro_batch_size, num_micro_batches)
@@ -168,4 +172,4 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the answer is out: a thread of a library that ends at the wrong moment must not abort this rank
+    os._exit(code)  # the result is written; a library thread that fails at exit must not abort this rank

@@ -1,4 +1,4 @@
-"""The precision contract of a run, as tables, before anything of the run exists."""
+"""Prints the precision contract of a run as tables, before the run starts."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import choose_device
 from dtrain.models import build_model
-from dtrain.precision.contract import Contract, float8_products, resolve
-from dtrain.precision.float8.choice import Decision, Product, decide
+from dtrain.precision.contract import Contract, float8_candidates, resolve
+from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.precision.rules import short
+from dtrain.precision.rules import format_name
 from dtrain.telemetry.console import compact
 from dtrain.tools.tables import Table, show
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's name
-_HOLE = "#"
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # an index within a module's name
+_PLACEHOLDER = "#"
 _TO_BE_TIMED = "where timed faster than BF16 at the start"
 
 
 def show_plan(config: RunConfig, *, folded: bool) -> None:
-    """Prints in which format each module computes, what operations do elsewhere, and what is timed at the start.
+    """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
     Args:
-        config: checked.
-        folded: modules that differ in one index alone share a row.
+        config: a checked configuration.
+        folded: whether modules that differ only in one index share a row.
 
     Raises:
-        ConfigError: what ``dtrain train`` would refuse.
+        ConfigError: ``dtrain train`` would refuse the configuration.
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     model = _build(config)
     check_patterns(config, model)
     policy = make_policy(config).on(device)
-    products = float8_products(policy, model)
-    decisions = _foreseen(products, policy, device)
+    candidates = float8_candidates(policy, model)
+    decisions = _decisions_without_timing(candidates, policy, device)
     contract = resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions)
     tables = [module_table(contract, model, folded=folded), operation_table(contract)]
     timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
     if timed:
-        tables.append(timing_table([product for product in products if product.name in timed], policy))
+        tables.append(timing_table([candidate for candidate in candidates if candidate.name in timed], policy))
     show(tables)
     for line in summary(contract, model, device):
         print(line)
 
 
 def _build(config: RunConfig) -> nn.Module:
-    """The model without weights, or with them where its code needs values."""
+    """Builds the model without weights, or with weights if its code needs values."""
     try:
         with torch.device("meta"):
             return build_model(config.model, VOCAB_SIZE, config.seed)
@@ -64,26 +64,27 @@ def _build(config: RunConfig) -> nn.Module:
         return build_model(config.model, VOCAB_SIZE, config.seed)
 
 
-def _foreseen(products: Sequence[Product], policy: PrecisionPolicy, device: torch.device) -> tuple[Decision, ...]:
-    """What is known of the decisions without timing anything."""
-    by_shape = decide(products, replace(policy.float8, choice="all"), device)
+def _decisions_without_timing(
+    candidates: Sequence[Float8Candidate], policy: PrecisionPolicy, device: torch.device
+) -> tuple[Float8Decision, ...]:
+    by_shape = decide_float8(candidates, replace(policy.float8, choice="all"), device)
     if policy.float8.choice != "timed":
         return by_shape
     return tuple(replace(item, reason=_TO_BE_TIMED) if item.is_float8 else item for item in by_shape)
 
 
 def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
-    """What the tables do not say: the device, how FP8 products are formed, and the weights by format."""
+    """Returns lines on the device, the FP8 recipe, and the number of weights by format."""
     policy = contract.policy
     lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
     if contract.recipe is not None:
         lines.append(f"float8: {contract.recipe.describe()}, {policy.float8.weight_scale} weight scales")
     numel: dict[str, int] = {}
     for name, parameter in model.named_parameters():
-        key = short(contract.replica_dtypes[name])
+        key = format_name(contract.replica_dtypes[name])
         numel[key] = numel.get(key, 0) + parameter.numel()
-    held = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
-    return [*lines, f"weights as a forward finds them: {held}; masters, moments and summed gradients: fp32"]
+    weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
+    return [*lines, f"compute weights: {weights}; masters, moments and main gradients: fp32"]
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,11 @@ class _Row:
 
 
 def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:
-    """A row for each module of the contract, or for those that differ in the index of a block alone."""
+    """Returns a table with a row per module, or per set of modules that differ only in the index of a block."""
     rows: dict[tuple[str, _Row], list[str]] = {}
     for module in contract.modules:
         row = _Row(module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
-        pattern = _INDEX.sub(_HOLE, module.name, count=1) if folded else module.name
+        pattern = _INDEX.sub(_PLACEHOLDER, module.name, count=1) if folded else module.name
         rows.setdefault((pattern, row), []).append(module.name)
     return Table(
         "Modules",
@@ -120,7 +121,7 @@ def _name(pattern: str, names: Sequence[str]) -> str:
             runs[-1].append(index)
         else:
             runs.append([index])
-    return pattern.replace(_HOLE, ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs))
+    return pattern.replace(_PLACEHOLDER, ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs))
 
 
 def _shape(module: nn.Module) -> str:
@@ -129,34 +130,34 @@ def _shape(module: nn.Module) -> str:
 
 
 def operation_table(contract: Contract) -> Table:
-    """What operations compute in, where no rule says otherwise."""
-    compute = short(contract.policy.compute_dtype)
+    """Returns a table of the formats of operations that no rule covers."""
+    compute = format_name(contract.policy.compute_dtype)
     if not contract.is_mixed:
         rows = [("all", "fp32 (products tf32)" if contract.policy.tf32 else "fp32")]
     else:
         rows = [
             ("products, convolutions, RNN cells, attention", f"{compute}, sums in fp32"),
             ("softmax, norms, losses, reductions, linalg", "fp32"),
-            ("elementwise", "what their inputs have"),
+            ("elementwise", "format of the inputs"),
             ("inside dtrain.full_precision()", "fp32"),
             ("outputs of the model", "fp32"),
         ]
     if contract.recipe is not None:
-        gradients = short_float8(contract.recipe.grad_dtype)
+        gradients = float8_format_name(contract.recipe.grad_dtype)
         rows.insert(1, ("products of fp8 modules", f"e4m3 x e4m3, gradients {gradients} x e4m3, sums in fp32"))
-    return Table("Operations, where no rule says otherwise", ("operation", "format"), rows)
+    return Table("Operations outside rules", ("operation", "format"), rows)
 
 
-def short_float8(dtype: torch.dtype) -> str:
-    """``e4m3`` or ``e5m2``."""
+def float8_format_name(dtype: torch.dtype) -> str:
+    """Returns ``e4m3`` or ``e5m2``."""
     return str(dtype).removeprefix("torch.float8_").removesuffix("fn")
 
 
-def timing_table(products: Sequence[Product], policy: PrecisionPolicy) -> Table:
-    """The shapes that rank 0 times at the start, in FP8 and in BF16."""
+def timing_table(candidates: Sequence[Float8Candidate], policy: PrecisionPolicy) -> Table:
+    """Returns a table of the shapes that rank 0 times at the start, in FP8 and in BF16."""
     shapes: dict[tuple[int, int], int] = {}
-    for product in products:
-        shape = (product.out_features, product.in_features)
+    for candidate in candidates:
+        shape = (candidate.out_features, candidate.in_features)
         shapes[shape] = shapes.get(shape, 0) + 1
     num_rows = policy.float8.num_rows
     return Table(

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dtrain.checkpoint import Snapshot, save, storage
-from dtrain.checkpoint.lease.lease import Lease, LeaseRequest, Pace, hold, take
-from dtrain.checkpoint.lease.lease_file import Holder, look, path_of
+from dtrain.checkpoint.lease.lease import Lease, LeaseRequest, LeaseTiming, acquire, hold
+from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
 from dtrain.errors import CheckpointError
-from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of, save_good
+from tests.helpers.checkpoints import ALONE, make_tensors, save_good, shards_of
 
 
 class Clock:
@@ -30,14 +30,14 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.while_sleeping: Callable[[], None] = lambda: None
 
-    def pace(self) -> Pace:
-        return Pace(clock=lambda: self.now, sleep=self.sleep)
+    def timing(self) -> LeaseTiming:
+        return LeaseTiming(clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        self.meanwhile()
+        self.while_sleeping()
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_the_file_says_who_holds_it_and_goes_with_the_last_block(tmp_path: Path)
 def test_who_cannot_be_looked_at_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
     claim(tmp_path, 7, **values)
     (tmp_path / "step-00000100.tmp-ab").mkdir()  # were it to go on, it could not commit that
-    lease = take(tmp_path, clock.pace())
+    lease = acquire(tmp_path, clock.timing())
     assert 90 <= clock.now <= 91
     lease.check()
     assert [path.name for path in tmp_path.iterdir()] == ["lease-00000008.json"]
@@ -93,16 +93,16 @@ def test_who_cannot_be_looked_at_is_waited_for(tmp_path: Path, clock: Clock, val
     assert leases(tmp_path) == []
 
 
-def test_one_sign_of_life_is_enough(tmp_path: Path, clock: Clock) -> None:
+def test_one_heartbeat_refuses_a_takeover(tmp_path: Path, clock: Clock) -> None:
     claim(tmp_path, 7)
 
     def live() -> None:
         if clock.now > 89:
             claim(tmp_path, 7, counter=1)
 
-    clock.meanwhile = live
-    with pytest.raises(CheckpointError, match=r"in use by process \d+ on elsewhere \(lease 7, 1 signs of life\); one"):
-        take(tmp_path, clock.pace())
+    clock.while_sleeping = live
+    with pytest.raises(CheckpointError, match=r"in use by process \d+ on elsewhere \(lease 7, 1 heartbeats\); one"):
+        acquire(tmp_path, clock.timing())
     assert clock.now < 90
     assert leases(tmp_path) == ["lease-00000007.json"]
 
@@ -111,10 +111,11 @@ def test_one_sign_of_life_is_enough(tmp_path: Path, clock: Clock) -> None:
 def test_who_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock, there: bool) -> None:
     pid = os.getpid() if there else 2**22 + 1  # above the highest that Linux gives
     claim(tmp_path, 7, boot_id=Holder.this_process(1).boot_id, pid=pid, pid_start="1")
-    take(tmp_path, clock.pace()).release()
+    acquire(tmp_path, clock.timing()).release()
     assert clock.now == 0
 
 
+@pytest.mark.processes
 def test_another_users_process_that_cannot_be_seen_is_not_taken_for_gone(tmp_path: Path) -> None:
     """Its start differs here, as where the system hides it; that it is there, no system hides."""
     system = replace(Holder.this_process(1), pid=1, pid_start="of a process that is hidden")
@@ -134,32 +135,32 @@ def test_wall_time_decides_nothing(tmp_path: Path, clock: Clock) -> None:
     def jump() -> None:
         os.utime(path, (0, 0) if clock.now % 2 else (2**32, 2**32))
 
-    clock.meanwhile = jump
-    take(tmp_path, clock.pace()).release()
+    clock.while_sleeping = jump
+    acquire(tmp_path, clock.timing()).release()
     assert 90 <= clock.now <= 91
 
 
 def test_a_lease_that_was_removed_is_lost(tmp_path: Path, clock: Clock) -> None:
-    lease = take(tmp_path, clock.pace())
-    lease.beat()
+    lease = acquire(tmp_path, clock.timing())
+    lease.write_heartbeat()
     path_of(tmp_path, 1).unlink()
-    lease.beat()  # into a file without a name
+    lease.write_heartbeat()  # into a file without a name
     with pytest.raises(CheckpointError, match=r"the lease of .* is gone: .* removed lease-00000001.json; nothing"):
         lease.check()
-    other = take(tmp_path, clock.pace())
-    lease.beat()
+    other = acquire(tmp_path, clock.timing())
+    lease.write_heartbeat()
     with pytest.raises(CheckpointError, match=r"was taken over from this process, .* by process \d+ on .*lease 1"):
         lease.check()
     lease.release()  # leaves the other's file alone, which has the same name
     other.check()
 
 
-def test_damage_by_others_is_mended_by_the_next_sign_of_life(tmp_path: Path, clock: Clock) -> None:
-    lease = take(tmp_path, clock.pace())
+def test_damage_by_others_is_mended_by_the_next_heartbeat(tmp_path: Path, clock: Clock) -> None:
+    lease = acquire(tmp_path, clock.timing())
     path_of(tmp_path, 1).write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"by nobody knows whom: lease-00000001.json is damaged \(its fields"):
+    with pytest.raises(CheckpointError, match=r"by an unknown process: lease-00000001.json is damaged \(its fields"):
         lease.check()
-    lease.beat()
+    lease.write_heartbeat()
     lease.check()
     lease.release()
 
@@ -169,7 +170,7 @@ def test_what_is_no_file_is_waited_for_and_named(
 ) -> None:
     path_of(tmp_path, 3).symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("mine")
-    lease = take(tmp_path, clock.pace())
+    lease = acquire(tmp_path, clock.timing())
     assert clock.now >= 90
     assert "lease-00000003.json is damaged (not a regular file (lrwxrwxrwx))" in caplog.text
     assert leases(tmp_path) == ["lease-00000004.json"]
@@ -177,21 +178,22 @@ def test_what_is_no_file_is_waited_for_and_named(
     lease.release()
 
 
+@pytest.mark.processes
 def test_a_fork_holds_nothing(tmp_path: Path) -> None:
     with hold(tmp_path) as lease:
         read, write = os.pipe()
         if os.fork() == 0:
             found = [str(holds(lease))]
             try:
-                with hold(tmp_path, Pace(heartbeat_s=0.01, poll_s=0.01)):
+                with hold(tmp_path, LeaseTiming(heartbeat_s=0.01, poll_s=0.01)):
                     found.append("held twice")
             except CheckpointError as error:
                 found.append(str(error))
             lease.release()
             os.write(write, "\n".join(found).encode())
             os._exit(0)
-        while look(tmp_path).holder.counter == 0:  # type: ignore[union-attr]
-            lease.beat()
+        while read_lease(tmp_path).holder.counter == 0:  # type: ignore[union-attr]
+            lease.write_heartbeat()
             if os.waitpid(-1, os.WNOHANG)[0]:
                 break
         text = os.read(read, 10_000).decode().splitlines()
@@ -200,6 +202,7 @@ def test_a_fork_holds_nothing(tmp_path: Path) -> None:
         lease.check()
 
 
+@pytest.mark.processes
 def test_a_save_by_a_fork_works_once_the_parent_has_let_go(tmp_path: Path) -> None:
     save_good(tmp_path, 100, 1)
     if (pid := os.fork()) == 0:
@@ -211,7 +214,7 @@ def test_a_save_by_a_fork_works_once_the_parent_has_let_go(tmp_path: Path) -> No
 
 
 def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines, say: the second would sweep what the first has under way."""
+    """Two engines, say: the second would remove what the first is writing."""
     first_writes, never = threading.Event(), threading.Event()
     real = storage.sync
 
@@ -222,7 +225,7 @@ def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monk
         real(descriptor)
 
     def work(step: int) -> None:
-        save(tmp_path, Snapshot(step, pieces_of(make_tensors(step), 0, 1), {}), ALONE)
+        save(tmp_path, Snapshot(step, shards_of(make_tensors(step), 0, 1), {}), ALONE)
 
     first, second = (threading.Thread(target=work, args=(step,), name=name) for step, name in ((1, "first"), (2, "2")))
     with hold(tmp_path), monkeypatch.context() as patch:
@@ -246,7 +249,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         self.directory = Path(self.folder.name)
         self.clock = Clock()
-        self.contenders: dict[int, LeaseRequest] = {}
+        self.requests: dict[int, LeaseRequest] = {}
         self.leases: dict[int, Lease] = {}
         self.stopped: set[int] = set()
         self.lost: list[Lease] = []
@@ -262,20 +265,20 @@ class AnyOrder(RuleBasedStateMachine):
     def look_or_take(self, job: int) -> None:
         if job in self.leases:
             return
-        contender = self.contenders.setdefault(job, LeaseRequest(self.directory, self.clock.pace()))
+        request = self.requests.setdefault(job, LeaseRequest(self.directory, self.clock.timing()))
         before = [other for other, lease in self.leases.items() if holds(lease)]
         try:
-            lease = contender.attempt()
+            lease = request.attempt()
         except CheckpointError:
             assert before, "refused where nobody holds it"
-            del self.contenders[job]
+            del self.requests[job]
             return
         if lease is not None:
             for other in before:
                 assert other in self.stopped
-                assert self.clock.now - self.silent_since[other] >= 90, "taken from one that shows signs of life"
+                assert self.clock.now - self.silent_since[other] >= 90, "taken from a holder with heartbeats"
             self.leases[job] = lease
-            del self.contenders[job]
+            del self.requests[job]
 
     @rule(job=st.integers(0, 2))
     def stop(self, job: int) -> None:
@@ -287,7 +290,7 @@ class AnyOrder(RuleBasedStateMachine):
     def go_on(self, job: int) -> None:
         if job in self.stopped:
             self.stopped.discard(job)
-            self.leases[job].beat()
+            self.leases[job].write_heartbeat()
 
     @rule(job=st.integers(0, 2))
     def leave(self, job: int) -> None:
@@ -301,7 +304,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.clock.now = min(until, self.clock.now + 5)
             for job, lease in self.leases.items():
                 if job not in self.stopped:
-                    lease.beat()
+                    lease.write_heartbeat()
 
     @invariant()
     def at_most_one_holds_it(self) -> None:
@@ -351,7 +354,7 @@ def test_another_comes_at_any_instant_of_a_taking(tmp_path: Path, stale: bool, l
         directory = tmp_path / str(instant)
         (directory / "step-00000001.tmp-ab").mkdir(parents=True)
         clock = Clock()
-        ours, theirs = (LeaseRequest(directory, clock.pace()) for _ in range(2))
+        ours, theirs = (LeaseRequest(directory, clock.timing()) for _ in range(2))
         if stale:
             claim(directory, 4)
             assert ours.attempt() is theirs.attempt() is None
@@ -379,8 +382,8 @@ def test_another_comes_at_any_instant_of_a_taking(tmp_path: Path, stale: bool, l
 def test_a_number_below_another_ones_is_given_back(tmp_path: Path, clock: Clock) -> None:
     """It was free when it was looked at; since then one has come and ended, and another has taken over from that."""
     mine: list[Lease | None] = []
-    contender = LeaseRequest(tmp_path, clock.pace())
-    calls_of(lambda: mine.append(contender.attempt()), lambda index: None if index else claim(tmp_path, 2) and None)
+    request = LeaseRequest(tmp_path, clock.timing())
+    calls_of(lambda: mine.append(request.attempt()), lambda index: None if index else claim(tmp_path, 2) and None)
     assert mine == [None]
     assert leases(tmp_path) == ["lease-00000002.json"]
 
@@ -393,7 +396,7 @@ def test_a_file_system_without_hard_links_is_refused(
 
     monkeypatch.setattr(storage, "link", link)
     with pytest.raises(CheckpointError, match="is on a file system without hard links; use another"):
-        take(tmp_path, clock.pace())
+        acquire(tmp_path, clock.timing())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -408,7 +411,7 @@ def test_a_wait_for_one_directory_delays_no_other(tmp_path: Path) -> None:
             path_of(tmp_path / "held", 1).unlink(missing_ok=True)
 
     def wait() -> None:
-        with hold(tmp_path / "held", Pace(sleep=sleep)):
+        with hold(tmp_path / "held", LeaseTiming(sleep=sleep)):
             pass
 
     waiting = threading.Thread(target=wait)

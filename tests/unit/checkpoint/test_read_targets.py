@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.checkpoint import CheckpointReader, ReadTarget, Snapshot, open_newest, reader, save
-from dtrain.checkpoint import read_targets as places
+from dtrain.checkpoint import CheckpointReader, ReadTarget, Snapshot, open_newest, read_targets, reader, save
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError
-from tests.helpers.checkpoints import ALONE, Tensors, make_tensors, on_threads, piece, pieces_of
+from tests.helpers.checkpoints import ALONE, Tensors, make_tensors, on_threads, shard, shards_of
 
 SHAPE = (6, 4, 5, 3)
 IMAGE = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
@@ -25,7 +24,7 @@ TENSORS = {("master", "w"): IMAGE, ("master", "other"): torch.arange(50.0), ("bu
 
 def saved(folder: Path, world: int, tensors: Tensors = TENSORS) -> CheckpointReader:
     """``tensors``, the sharded ones cut evenly over ``world`` ranks."""
-    results = on_threads(world, lambda comm: save(folder, Snapshot(1, pieces_of(tensors, comm.rank, world), {}), comm))
+    results = on_threads(world, lambda comm: save(folder, Snapshot(1, shards_of(tensors, comm.rank, world), {}), comm))
     assert all(isinstance(result, Path) for result in results), results
     return open_newest(folder, ALONE)
 
@@ -44,10 +43,10 @@ def targets() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("staging_bytes", [8, 100, places.STAGING_BYTES])
+@pytest.mark.parametrize("staging_bytes", [8, 100, read_targets.STAGING_BYTES])
 @pytest.mark.parametrize("world", [1, 3])
 def test_any_tensor_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, staging_bytes: int) -> None:
-    monkeypatch.setattr(places, "STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr(read_targets, "STAGING_BYTES", staging_bytes)
     found = saved(tmp_path, world)
     for name, target in targets().items():
         other, flag = torch.zeros(20, dtype=torch.float64), torch.tensor(False)
@@ -95,9 +94,12 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sorted(opened) == ["r0000.safetensors", "r0001.safetensors", "r0002.safetensors"]
 
 
-def test_places_outside_the_tensors_are_refused(tmp_path: Path) -> None:
+def test_read_targets_outside_the_tensors_are_refused(tmp_path: Path) -> None:
     found, target = saved(tmp_path, 1), torch.zeros(40)
-    for start, message in ((-1, r"\[-1, 39\) is no interval"), (20, r"\[20, 60\) is no interval of master:other")):
+    for start, message in (
+        (-1, r"\[-1, 39\) is not an interval"),
+        (20, r"\[20, 60\) is not an interval of master:other"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             found.read_into(
                 [ReadTarget("master", "w", 0, torch.zeros(2)), ReadTarget("master", "other", start, target)]
@@ -124,8 +126,8 @@ def test_fingerprints_stay_however_often_a_state_is_cut_anew(chain: list[tuple[i
             def pass_on(comm: Communicator, number: int = number, bounds: list[int] = bounds) -> Path:
                 found = open_newest(Path(folder, str(number)), comm)
                 held = [
-                    piece((want.kind, want.name), torch.zeros(want.shape, dtype=want.dtype), want.start, want.stop)
-                    for want in pieces_of(tensors, comm.rank, comm.world_size, bounds)
+                    shard((want.kind, want.name), torch.zeros(want.shape, dtype=want.dtype), want.start, want.stop)
+                    for want in shards_of(tensors, comm.rank, comm.world_size, bounds)
                 ]
                 found.read_into(ReadTarget(part.kind, part.name, part.start, part.data) for part in held)
                 found.check_fingerprints(held, comm)

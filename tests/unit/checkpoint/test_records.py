@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Snapshot
-from dtrain.checkpoint.format.container import DamageError, StoredTensor, encode_header, read_header
 from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
+from dtrain.checkpoint.format.safetensors_file import DamageError, StoredTensor, encode_header, read_header
 from dtrain.checkpoint.snapshot import TensorShard, redact, stored_state
 from dtrain.errors import CheckpointError
 
 
-def make_piece(**changes: Any) -> TensorShard:
+def make_shard(**changes: Any) -> TensorShard:
     fields = {"name": "w", "kind": "master", "shape": (2, 3), "dtype": torch.float32, "start": 1, "stop": 4}
     return TensorShard(**({**fields, "data": torch.zeros(3)} | changes))
 
@@ -26,7 +26,7 @@ def make_piece(**changes: Any) -> TensorShard:
     ("changes", "message"),
     [
         ({"kind": "Master:x"}, "a kind is a lower-case word"),
-        ({"stop": 7}, r"\[1, 7\) is no interval of its 6 elements"),
+        ({"stop": 7}, r"\[1, 7\) is not an interval of its 6 elements"),
         ({"start": -1}, r"\[-1, 4\)"),
         ({"data": torch.zeros(2)}, r"expected data of shape \[3\]"),
         ({"data": torch.zeros(3, 1)}, r"got \[3, 1\]"),
@@ -35,9 +35,9 @@ def make_piece(**changes: Any) -> TensorShard:
         ({"dtype": torch.complex128, "data": torch.zeros(3)}, "torch.complex128 cannot be saved; use one of .*float32"),
     ],
 )
-def test_pieces_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(CheckpointError, match=f"piece .*:w: .*{message}"):
-        make_piece(**changes)
+def test_shards_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"shard .*:w: .*{message}"):
+        make_shard(**changes)
 
 
 def test_negative_step_is_refused() -> None:
@@ -91,13 +91,13 @@ def test_secrets_of_the_config_are_blanked_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("intervals", "message"),
     [
-        ([(0, 4, "rank 0"), (6, 10, "rank 1")], "nobody holds elements 4 to 6 .between rank 0 and rank 1"),
+        ([(0, 4, "rank 0"), (6, 10, "rank 1")], "no rank or file holds elements 4 to 6 .between rank 0 and rank 1"),
         ([(0, 6, "rank 0"), (4, 10, "rank 1")], "both rank 0 and rank 1 hold elements 4 to 6"),
         ([(0, 10, "rank 0"), (0, 10, "rank 1")], "both rank 0 and rank 1 hold elements 0 to 10"),
-        ([(1, 10, "rank 0")], "nobody holds elements 0 to 1 .between the start and rank 0"),
-        ([(0, 9, "rank 0")], "nobody holds elements 9 to 10 .after rank 0"),
+        ([(1, 10, "rank 0")], "no rank or file holds elements 0 to 1 .between the start and rank 0"),
+        ([(0, 9, "rank 0")], "no rank or file holds elements 9 to 10 .after rank 0"),
         ([(0, 11, "rank 0")], "rank 0 holds elements up to 11 of 10"),
-        ([], "nobody holds elements 0 to 10"),
+        ([], "no rank or file holds elements 0 to 10"),
     ],
 )
 def test_gaps_and_overlaps_name_who_is_next_to_them(intervals: list[tuple[int, int, str]], message: str) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Retention, Snapshot, list_checkpoints, save
-from dtrain.checkpoint.format.integrity import examine
+from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.checkpoint.format.manifest import Manifest
-from dtrain.checkpoint.retention import find_retired
+from dtrain.checkpoint.retention import find_expired
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE
 
@@ -36,7 +36,7 @@ LOSSES: dict[int, float | None] = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0,
     ],
 )
 def test_by_hand(retention: Retention, kept: list[int]) -> None:
-    assert [step for step in LOSSES if step not in retention.retired(LOSSES)] == kept
+    assert [step for step in LOSSES if step not in retention.expired(LOSSES)] == kept
 
 
 runs = st.dictionaries(st.integers(0, 400), st.none() | st.floats(-5, 5), max_size=12)
@@ -45,9 +45,9 @@ rules = st.builds(Retention, st.integers(1, 4), st.sampled_from([0, 1, 5, 50]), 
 
 @given(runs, rules)
 def test_each_rule_alone_keeps_what_it_names(losses: dict[int, float | None], rule: Retention) -> None:
-    retired = rule.retired(losses)
-    kept = set(losses) - set(retired)
-    assert retired == sorted(set(losses) - kept)
+    expired = rule.expired(losses)
+    kept = set(losses) - set(expired)
+    assert expired == sorted(set(losses) - kept)
     assert set(sorted(losses)[-rule.keep_last :]) <= kept
     assert not rule.keep_every or {step for step in losses if step % rule.keep_every == 0} <= kept
     judged = [loss for loss in losses.values() if loss is not None]
@@ -56,16 +56,16 @@ def test_each_rule_alone_keeps_what_it_names(losses: dict[int, float | None], ru
     # and what is kept is kept by one of them: without it, the same again
     for step in kept:
         alone = Retention(rule.keep_last), Retention(1, rule.keep_every), Retention(1, 0, rule.keep_best)
-        assert any(step not in other.retired(losses) for other in alone)
+        assert any(step not in other.expired(losses) for other in alone)
 
 
 @given(runs, rules, st.integers(401, 500), st.none() | st.floats(-5, 5))
 def test_retiring_as_one_goes_is_retiring_at_once(
     losses: dict[int, float | None], rule: Retention, step: int, loss: float | None
 ) -> None:
-    """What is gone would have gone later too: a save may retire after each commit."""
-    left = {number: losses[number] for number in losses if number not in rule.retired(losses)}
-    at_once = rule.retired({**losses, step: loss})
+    """What is gone would have gone later too: a save may delete_checkpoint after each commit."""
+    left = {number: losses[number] for number in losses if number not in rule.expired(losses)}
+    at_once = rule.expired({**losses, step: loss})
     assert set(left) | {step} >= set({**losses, step: loss}) - set(at_once)
 
 
@@ -80,7 +80,7 @@ def _save(directory: Path, step: int, retention: Retention, **metrics: float) ->
     save(directory, Snapshot(step, (), {"metrics": metrics}), ALONE, retention=retention)
 
 
-def test_a_save_retires_what_no_rule_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_deletes_what_no_rule_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rule = Retention(keep_last=2, keep_every=100, keep_best=1)
     for step, loss in [(100, 4.0), (130, 1.0), (160, 2.0), (190, 3.0)]:
         _save(tmp_path, step, rule, val_loss=loss)
@@ -89,10 +89,10 @@ def test_a_save_retires_what_no_rule_keeps(tmp_path: Path, caplog: pytest.LogCap
     assert names == ["step-00000100", "step-00000130", "step-00000190", "step-00000210"]
     (tmp_path / "step-00000210" / "r0000.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "dtrain"):
-        found = find_retired(tmp_path, Retention(1))
+        found = find_expired(tmp_path, Retention(1))
     assert [path.name for path in found] == ["step-00000100", "step-00000130"], "190 is the newest that is whole"
     assert "step-00000210 is damaged: r0000.safetensors" in caplog.text
-    assert [path.name for path in find_retired(tmp_path, Retention(1), newest=tmp_path / "step-00000100")] == [
+    assert [path.name for path in find_expired(tmp_path, Retention(1), newest=tmp_path / "step-00000100")] == [
         "step-00000130"
     ]
 
@@ -107,9 +107,9 @@ def test_one_that_cannot_be_read_ends_nothing(
     def failing(path: Path, *, fast: bool) -> Manifest:
         if path.name == "step-00000002":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return examine(path, fast=fast)
+        return verify_checkpoint(path, fast=fast)
 
-    monkeypatch.setattr("dtrain.checkpoint.retention.examine", failing)
+    monkeypatch.setattr("dtrain.checkpoint.retention.verify_checkpoint", failing)
     _save(tmp_path, 5, Retention(keep_last=2))
     assert "step-00000002 cannot be read: Input/output error (errno 5)" in caplog.text
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -24,10 +24,10 @@ from tests.helpers.checkpoints import (
     assert_holds,
     make_tensors,
     on_threads,
-    piece,
-    pieces_of,
     save_good,
     save_threads,
+    shard,
+    shards_of,
 )
 
 
@@ -50,7 +50,7 @@ def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int)
     def load(comm: Communicator) -> CheckpointReader:
         reader = open_newest(tmp_path / "run", comm)
         placed = []
-        for held in pieces_of(tensors, comm.rank, loaded):
+        for held in shards_of(tensors, comm.rank, loaded):
             data = reader.read(held.kind, held.name, held.start, held.stop)
             assert torch.equal(data, held.data)
             placed.append(TensorShard(held.name, held.kind, held.shape, held.dtype, held.start, held.stop, data))
@@ -73,7 +73,7 @@ def test_any_intervals_in_and_any_intervals_out(cuts: list[int], wanted: list[li
     with tempfile.TemporaryDirectory() as folder:
         results = on_threads(
             world,
-            lambda comm: save(Path(folder), Snapshot(1, pieces_of(tensors, comm.rank, world, [0, *cuts]), {}), comm),
+            lambda comm: save(Path(folder), Snapshot(1, shards_of(tensors, comm.rank, world, [0, *cuts]), {}), comm),
         )
         assert results == [Path(folder) / "step-00000001"] * world
         reader = open_newest(Path(folder), ALONE)
@@ -83,11 +83,11 @@ def test_any_intervals_in_and_any_intervals_out(cuts: list[int], wanted: list[li
             assert torch.equal(got, tensors["master", "weight"].reshape(-1)[start:stop])
 
 
-def test_several_pieces_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
+def test_several_shards_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
     tensor = torch.arange(10.0)
-    keys = [("master", "w"), ("master", "w@4")]  # a name that looks like the key of the other's second piece
-    pieces = tuple(piece(key, tensor, a, b) for key in keys for a, b in [(4, 10), (0, 4)])
-    path = save(tmp_path, Snapshot(1, pieces, {}), ALONE)
+    keys = [("master", "w"), ("master", "w@4")]  # a name that looks like the key of the other's second shard
+    shards = tuple(shard(key, tensor, a, b) for key in keys for a, b in [(4, 10), (0, 4)])
+    path = save(tmp_path, Snapshot(1, shards, {}), ALONE)
     reader = open_newest(tmp_path, ALONE)
     for _, name in keys:
         assert torch.equal(reader.read("master", name), tensor)
@@ -95,15 +95,15 @@ def test_several_pieces_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
     assert len(load_file(path / "r0000.safetensors")) == 4
 
 
-def test_pieces_longer_than_a_block_and_every_dtype(tmp_path: Path) -> None:
+def test_shards_longer_than_a_block_and_every_dtype(tmp_path: Path) -> None:
     names = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint8 complex64"
     tensors = {
         ("buffer", n): torch.randint(0, 255, (8 * 99,), dtype=torch.uint8).view(getattr(torch, n))
         for n in names.split()
     }
     tensors["master", "long"] = torch.randn(3_000_001)
-    pieces = tuple(piece(key, tensor, 0, tensor.numel()) for key, tensor in tensors.items())
-    save(tmp_path, Snapshot(1, pieces, {}), ALONE)
+    shards = tuple(shard(key, tensor, 0, tensor.numel()) for key, tensor in tensors.items())
+    save(tmp_path, Snapshot(1, shards, {}), ALONE)
     reader = open_newest(tmp_path, ALONE)
     for (kind, name), tensor in tensors.items():
         assert torch.equal(reader.read(kind, name).view(torch.uint8), tensor.view(torch.uint8))
@@ -131,7 +131,7 @@ def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
 def test_empty_ranks_and_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     tensor = torch.arange(3.0)
     on_threads(
-        4, lambda comm: save(tmp_path, Snapshot(1, pieces_of({("buffer", "b"): tensor}, comm.rank, 4), {}), comm)
+        4, lambda comm: save(tmp_path, Snapshot(1, shards_of({("buffer", "b"): tensor}, comm.rank, 4), {}), comm)
     )
     assert torch.equal(open_newest(tmp_path, ALONE).read("buffer", "b"), tensor)
     save(tmp_path, Snapshot(2, (), {"extra": "only state"}), ALONE)
@@ -199,7 +199,7 @@ def test_good_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     for error in save_threads(tmp_path, 10, seed=77):
         assert isinstance(error, CheckpointError)
-        assert "step-00000010 exists and verifies; a run that goes on from an older step needs a directory of" in str(
+        assert "step-00000010 exists and verifies; a run that resumes from an older step needs a directory of" in str(
             error
         )
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
@@ -217,17 +217,17 @@ def test_damaged_checkpoint_gives_way_to_a_new_one_of_its_step(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ([(0, 10), (20, 35)], "master:w: nobody holds elements 10 to 20 (between rank 0 and rank 1)"),
+        ([(0, 10), (20, 35)], "master:w: no rank or file holds elements 10 to 20 (between rank 0 and rank 1)"),
         ([(0, 20), (10, 35)], "master:w: both rank 0 and rank 1 hold elements 10 to 20"),
         ([(0, 35), (0, 35)], "master:w: both rank 0 and rank 1 hold elements 0 to 35"),
-        ([(0, 10), (10, 30)], "master:w: nobody holds elements 30 to 35 (after rank 1)"),
+        ([(0, 10), (10, 30)], "master:w: no rank or file holds elements 30 to 35 (after rank 1)"),
     ],
 )
-def test_pieces_that_do_not_tile_are_refused(tmp_path: Path, bounds: list[tuple[int, int]], message: str) -> None:
+def test_shards_that_do_not_tile_are_refused(tmp_path: Path, bounds: list[tuple[int, int]], message: str) -> None:
     save_good(tmp_path, 1)
 
     def work(comm: Communicator) -> Path:
-        held = (piece(("master", "w"), torch.zeros(5, 7), *bounds[comm.rank]),)
+        held = (shard(("master", "w"), torch.zeros(5, 7), *bounds[comm.rank]),)
         return save(tmp_path, Snapshot(2, held, {}), comm)
 
     for error in on_threads(2, work):
@@ -240,7 +240,7 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     def work(comm: Communicator) -> Path:
         tensor = torch.zeros(8) if comm.rank == 0 else torch.zeros(2, 4)
         return save(
-            tmp_path, Snapshot(2, (piece(("master", "w"), tensor, 4 * comm.rank, 4 * comm.rank + 4),), {}), comm
+            tmp_path, Snapshot(2, (shard(("master", "w"), tensor, 4 * comm.rank, 4 * comm.rank + 4),), {}), comm
         )
 
     for error in on_threads(2, work):
@@ -264,7 +264,10 @@ def test_no_checkpoint_at_all_is_told_apart_from_none_that_verifies(tmp_path: Pa
             assert isinstance(error, NoCheckpointError)
     path = save_good(tmp_path, 1)
     (path / "manifest.json").unlink()
-    for text in ("step-00000001: manifest.json: missing", "bad-step-00000001-missing"):  # then again, once set aside
+    for text in (
+        "step-00000001: manifest.json: missing",
+        "bad-step-00000001-missing",
+    ):  # the second time it is quarantined
         with pytest.raises(CheckpointError, match=f"no checkpoint in .* verifies .{text}") as error:
             open_newest(tmp_path, ALONE)
         assert not isinstance(error.value, NoCheckpointError)
@@ -294,10 +297,10 @@ def test_reads_outside_the_tensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no master:weigth; did you mean 'weight'"):
         reader.read("master", "weigth")
     for start, stop in ((-1, 3), (3, 2), (0, 36)):
-        with pytest.raises(CheckpointError, match=r"is no interval of master:weight \(35 elements\)"):
+        with pytest.raises(CheckpointError, match=r"is not an interval of master:weight \(35 elements\)"):
             reader.read("master", "weight", start, stop)
     reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer", "frozen"])
-    with pytest.raises(CheckpointError, match="holds frozen:none, of a kind that is not known here"):
+    with pytest.raises(CheckpointError, match="holds frozen:none, of a kind that this version does not know"):
         reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer"])
 
 
@@ -309,13 +312,13 @@ def test_file_that_changes_after_it_was_verified(tmp_path: Path) -> None:
         reader.read("master", "weight")
 
 
-def test_fingerprints_catch_what_was_placed_wrongly(tmp_path: Path) -> None:
+def test_fingerprints_detect_wrongly_loaded_values(tmp_path: Path) -> None:
     save_good(tmp_path, 1)
     tensors = make_tensors(1)
 
     def check(world: int, change: object) -> list[object]:
         def work(comm: Communicator) -> None:
-            held = list(pieces_of(tensors, comm.rank, world))
+            held = list(shards_of(tensors, comm.rank, world))
             if comm.rank == world - 1:
                 change(held)  # type: ignore[operator]
             open_newest(tmp_path, comm).check_fingerprints(held, comm)
@@ -337,7 +340,7 @@ def test_fingerprints_catch_what_was_placed_wrongly(tmp_path: Path) -> None:
         held[0] = TensorShard(a.name, a.kind, a.shape, torch.float16, a.start, a.stop, a.data.half())
 
     def unknown(held: list[TensorShard]) -> None:
-        held.append(piece(("master", "new"), torch.zeros(2), 0, 2))
+        held.append(shard(("master", "new"), torch.zeros(2), 0, 2))
 
     assert check(1, lambda held: None) == [None]
     assert check(3, lambda held: None) == [None] * 3
@@ -347,7 +350,7 @@ def test_fingerprints_catch_what_was_placed_wrongly(tmp_path: Path) -> None:
         (flip, "exp_avg:weight differs from what was saved"),
         (swap_moments, "exp_avg:weight differs from what was saved"),
         (narrow, "master:weight was saved as torch.float32 [5, 7], and is now torch.float16 [5, 7]"),
-        (lambda held: held.pop(0), "master:weight: nobody holds elements"),
+        (lambda held: held.pop(0), "master:weight: no rank or file holds elements"),
         (lambda held: held.append(held[0]), "master:weight: both rank 1 and rank 1 hold"),
         (unknown, "holds no master:new"),
     ]

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from dtrain.checkpoint import Snapshot, save, storage
-from dtrain.checkpoint.format.container import DamageError
 from dtrain.checkpoint.format.fingerprint import fingerprint
-from dtrain.checkpoint.format.integrity import examine, load_manifest, scan_file
-from dtrain.checkpoint.format.shard_file import beside, write_shard
+from dtrain.checkpoint.format.integrity import load_manifest, scan_file, verify_checkpoint
+from dtrain.checkpoint.format.safetensors_file import DamageError
+from dtrain.checkpoint.format.shard_file import in_background, write_shard_file
 from dtrain.checkpoint.snapshot import TensorShard
-from tests.helpers.checkpoints import ALONE, pieces_of
+from tests.helpers.checkpoints import ALONE, shards_of
 
 LARGE, SMALL = 700_000, 7  # elements of each of six tensors: more than the caller does alone, and less
 
@@ -42,14 +42,14 @@ def no_helper_is_left() -> bool:
 
 @pytest.mark.parametrize("numel", [LARGE, SMALL])
 def test_what_is_reported_is_what_is_in_the_file(tmp_path: Path, numel: int) -> None:
-    pieces = moments(numel)
-    report = write_shard(tmp_path / "r0000.safetensors", pieces)
+    shards = moments(numel)
+    report = write_shard_file(tmp_path / "r0000.safetensors", shards)
     data = (tmp_path / "r0000.safetensors").read_bytes()
     assert (report["bytes"], report["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
-    assert [item["fingerprint"] for item in report["pieces"]] == [fingerprint(p.data, p.start) for p in pieces]
+    assert [item["fingerprint"] for item in report["shards"]] == [fingerprint(p.data, p.start) for p in shards]
     held = load_file(tmp_path / "r0000.safetensors")
-    for item, piece in zip(report["pieces"], pieces, strict=True):
-        assert torch.equal(held[item["key"]], piece.data)
+    for item, shard in zip(report["shards"], shards, strict=True):
+        assert torch.equal(held[item["key"]], shard.data)
     assert no_helper_is_left()
 
 
@@ -65,7 +65,7 @@ def test_one_thread_makes_all_calls_into_the_file_system(tmp_path: Path, monkeyp
 
     for name in ("create", "write", "sync", "close"):
         monkeypatch.setattr(storage, name, watched(getattr(storage, name)))
-    write_shard(tmp_path / "r0000.safetensors", moments(LARGE))
+    write_shard_file(tmp_path / "r0000.safetensors", moments(LARGE))
     assert callers == {threading.get_ident()}
 
 
@@ -79,11 +79,11 @@ def test_a_full_disk_ends_the_helpers(
 
     monkeypatch.setattr(storage, function, fail)
     with pytest.raises(OSError, match="No space left on device"):
-        write_shard(tmp_path / "r0000.safetensors", moments(numel))
+        write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
     assert no_helper_is_left()
 
 
-def test_work_beside_a_block_that_fails_stops_soon() -> None:
+def test_work_in_background_a_block_that_fails_stops_soon() -> None:
     begun = threading.Event()
     done: list[int] = []
 
@@ -93,13 +93,13 @@ def test_work_beside_a_block_that_fails_stops_soon() -> None:
             done.append(1)
             yield 1
 
-    def fail_beside_it() -> None:
-        with beside(endless()):
+    def fail_in_background_it() -> None:
+        with in_background(endless()):
             begun.wait()
             raise KeyError("why")
 
     with pytest.raises(KeyError, match="why"):
-        fail_beside_it()
+        fail_in_background_it()
     count = len(done)
     assert count > 0
     assert no_helper_is_left()
@@ -114,20 +114,20 @@ def test_a_failure_of_a_helper_is_the_writers(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr("dtrain.checkpoint.format.shard_file.fingerprints", fail)
     with pytest.raises(MemoryError, match="no room for the weights"):
-        write_shard(tmp_path / "r0000.safetensors", moments(numel))
+        write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
     assert no_helper_is_left()
 
 
 @pytest.mark.parametrize("where", [0.01, 0.5, 1.0])
 def test_a_flipped_bit_in_a_block_that_a_helper_hashes(tmp_path: Path, where: float) -> None:
-    path = save(tmp_path, Snapshot(1, pieces_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
-    examine(path)
+    path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
+    verify_checkpoint(path)
     data = bytearray((path / "r0000.safetensors").read_bytes())
     data[int(where * (len(data) - 1))] ^= 1
     (path / "r0000.safetensors").write_bytes(data)
     with pytest.raises(DamageError) as damage:
-        examine(path)
-    assert damage.value.why in ("sha256", "header")
+        verify_checkpoint(path)
+    assert damage.value.tag in ("sha256", "header")
 
 
 class SlowDigest:
@@ -141,7 +141,7 @@ class SlowDigest:
 
 
 def test_a_disk_that_fails_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = save(tmp_path, Snapshot(1, pieces_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
+    path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
     manifest, threads, real = load_manifest(path), threading.active_count(), os.preadv
 
     def preadv(descriptor: int, buffers: list[memoryview], offset: int) -> int:

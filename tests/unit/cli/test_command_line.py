@@ -261,6 +261,7 @@ def run(command_line: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 UNKNOWN = "dtrain: unknown key 'engin'; did you mean 'engine'?\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("start", [["-m", "dtrain", "train"], [str(ROOT / "launch/train.py")]])
 def test_processes_fail_in_one_line_and_create_nothing(start: list[str], tmp_path: Path) -> None:
     done = run([sys.executable, *start, "engin=native"], tmp_path)
@@ -268,6 +269,7 @@ def test_processes_fail_in_one_line_and_create_nothing(start: list[str], tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_torchrun_fails_in_one_line_for_all_ranks(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = run([*torchrun, str(ROOT / "launch/train.py"), "engin=native"], tmp_path)
@@ -277,6 +279,7 @@ def test_torchrun_fails_in_one_line_for_all_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_launch_scripts_find_an_uninstalled_checkout(tmp_path: Path) -> None:
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = [sys.executable, str(ROOT / "launch/train.py"), "--cfg", "job", "-p", "seed"]

@@ -136,6 +136,7 @@ def test_conf_ships_inside_the_wheel() -> None:
     assert config_folder() == ROOT / "conf"
 
 
+@pytest.mark.processes
 def test_an_installed_package_reads_its_own_conf(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "dtrain", tmp_path / "dtrain", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "conf", tmp_path / "dtrain/conf")

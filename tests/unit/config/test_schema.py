@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig, check_fields
+from dtrain.config.fields import check_fields
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.errors import ConfigError
 
 

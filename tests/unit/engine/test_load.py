@@ -116,6 +116,7 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.processes
 def test_an_error_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
     for said in run_ranks(2, fails_on_one, str(tmp_path)):
         assert "failed on rank 1: Input/output error" in said[0]

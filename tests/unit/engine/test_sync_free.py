@@ -92,6 +92,7 @@ def all_without_reads(rank: int, world: int, stage: int) -> list[list[bool]]:
     return [steps_without_reads(rank, world, {"zero_stage": stage, **more}) for more in options]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_nothing_is_read_in_a_step_of_two_ranks(stage: int) -> None:
     for rank in run_ranks(2, all_without_reads, stage):
@@ -260,6 +261,7 @@ def only_one_looks(rank: int, world: int, stage: int) -> list[str]:
     return [repr(asdict(outcome)) for outcome in outcomes]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("stage", ALL_STAGES)
 def test_ranks_may_look_at_different_times(stage: int) -> None:
     first, second = run_ranks(2, only_one_looks, stage)
@@ -283,6 +285,7 @@ def parted(rank: int, world: int) -> tuple[str | None, bool, str, bool]:
     return reason, applied, str(caught.value), untouched
 
 
+@pytest.mark.processes
 def test_ranks_that_have_parted_stop_at_the_next_backward() -> None:
     for reason, applied, message, untouched in run_ranks(2, parted):
         assert (reason, applied, untouched) == ("diverged", False, True)
@@ -357,6 +360,7 @@ def look_early(rank: int, world: int, what: str, then: str) -> int:
     return engine.attempted_steps - engine.applied_steps
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", ["applied_steps", "loss_scale"])
 @pytest.mark.parametrize("then", ["master_state", "eval"])
 def test_a_rank_that_looks_early_meets_the_others(what: str, then: str) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from tests.helpers.ranks import RankFailure, run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def look_around(rank: int, world: int) -> tuple[int, bool, bool]:
     return len(os.listdir("/proc/self/task")), "deepspeed" in sys.modules, "DS_ACCELERATOR" in os.environ

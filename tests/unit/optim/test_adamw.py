@@ -28,7 +28,10 @@ BLOCKED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=
 COMPILED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
 CPU = torch.device("cpu")
 STATES = ("master", "exp_avg", "exp_avg_sq", "replica")
-both_ways = pytest.mark.parametrize("rule", [BLOCKED, COMPILED], ids=["blocked", "compiled"])
+both_ways = pytest.mark.parametrize(
+    "rule",
+    [pytest.param(BLOCKED, id="blocked"), pytest.param(COMPILED, id="compiled", marks=pytest.mark.compile)],
+)
 
 
 def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -> UpdateScalars:
@@ -176,6 +179,7 @@ def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
     assert torch.equal(arena.replica, Arena([True, False]).replica)
 
 
+@pytest.mark.compile
 def test_both_ways_agree_normwise() -> None:
     blocked, fused = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
     want = steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()]), number=20)
@@ -332,6 +336,7 @@ def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
         FlatAdamW(AdamW(), [[]])
 
 
+@pytest.mark.compile
 def test_a_graph_a_replica_dtype_and_one_for_the_coefficients() -> None:
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
@@ -353,6 +358,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         FlatAdamW(COMPILED, [Arena([True]).slices()])
 
 
+@pytest.mark.compile
 def test_the_way_and_the_seconds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dtrain"):
         for rule in (BLOCKED, COMPILED):

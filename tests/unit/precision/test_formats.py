@@ -34,7 +34,7 @@ from dtrain.precision.formats import (
     FloatFormat,
     gamma,
 )
-from dtrain.precision.tensor_cores import GPUS, RATED, rate
+from dtrain.precision.hardware import GPUS, RATED, rate
 from dtrain.tools.formats.picture import worst_errors
 
 ROOT = Path(__file__).parents[3]
@@ -220,7 +220,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert table["sign + exponent + mantissa"][3:] == ["1 + 5 + 10", "1 + 4 + 3", "1 + 5 + 2"]
     assert table["largest"][3:] == ["65,504", "448", "57,344"]
     assert table["finite numbers"][4] == "253"
-    assert table["what is too large becomes"] == ["Inf", "Inf", "Inf", "Inf", "448", "Inf"]
+    assert table["overflow becomes"] == ["Inf", "Inf", "Inf", "Inf", "448", "Inf"]
     assert table["needs scaling"] == ["no", "no", "no", "yes", "yes", "yes"]
     assert table["A100"] == ["19.5", "156", "312", "312", "-", "A100 datasheet"]
     assert table["B200"][:3] == ["unknown", "unknown", "2250"]
@@ -260,6 +260,7 @@ def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.Ca
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.processes
 def test_a_number_needs_no_torch() -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "dtrain", "formats", "1e-8"],

@@ -153,7 +153,7 @@ def test_an_overflow_lowers_a_calibrated_scale_for_good() -> None:
     states = calibrated([1.0, *[1e-3] * 3, math.inf, *[1e-3] * 5000], calibration_steps=1, growth_interval=1)
     assert states[1].scale == states[4].scale == 2.0**12
     assert {state.scale for state in states[5:]} == {2.0**11}
-    assert "lowered from 4096 to 2048 for good" in states[5].describe_change_since(states[4])
+    assert "lowered permanently from 4096 to 2048" in states[5].describe_change_since(states[4])
 
 
 def test_without_any_gradient_the_scale_stays() -> None:
@@ -208,7 +208,7 @@ def test_calibration_without_need_is_told(dtype: torch.dtype, says: bool, caplog
     with caplog.at_level("INFO", logger=logger.name):
         rule = LossScale("calibrated").resolved(dtype)
     assert rule == LossScale("calibrated")
-    assert ("no harm and no good" in caplog.text) == says
+    assert ("'calibrated' has no effect" in caplog.text) == says
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

@@ -221,6 +221,7 @@ def region_ran(rank: int, world: int, engine: str, precision: str) -> tuple[Any,
     return seen, sums, casts
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("engine", ["native", "ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_full_precision_region_computes_in_fp32(engine: str, precision: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import dtrain
 from dtrain.precision import autocast_ops
-from dtrain.precision.regions import is_exempt
+from dtrain.precision.regions import in_full_precision_region
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -27,13 +27,13 @@ def test_it_computes_in_fp32_and_ends(linear: nn.Linear) -> None:
     with torch.autocast("cpu", dtype=BF16):
         with dtrain.full_precision():
             inside = linear(x)
-            assert is_exempt("cpu")
-            assert not is_exempt("cuda")
+            assert in_full_precision_region("cpu")
+            assert not in_full_precision_region("cuda")
             with dtrain.full_precision():
                 assert linear(x).dtype == FP32
             assert linear(x).dtype == FP32, "the inner region ends, the outer does not"
         assert linear(x).dtype == BF16
-        assert not is_exempt("cpu")
+        assert not in_full_precision_region("cpu")
     assert torch.equal(inside, x @ linear.weight.float().t() + linear.bias.float())
 
 
@@ -49,7 +49,7 @@ def test_without_autocast_it_does_nothing() -> None:
     x = torch.ones(2, 2, dtype=BF16)
     with dtrain.full_precision():
         assert (x @ x).dtype == BF16
-        assert not is_exempt("cpu")
+        assert not in_full_precision_region("cpu")
         assert [torch.get_autocast_dtype(name) for name in ("cpu", "cuda")] == before
     with torch.autocast("cpu", dtype=BF16), torch.autocast("cpu", enabled=False), dtrain.full_precision():
         assert (x @ x).dtype == BF16, "the user has switched it off"

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from dtrain.engine.observation import observe_forward
 from dtrain.errors import ConfigError, ContractError
-from dtrain.precision.contract import Contract, earlier_decisions, float8_products, resolve
-from dtrain.precision.float8.choice import Decision, Product
+from dtrain.precision.contract import Contract, earlier_decisions, float8_candidates, resolve
+from dtrain.precision.float8.choice import Float8Decision, Float8Candidate
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import Autocast
@@ -403,8 +403,8 @@ def test_auto_with_an_fp8_rule_needs_bf16(monkeypatch: pytest.MonkeyPatch) -> No
 def test_decisions_are_asked_for_what_no_rule_decides() -> None:
     policy = PrecisionPolicy.named("fp8", rules={"blocks.0": "bf16", "blocks.1": "fp8"}).on(CPU)
     model = Net()
-    assert float8_products(policy, model) == [Product("blocks.2.up", 64, 32), Product("blocks.2.down", 32, 64)]
-    decisions = (Decision("blocks.2.up", False, "timed 1.2 of BF16"), Decision("blocks.2.down", True, "timed 0.8"))
+    assert float8_candidates(policy, model) == [Float8Candidate("blocks.2.up", 64, 32), Float8Candidate("blocks.2.down", 32, 64)]
+    decisions = (Float8Decision("blocks.2.up", False, "timed 1.2 of BF16"), Float8Decision("blocks.2.down", True, "timed 0.8"))
     found = table(resolve(policy, model, "quantized", decisions))
     assert found["blocks.2.up"] == "bf16: timed 1.2 of BF16"
     assert found["blocks.2.down"] == "fp8: timed 0.8"
@@ -413,7 +413,7 @@ def test_decisions_are_asked_for_what_no_rule_decides() -> None:
 
 def test_a_run_that_goes_on_keeps_its_decisions() -> None:
     policy = PrecisionPolicy.named("fp8").on(CPU)
-    decisions = (Decision("blocks.2.up", False, "timed 1.2 of BF16", 1.0, 1.2),)
+    decisions = (Float8Decision("blocks.2.up", False, "timed 1.2 of BF16", 1.0, 1.2),)
     saved = resolve(policy, Net(), "quantized", decisions).to_dict()
     assert earlier_decisions(saved, policy) == decisions
     rowwise = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise")).on(CPU)
@@ -504,7 +504,7 @@ def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(name: str
     model = Heads()
     rules = dict.fromkeys(("norm", "batch", "soft", "loss"), low)
     autocast, contract = prepared(model, name, rules, weights)
-    assert contract.forced == tuple(rules)
+    assert contract.fp32_class_overrides == tuple(rules)
     x = torch.randn(4, 32)
     with autocast(), observe_forward(model, contract), OpDtypes(model) as ops:
         loss = model(x)

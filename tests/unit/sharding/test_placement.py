@@ -30,32 +30,38 @@ def test_the_table_is_that_of_the_design() -> None:
     ],
 )
 def test_by_hand(stage: int, compute: float, main_grad: float, master: float, moments: float) -> None:
-    got = memory_formula(STAGES[stage], low_numel=7_500_000_000, fp32_numel=0, low_bytes=2, world_size=64)
+    got = memory_formula(STAGES[stage], reduced_numel=7_500_000_000, fp32_numel=0, reduced_bytes=2, world_size=64)
     want = {"compute": compute, "main_grad": main_grad, "master": master, "moments": moments}
     assert got == {kind: gigabytes * 1e9 for kind, gigabytes in want.items()}
 
 
 def test_fp32_modules_count_four_bytes_in_the_replica() -> None:
-    got = memory_formula(STAGES[2], low_numel=1000, fp32_numel=10, low_bytes=2, world_size=2)
+    got = memory_formula(STAGES[2], reduced_numel=1000, fp32_numel=10, reduced_bytes=2, world_size=2)
     assert got == {"compute": 2040, "main_grad": 2020, "master": 2020, "moments": 4040}
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(2, 100 * 2 + 10 * 4 + 1000 * 2), (3, 560)])
 def test_fp8_weights_count_a_byte_a_plane(stage: int, compute: int) -> None:
     got = memory_formula(
-        STAGES[stage], low_numel=100, fp32_numel=10, low_bytes=2, world_size=4, float8_numel=1000, float8_bytes=2
+        STAGES[stage],
+        reduced_numel=100,
+        fp32_numel=10,
+        reduced_bytes=2,
+        world_size=4,
+        float8_numel=1000,
+        float8_copies=2,
     )
     assert got == {"compute": compute, "main_grad": 1110, "master": 1110, "moments": 2220}
 
 
 def test_a_share_is_rounded_up() -> None:
-    got = memory_formula(STAGES[2], low_numel=0, fp32_numel=1, low_bytes=4, world_size=3)
+    got = memory_formula(STAGES[2], reduced_numel=0, fp32_numel=1, reduced_bytes=4, world_size=3)
     assert got == {"compute": 4, "main_grad": 2, "master": 2, "moments": 3}
 
 
 @given(st.sampled_from(sorted(STAGES)), st.integers(0, 10**10), st.integers(0, 10**8), st.integers(1, 1024))
 def test_shares_add_up_and_more_sharding_never_costs(stage: int, low: int, high: int, world: int) -> None:
-    arguments = {"low_numel": low, "fp32_numel": high, "low_bytes": 2}
+    arguments = {"reduced_numel": low, "fp32_numel": high, "reduced_bytes": 2}
     alone = memory_formula(STAGES[stage], **arguments, world_size=1)
     shared = memory_formula(STAGES[stage], **arguments, world_size=world)
     assert sum(alone.values()) == 18 * low + 20 * high

@@ -81,7 +81,7 @@ class Shards:
         amax = torch.stack([table.amax.nan_to_num(nan=math.inf, posinf=math.inf) for table in self.tables]).amax(0)
         for scales, table in zip(self.scales, self.tables, strict=True):
             table.amax.copy_(amax)
-            scales.exchange().wait()
+            scales.start_maximum().wait()
             scales.cast(0)
 
     def copy(self, number: int, slot: int) -> Tensor:
@@ -121,6 +121,7 @@ def test_shards_give_the_planes_of_whole_weights(world: int, rowwise: bool, bloc
             assert torch.equal(table.of_copy(table.scale, f"w{number}", 1), columns.scale)
 
 
+@pytest.mark.compile
 def test_compiled_casts_give_the_same_bits() -> None:
     weights = weights_of(8)[:2]
     eager, compiled = (Shards(weights, 1, True, CurrentScales, compiled=on) for on in (False, True))
@@ -165,7 +166,7 @@ def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
         assert torch.equal(table.scale, want), "the scale of the cast"
         assert not table.amax.any()
         table.amax.copy_(largest)
-        scales.exchange().wait()
+        scales.start_maximum().wait()
         assert torch.equal(table.scale, want), "in force until the next update"
 
 

@@ -269,7 +269,7 @@ def test_frozen_float64_keeps_its_dtype() -> None:
 
 def test_the_contract_says_what_becomes_of_gradients() -> None:
     engine = dtrain.initialize(nn.Linear(8, 8), precision="bf16", seed=0)
-    assert "gradients travel in bf16, summed in fp32" in engine.contract.describe()[0]
+    assert "gradients sent in bf16, summed in fp32" in engine.contract.describe()[0]
 
 
 def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:

@@ -14,10 +14,12 @@ import pytest
 from dtrain.errors import RankError
 from dtrain.tools.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 RANK = """
 import os, signal, sys, time
-from dtrain.tools.ranks import open_answer, read_order
-order, answer = read_order().strip(), open_answer()
+from dtrain.tools.ranks import open_result, read_job
+order, answer = read_job().strip(), open_result()
 print("a library says something")
 if order == "die":
     os.kill(os.getpid(), signal.SIGTERM)

@@ -22,6 +22,8 @@ from dtrain.train import run
 from dtrain.train.run import run_training
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.processes
+
 _SMALL = [
     "experiment=smoke",
     "precision=fp32",

@@ -198,6 +198,7 @@ def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
     return str(run_dir.path), str(refusal.value), str(breakdown.value)
 
 
+@pytest.mark.processes
 def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
     answers = run_ranks(2, _decide, str(tmp_path))
     assert answers[0][:2] == answers[1][:2] == (str(tmp_path / "run"), "Permission denied (errno 13): /closed")
@@ -211,10 +212,10 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         opened(RunConfig(run_dir=str(tmp_path / "file" / "run")))
 
 
-def _open_in_a_hurry(rank: int, world: int, folder: str, pace: lease.Pace) -> tuple[float, str]:
+def _open_in_a_hurry(rank: int, world: int, folder: str, pace: lease.LeaseTiming) -> tuple[float, str]:
     """Opens a run directory with collectives that wait for 1.5 s only."""
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
-    lease.PACE = pace
+    lease.TIMING = pace
     began = time.monotonic()
     try:
         found = str(opened(RunConfig(run_dir=folder), Communicator(group, torch.device("cpu"))).load_from)
@@ -230,18 +231,20 @@ def _claimed(run_dir: Path) -> Path:
     return path
 
 
+@pytest.mark.processes
 def test_a_stale_lease_is_waited_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
     _claimed(tmp_path)
-    for seconds, found in run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=2.5, poll_s=0.1)):
+    for seconds, found in run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.LeaseTiming(limit_s=2.5, poll_s=0.1)):
         assert found == "None"
         assert seconds > 2.4
 
 
+@pytest.mark.processes
 def test_all_ranks_learn_that_a_waited_for_lease_is_held(tmp_path: Path) -> None:
     path = _claimed(tmp_path)
-    beat = threading.Timer(2.5, lambda: path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1')))
-    beat.start()
-    answers = run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.Pace(limit_s=60, poll_s=0.1))
-    beat.join()
+    write_heartbeat = threading.Timer(2.5, lambda: path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1')))
+    write_heartbeat.start()
+    answers = run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.LeaseTiming(limit_s=60, poll_s=0.1))
+    write_heartbeat.join()
     for _, found in answers:
         assert f"run_dir={tmp_path} is not free: {tmp_path}/checkpoints is in use by process " in found

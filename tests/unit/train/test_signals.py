@@ -33,6 +33,7 @@ def _start(linger_s: float) -> subprocess.Popen[str]:
     return child
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_first_signal_only_asks(number: signal.Signals) -> None:
     child = _start(0.0)
@@ -42,6 +43,7 @@ def test_first_signal_only_asks(number: signal.Signals) -> None:
     assert child.returncode == 75
 
 
+@pytest.mark.processes
 def test_forwarded_copy_of_a_signal_is_the_same_wish() -> None:
     child = _start(0.3)
     child.send_signal(signal.SIGINT)
@@ -52,6 +54,7 @@ def test_forwarded_copy_of_a_signal_is_the_same_wish() -> None:
     assert child.returncode == 75
 
 
+@pytest.mark.processes
 def test_second_signal_ends_at_once() -> None:
     child = _start(300.0)
     child.send_signal(signal.SIGTERM)

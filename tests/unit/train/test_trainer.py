@@ -150,8 +150,8 @@ class _CountingEngine:
     def wait_for_save(self) -> None:
         self.events.append("wait")
 
-    def leave_save(self, *, give_up: bool) -> None:
-        self.events.append("give up" if give_up else "leave")
+    def leave_save(self, *, cancel: bool) -> None:
+        self.events.append("give up" if cancel else "leave")
 
 
 class _Ear:
@@ -500,6 +500,7 @@ def _validate(rank: int, world: int, num_batches: int) -> float:
     return validation_loss(engine, validation_batches(_Source(), 7, num_batches, rank, world))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("num_batches", [1, 5, 100])
 def test_validation_loss_has_the_same_bits_at_any_world_size(num_batches: int) -> None:
     losses = {loss for world in (1, 2, 3) for loss in run_ranks(world, _validate, num_batches)}

@@ -1,4 +1,4 @@
-"""Who dtrain's engine is measured against: each peer a short script, as a user of that library writes it."""
+"""The libraries that dtrain is compared with: each peer is a short script, as users of the library write it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dtrain.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class Peer:
-    """A way to train on several ranks.
+    """A library, or one of its modes, that trains on several ranks.
 
     Attributes:
         module: of this package; its ``prepare(model, settings, **options)`` returns a ``plain.Training``.
-        options: what sets it apart from others of the same module.
-        package: what it needs beside torch.
+        options: differ between peers of the same module.
+        package: required beside torch.
     """
 
     module: str
@@ -26,12 +26,12 @@ class Peer:
 
     @property
     def is_installed(self) -> bool:
-        """Whether it can be imported."""
+        """Whether the required package can be imported."""
         return self.package is None or find_spec(self.package) is not None
 
 
 PLAIN = Peer("plain")
-RIVALS: dict[str, Peer] = {
+DEFAULT_PEERS: dict[str, Peer] = {
     "ddp": Peer("ddp"),
     "ddp_zero": Peer("ddp_zero"),
     "accelerate": Peer("accelerate_ddp", package="accelerate"),
@@ -39,19 +39,19 @@ RIVALS: dict[str, Peer] = {
     "fsdp2_no_reshard": Peer("fsdp2", {"reshard_after_forward": False}),
     **{f"deepspeed_{stage}": Peer("deepspeed_zero", {"stage": stage}, package="deepspeed") for stage in (1, 2, 3)},
 }
-"""Those that ``bench.peers=null`` races: each library as its users set it up."""
-PEERS: dict[str, Peer] = RIVALS | {
+"""The peers of ``bench.peers=null``: each library as its users set it up."""
+PEERS: dict[str, Peer] = DEFAULT_PEERS | {
     f"deepspeed_{stage}_fp32": Peer("deepspeed_zero", {"stage": stage, "fp32_sums": True}, package="deepspeed")
     for stage in (1, 2, 3)
 }
-"""By the name that ``bench.peers`` lists and that the tables show."""
+"""All peers by name, as in ``bench.peers`` and the tables."""
 
 
 def check_peers(names: Sequence[str], ranks: int) -> None:
-    """Checks what ``bench.peers`` lists against the peers there are, and against ``bench.ranks``.
+    """Checks ``bench.peers`` against the known peers, and against ``bench.ranks``.
 
     Raises:
-        ConfigError: a name that is no peer's, or twice the same; or one rank, where no peer runs.
+        ConfigError: not a peer's name, a duplicate, or one rank, with which no peer runs.
     """
     if names and ranks == 1:
         raise ConfigError(f"bench.peers={list(names)} has no effect with bench.ranks=1: peers run on several ranks")

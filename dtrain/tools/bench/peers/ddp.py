@@ -1,4 +1,4 @@
-"""The same user's training on several ranks: the plain loop around DistributedDataParallel."""
+"""The plain loop around DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtrain.tools.bench.peers import plain
 
 def prepare(model: nn.Module, settings: plain.Settings) -> plain.Training:
     """Takes ``model`` on its device; the process group exists."""
-    # gradients that lie in DDP's buckets: no second copy of them, the best that DDP offers
+    # Gradients as views of DDP's buckets: DDP's setting of least memory, without a second copy.
     replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = plain.make_optimizer(model, settings)
     return plain.Training(plain.make_step(replicated, optimizer, settings), lambda: plain.states(replicated, optimizer))

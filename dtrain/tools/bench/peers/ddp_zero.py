@@ -1,4 +1,4 @@
-"""DDP with torch's ZeroRedundancyOptimizer: each rank keeps the moments of its part of the parameters."""
+"""DDP with torch's ZeroRedundancyOptimizer: each rank keeps the moments of some of the parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepare(model: nn.Module, settings: plain.Settings) -> plain.Training:
         eps=settings.eps,
         fused=True,
     )
-    # the moments lie in the optimizer of this rank's part
+    # optim is the inner optimizer, which holds this rank's moments.
     return plain.Training(
         plain.make_step(replicated, optimizer, settings), lambda: plain.states(replicated, optimizer.optim)
     )

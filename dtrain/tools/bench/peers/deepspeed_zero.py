@@ -15,13 +15,13 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: b
     """Takes ``model`` on its device; the process group and a launcher's environment exist.
 
     Args:
-        model: becomes BF16 in ``settings.bf16``; DeepSpeed makes its FP32 masters from the rounded weights.
+        model: becomes BF16 if ``settings.bf16``; DeepSpeed makes its FP32 masters from the rounded weights.
         settings: as for all peers.
-        stage: of ZeRO, 1 to 3.
+        stage: ZeRO stage, 1 to 3.
         fp32_sums: whether gradients are sent and summed in FP32; by default DeepSpeed does both in the model's dtype.
     """
     if settings.device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"  # read when it is imported
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it at its import
     import deepspeed
 
     sums = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}} if fp32_sums else {}
@@ -48,7 +48,7 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: b
     def tensors() -> dict[str, list[Tensor]]:
         zero = engine.optimizer
         held = plain.states(engine.module, zero.optimizer, _tensors(getattr(zero, "averaged_gradients", None)))
-        # at stage 3 a parameter is an empty tensor between steps, and this rank's shard lies beside it
+        # At stage 3 a parameter is empty between steps; its ds_tensor is this rank's shard.
         held["compute"] += [p.ds_tensor for p in engine.module.parameters() if hasattr(p, "ds_tensor")]
         return held
 
@@ -56,7 +56,7 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: b
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in nested lists and dicts."""
+    """Returns all tensors in nested lists and dicts."""
     if isinstance(value, Tensor):
         return [value]
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()

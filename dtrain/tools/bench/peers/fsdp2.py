@@ -1,4 +1,4 @@
-"""FSDP2 as PyTorch's tutorial has it: ``fully_shard`` on each block and on the model, a mixed-precision policy."""
+"""FSDP2 as in PyTorch's tutorial: ``fully_shard`` on each block and on the model, a mixed-precision policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def prepare(model: nn.Module, settings: plain.Settings, reshard_after_forward: b
     Args:
         model: its blocks are the elements of its ``ModuleList``.
         settings: as for all peers.
-        reshard_after_forward: whether the gathered weights of a block are freed until its backward.
+        reshard_after_forward: whether a block's unsharded weights are freed between forward and backward.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if settings.bf16 else None, reduce_dtype=torch.float32)
     blocks = [block for modules in model.modules() if isinstance(modules, nn.ModuleList) for block in modules]

@@ -1,6 +1,6 @@
 """Single-process training as a user of plain PyTorch writes it: autocast, fused AdamW, clipping.
 
-The yardstick of ``dtrain bench``, and what its peers have in common; it uses nothing of dtrain.
+The baseline of ``dtrain bench``, and the code that its peers share. It uses nothing of dtrain.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """What all contenders share.
+    """Settings that all peers share.
 
     Attributes:
         bf16: BF16 arithmetic over FP32 weights, in the peer's own way; else FP32.
-        max_grad_norm: where gradients are clipped to; None: they are not.
+        max_grad_norm: gradients are clipped to this norm; None: no clipping.
         micro_batch_size: sequences in a batch of one rank.
     """
 
@@ -41,7 +41,7 @@ class Training:
 
     Attributes:
         step: trains on one batch of this rank and returns this rank's loss.
-        tensors: the model states that this rank holds at the moment, by kind.
+        tensors: returns the model states that this rank holds now, by kind.
     """
 
     step: Callable[[Batch], float]
@@ -49,7 +49,7 @@ class Training:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer; norms and biases are not decayed."""
+    """Returns parameter groups for an optimizer; norms and biases are not decayed."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
@@ -59,15 +59,16 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Torch's fused AdamW on the weights as they are."""
+    """Returns torch's fused AdamW on the weights in their own dtype."""
     groups = decay_groups(model, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[Tensor] = ()) -> dict[str, list[Tensor]]:
-    """What ``model`` and ``optimizer`` hold, and ``grads`` that lie elsewhere.
+    """Returns the tensors of ``model`` and ``optimizer`` by kind, with gradients ``grads`` that neither of them holds.
 
-    Weights are the parameters and what the optimizer keeps moments for: in FP32 masters, in a lower dtype replicas.
+    Weights are the parameters and the tensors that the optimizer keeps moments for. FP32 ones count as masters, those
+    of a lower precision as compute replicas.
     """
     weights: list[Tensor] = list(dict.fromkeys([*model.parameters(), *optimizer.state]))
     return {
@@ -80,7 +81,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[T
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Batch], float]:
-    """One step of the loop that every tutorial shows."""
+    """Returns a function that takes one step of the usual training loop."""
 
     def step(batch: Batch) -> float:
         optimizer.zero_grad()

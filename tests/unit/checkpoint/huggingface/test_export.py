@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dtrain.checkpoint import NoCheckpointError, export, storage
-from dtrain.checkpoint.format.container import DamageError
-from dtrain.checkpoint.huggingface import shapes as hf_shapes
+from dtrain.checkpoint.format.safetensors_file import DamageError
+from dtrain.checkpoint.huggingface import tensor_mapping
 from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.tools.checkpoint.cli import main
@@ -52,7 +52,9 @@ def test_an_exported_model_gives_the_same_logits(name: str, tmp_path: Path) -> N
 def test_the_order_of_rotary_pairs_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_model(tmp_path, LLAMA)
     monkeypatch.setattr(
-        hf_shapes, "_rotary", lambda name, shape, source, start, head: hf_shapes._plain(name, shape, source, start)
+        tensor_mapping,
+        "_rotary",
+        lambda name, shape, source, start, head: tensor_mapping._plain(name, shape, source, start),
     )
     assert relative_error(export(path, tmp_path / "hf"), "llama") > 100 * TOLERANCE
 
@@ -63,7 +65,7 @@ def test_small_blocks_and_several_files_hold_the_same(
 ) -> None:
     path = save_model(tmp_path, MODELS[name])
     whole = load_file(export(path, tmp_path / "whole") / "model.safetensors")
-    monkeypatch.setattr(hf_shapes, "_BLOCK_ELEMENTS", 37)
+    monkeypatch.setattr(tensor_mapping, "_BLOCK_ELEMENTS", 37)
     folder = export(path, tmp_path / "parts", max_shard_size=30_000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(folder.glob("*.safetensors"))
@@ -196,13 +198,13 @@ def told(**changes: Any) -> dict[str, Any]:
         ({}, "does not say which model it holds"),
         (told(vocab_size=None), r"does not say how many tokens its model knows \(model.vocab_size\)"),
         (told(depth=3), "the model has the unknown key 'depth'"),
-        (told(num_layers="2"), "num_layers is '2', expected a whole number from 1 on"),
+        (told(num_layers="2"), "num_layers is '2', expected an integer of at least 1"),
         (told(num_layers=1 << 39), "its tensors are not those of the model that it states"),
         (told(num_layers=3), r"'blocks\.2\.attn\.out\.weight' is missing there, and \[32, 32\] in the model"),
         (told(num_layers=1), r"'blocks\.1\.attn\.out\.weight' is \[32, 32\] there, and missing in the model"),
         (told(num_kv_heads=1), r"'blocks\.0\.attn\.qkv\.weight' is \[96, 32\] there, and \[48, 32\] in the model"),
         (told(tie_embeddings=False), r"'head\.weight' is missing there"),
-        (told(rope_theta=1e308), "rope_theta is 1e\\+308, expected a number from 0 on"),
+        (told(rope_theta=1e308), "rope_theta is 1e\\+308, expected a number of at least 0"),
     ],
 )
 def test_what_has_no_hugging_face_shape_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:

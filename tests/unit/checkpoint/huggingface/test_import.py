@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import dtrain
 from dtrain.checkpoint import export, import_hf, list_checkpoints, storage, verify
 from dtrain.checkpoint.huggingface import importer as hf_import
-from dtrain.checkpoint.huggingface.importer import Imported
+from dtrain.checkpoint.huggingface.importer import ImportedModel
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import CheckpointError
@@ -129,7 +129,7 @@ def test_the_printed_command_goes_on_from_it(
     run_dir = tmp_path / "a run"
     assert main(["import", str(originals / "llama"), str(run_dir)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == f"wrote {run_dir}/checkpoints/step-00000000; go on from it with"
+    assert printed[0] == f"wrote {run_dir}/checkpoints/step-00000000; train it with"
     command = shlex.split(printed[1])
     assert command[:2] == ["dtrain", "train"]
     (tmp_path / "text.txt").write_text("import this\n" * 200)
@@ -218,7 +218,7 @@ def test_the_seed_of_the_run_stays(originals: Path, tmp_path: Path) -> None:
     "name", ["runs/x", "null", "my run, a=b", "it's", 'q"uo/te', "back\\slash\\", "${x}", "[a]/{b}", "a*?|b: c"]
 )
 def test_any_path_is_printed_so_that_it_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: Imported(run_dir, ModelConfig()))
+    monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: ImportedModel(run_dir, ModelConfig()))
     assert main(["import", "hf", name]) == 0
     _, command = capsys.readouterr().out.splitlines()
     assert compose(shlex.split(command)[2:]).run_dir == name
@@ -243,20 +243,20 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
         ("llama", configure(head_dim=16), "head_dim 16 cannot be imported; dtrain's model has 8 there"),
         ("llama", configure(quantization_config={"bits": 4}), "quantization_config .* cannot be imported"),
         ("llama", configure(num_attention_heads=5), "do not fit together"),
-        ("llama", configure(hidden_size=...), "hidden_size is None, expected a whole number from 1 on"),
-        ("llama", configure(hidden_size=32.0), "hidden_size is 32.0, expected a whole number"),
-        ("llama", configure(num_hidden_layers=0), "num_hidden_layers is 0, expected a whole number from 1 on"),
-        ("llama", configure(num_hidden_layers=10**9), "config.json says 1000000000 layers, 21 tensors exist"),
+        ("llama", configure(hidden_size=...), "hidden_size is None, expected an integer of at least 1"),
+        ("llama", configure(hidden_size=32.0), "hidden_size is 32.0, expected an integer"),
+        ("llama", configure(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer of at least 1"),
+        ("llama", configure(num_hidden_layers=10**9), "config.json states 1000000000 layers"),
         ("llama", configure(num_hidden_layers=3), "has no tensor 'model.layers.2.input_layernorm.weight'"),
         (
             "llama",
             configure(num_hidden_layers=1),
-            r"'model.layers.1.input_layernorm.weight' is no tensor .* \(and 8 more",
+            r"'model.layers.1.input_layernorm.weight' is not a tensor .* \(and 8 more",
         ),
         ("llama", configure(vocab_size=301), r"'model.embed_tokens.weight' has shape \[300, 32\], .* \[301, 32\]"),
         ("llama", configure(num_key_value_heads=4), r"'model.layers.0.self_attn.k_proj.weight' has shape \[16, 32\]"),
-        ("llama", configure(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number from 0 on"),
-        ("llama", configure(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05, expected a number from 0 on"),
+        ("llama", configure(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number of at least 0"),
+        ("llama", configure(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05, expected a number of at least 0"),
         ("llama", configure(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes', expected true or false"),
         ("llama", configure(tie_word_embeddings=True), "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
         ("gpt2", configure(activation_function="relu"), "activation_function 'relu' cannot be imported"),
@@ -319,20 +319,20 @@ def loop(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_bytes(b"\x80\x04N."), "config.json: not readable as JSON"),
         (loop, "config.json: not a regular file"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor model.safe"),
-        (pickled, "pytorch_model.bin is not read, for such files can run code: load the model with transformers"),
+        (pickled, "pytorch_model.bin is not read because such files can run code"),
         (fifo, "model.safetensors: not a regular file"),
         (huge_header, "model.safetensors: a header of 1152921504606846976 bytes does not fit"),
         (lambda folder: os.truncate(folder / "model.safetensors", 40_000), "its tensors end at byte|its tensors"),
-        (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' lies in '../../secret.safe"),
-        (lambda folder: index(folder, mapped(folder, x="/etc/passwd")), "'x' lies in '/etc/passwd', which is no safet"),
-        (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "which is no safetensors file of this"),
+        (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' is in '../../secret.safe"),
+        (lambda folder: index(folder, mapped(folder, x="/etc/passwd")), "'x' is in '/etc/passwd', not a safet"),
+        (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "not a safetensors file of this"),
         (lambda folder: index(folder, mapped(folder, x="gone.safetensors")), "gone.safetensors: missing"),
-        (lambda folder: index(folder, mapped(folder, x="part.safetensors")), "do not agree on where 'x' lies"),
+        (lambda folder: index(folder, mapped(folder, x="part.safetensors")), "do not agree on the location of 'x'"),
         (lambda folder: index(folder, {"weight_map": []}), r"weight_map is \[\], expected tensors and files"),
         (lambda folder: index(folder, {}), "weight_map is None, expected"),
         (lambda folder: weights(folder, **{"model.norm.weight": torch.full((32,), torch.nan)}), "holds Inf or NaN"),
-        (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32).int()}), "int32; imported are FP32"),
-        (lambda folder: weights(folder, evil=torch.ones(3)), "'evil' is no tensor of the model"),
+        (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32).int()}), "int32; supported are FP32"),
+        (lambda folder: weights(folder, evil=torch.ones(3)), "'evil' is not a tensor of the model"),
     ],
 )  # fmt: skip
 def test_a_hostile_folder_is_refused_in_one_line(
@@ -354,7 +354,7 @@ def test_a_run_directory_that_is_used_is_refused(originals: Path, tmp_path: Path
     run_dir = tmp_path / "run"
     import_hf(originals / "llama", run_dir)
     with pytest.raises(
-        CheckpointError, match=r"run holds checkpoints/step-00000000/.* already; an import begins a run"
+        CheckpointError, match=r"run holds checkpoints/step-00000000/.* already; an import starts a run"
     ):
         import_hf(originals / "gpt2", run_dir)
     (tmp_path / "file").touch()

@@ -19,6 +19,8 @@ from dtrain.errors import ContractError, DivergenceError, ModelError, UsageError
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.zoo import make
 
+pytestmark = pytest.mark.processes
+
 
 def start(model: nn.Module | str = "mlp", **options: Any) -> DeepSpeedEngine:
     torch.set_num_threads(1)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from dtrain.engine.fsdp2 import units as fsdp2_units
 from dtrain.engine.fsdp2.units import UnitPlan, plan_units
-from dtrain.parameters.groups import find_groups
-from dtrain.parameters.weight_decay import decayed_names
+from dtrain.parameters.groups import decayed_names, find_groups
 from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.zoo import make

@@ -11,7 +11,7 @@ import torch
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Culprit
-from dtrain.engine.vote.culprit import Finding, exchange, locate_bad_gradient, locate_bad_loss, search
+from dtrain.engine.vote.culprit import Finding, find_nonfinite, gather_findings, locate_bad_gradient, locate_bad_loss
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.record import VoteRecord
 from dtrain.parameters.gradient_monitor import GradientMonitor
@@ -47,7 +47,7 @@ def findings(values: dict[int, float]) -> list[Finding]:
         found
         for rank in range(2)
         for part in place.intervals(*place.shard(rank))
-        for found in search(part.spec.name, rank, part.start, shard_of(place, rank, flat, part))
+        for found in find_nonfinite(part.spec.name, rank, part.start, shard_of(place, rank, flat, part))
     ]
 
 
@@ -82,7 +82,7 @@ def test_padding_is_nobodys_gradient() -> None:
 
 def test_findings_travel_as_they_are() -> None:
     own = findings({0: math.inf, CHUNK: math.nan})
-    assert exchange(Communicator(None, torch.device("cpu")), own) == own
+    assert gather_findings(Communicator(None, torch.device("cpu")), own) == own
     assert len(own) == 2
 
 
@@ -134,7 +134,7 @@ ORDER = ["b.b", "b.a", "a.b", "a.a"]  # b is the later module
 
 
 def blame(*ranks: dict[str, Any], found: list[Finding], alone: bool = False) -> Culprit:
-    return locate_bad_gradient(decision(*ranks), found, ORDER, alone=alone)
+    return locate_bad_gradient(decision(*ranks), found, ORDER, is_only_backward=alone)
 
 
 def test_of_gradients_the_first_by_micro_batch_then_backward_then_rank() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.compiler import has_compiler
+from dtrain.precision.hardware import has_compiler
 from dtrain.precision.float8.cast import (
     E4M3,
     E5M2,
@@ -145,6 +145,7 @@ def test_nothing_is_quantised_to_nothing(dtype: torch.dtype, shape: tuple[int, i
     assert quantize(torch.empty(shape), dtype, rowwise=True).scale.shape == (0,)
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(not has_compiler(torch.device("cpu")), reason="no C++ compiler")
 def test_compiled_casts_have_the_bits_of_eager_ones() -> None:
     generator = torch.Generator().manual_seed(0)

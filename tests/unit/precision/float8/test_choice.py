@@ -10,7 +10,7 @@ import torch
 from dtrain.errors import ConfigError
 from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.cast import E4M3, E5M2
-from dtrain.precision.float8.choice import Product, decide
+from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.options import Float8Options, Recipe
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -48,8 +48,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
     ],
 )
 def test_by_shape(out_features: int, in_features: int, is_float8: bool, reason: str) -> None:
-    (decision,) = decide([Product("blocks.0.out", out_features, in_features)], BY_SHAPE, CPU)
-    assert decision == choice.Decision("blocks.0.out", is_float8, reason)
+    (decision,) = decide_float8([Float8Candidate("blocks.0.out", out_features, in_features)], BY_SHAPE, CPU)
+    assert decision == choice.Float8Decision("blocks.0.out", is_float8, reason)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -58,18 +58,18 @@ def test_timed_on_the_device_an_emulation_loses_against_bf16(monkeypatch: pytest
     times, shapes = choice._times, []
     monkeypatch.setattr(choice, "_times", lambda product, *how: shapes.append(product.name) or times(product, *how))
     timed = Float8Options(choice="timed", num_rows=32).on(CPU)
-    products = [Product("a", 64, 64), Product("b", 8, 64), Product("c", 80, 72), Product("d", 64, 64)]
+    products = [Float8Candidate("a", 64, 64), Float8Candidate("b", 8, 64), Float8Candidate("c", 80, 72), Float8Candidate("d", 64, 64)]
     state = torch.get_rng_state()
-    a, b, c, d = decide(products, timed, CPU)
+    a, b, c, d = decide_float8(products, timed, CPU)
     assert torch.equal(torch.get_rng_state(), state)
     assert [decision.name for decision in (a, b, c, d)] == ["a", "b", "c", "d"]
     assert not any(decision.is_float8 for decision in (a, b, c, d))
     assert shapes == ["a", "c"]
-    assert (a.low_ms, a.float8_ms, a.reason) == (d.low_ms, d.float8_ms, d.reason)
-    assert (b.low_ms, b.reason) == (None, "[8, 64] has a dimension below 16")
+    assert (a.bf16_ms, a.float8_ms, a.reason) == (d.bf16_ms, d.float8_ms, d.reason)
+    assert (b.bf16_ms, b.reason) == (None, "[8, 64] has a dimension below 16")
     for decision in (a, c):
-        assert 0 < decision.low_ms < decision.float8_ms
-        ratio = decision.float8_ms / decision.low_ms
+        assert 0 < decision.bf16_ms < decision.float8_ms
+        ratio = decision.float8_ms / decision.bf16_ms
         assert decision.reason.startswith(f"timed {ratio:.2f} of BF16 (")
         assert decision.reason.endswith(" ms at 32 rows)")
 
@@ -77,7 +77,7 @@ def test_timed_on_the_device_an_emulation_loses_against_bf16(monkeypatch: pytest
 @pytest.mark.parametrize(("float8_ms", "is_float8"), [(0.8, True), (0.97, True), (0.971, False), (1.1, False)])
 def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float8_ms: float, is_float8: bool) -> None:
     monkeypatch.setattr(choice, "_times", lambda *_: (1.0, float8_ms))
-    (decision,) = decide([Product("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+    (decision,) = decide_float8([Float8Candidate("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
     assert decision.is_float8 is is_float8
     assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
 
@@ -91,7 +91,7 @@ def test_the_cast_of_the_weight_is_timed_where_the_engine_has_it(
     quantize = weights.quantize
     monkeypatch.setattr(weights, "quantize", lambda x, *a, **how: cast.append(tuple(x.shape)) or quantize(x, *a, **how))
     timed = Float8Options(choice="timed", num_rows=16).on(CPU)
-    decide([Product("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
+    decide_float8([Float8Candidate("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
     runs = 2 + choice._ROUNDS
     assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
 
@@ -102,7 +102,7 @@ def test_what_does_not_fit_the_memory_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(choice, "_times", too_large)
     with pytest.raises(ConfigError, match=r"no memory to time 8192 rows of 'a' \[64, 64\] on cpu; set float8 num_rows"):
-        decide([Product("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+        decide_float8([Float8Candidate("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
 
 
 # -- options -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dtrain.precision import autocast_ops
 from dtrain.precision.float8.cast import E4M3, E5M2, Quantized
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import KeptWeights, LocalWeights, QuantizedWeights, WeightSource, dequantized
+from dtrain.precision.float8.weights import CachedWeights, UncachedWeights, QuantizedWeights, WeightSource, dequantized
 from tests.helpers.host_reads import forbidden
 
 TENSORWISE, ROWWISE = Recipe(), Recipe(rowwise=True, grad_dtype=E4M3)
@@ -76,14 +76,14 @@ class NativeLike(QuantizedWeights):
 
     def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.kept = KeptWeights(recipe).copies(linear._parameters["weight"])
+        self.kept = CachedWeights(recipe).copies(linear._parameters["weight"])
         placeholder = torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(linear._parameters["weight"].shape)
         linear._parameters["weight"] = nn.Parameter(placeholder)
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         return self.kept
 
-    def held(self) -> list[Tensor]:
+    def stored_copies(self) -> list[Tensor]:
         return [copy.values for copy in self.kept]
 
     def dequantized(self, weight: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class NativeLike(QuantizedWeights):
 
 
 SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
-    "local": lambda linear, recipe: LocalWeights(recipe),
-    "kept": lambda linear, recipe: KeptWeights(recipe),
+    "local": lambda linear, recipe: UncachedWeights(recipe),
+    "kept": lambda linear, recipe: CachedWeights(recipe),
     "native": NativeLike,
 }
 
@@ -295,7 +295,7 @@ def test_only_fp8_is_saved_and_only_for_the_gradients_that_are_needed(
 ) -> None:
     saved: list[Tensor] = []
     linear = make(recipe, bias=True)
-    linear.source = KeptWeights(recipe)
+    linear.source = CachedWeights(recipe)
     linear.weight.requires_grad_("weight" in trained)
     x = normal(32, 80).requires_grad_("x" in trained)
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -349,19 +349,19 @@ def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe, use_r
 def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -> None:
     recipe = replace(recipe, emulate=emulate)
     linear = make(recipe)
-    source = linear.source = KeptWeights(recipe)
+    source = linear.source = CachedWeights(recipe)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     before = products(linear, x, grad)
-    kept = [tensor.data_ptr() for tensor in source.tensors()]
+    kept = [tensor.data_ptr() for tensor in source.cached()]
     # copies, and what is made of them: decoded, or transposed
     bytes_kept = {(False, True): 1 + 4, (False, False): 1 + 1, (True, True): 2 + 8, (True, False): 2 + 1}
     want_bytes = linear.weight.numel() * bytes_kept[recipe.rowwise, emulate]
-    assert sum(tensor.nbytes for tensor in source.tensors()) == want_bytes
+    assert sum(tensor.nbytes for tensor in source.cached()) == want_bytes
     linear.weight.data.neg_()
     assert torch.equal(products(linear, x, grad)[0], before[0])
-    assert [tensor.data_ptr() for tensor in source.tensors()] == kept
-    source.refresh()
-    assert not source.tensors()
+    assert [tensor.data_ptr() for tensor in source.cached()] == kept
+    source.invalidate()
+    assert not source.cached()
     after = products(linear, x, grad)
     assert torch.equal(after[0], -before[0])
     assert torch.equal(after[1], -before[1])
@@ -370,13 +370,13 @@ def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -
 def test_writes_that_pytorch_counts_are_seen() -> None:
     """A swap of weights for an evaluation, or weights clipped after a step, need nobody to say so."""
     linear = make(TENSORWISE)
-    source = linear.source = KeptWeights(TENSORWISE)
+    source = linear.source = CachedWeights(TENSORWISE)
     x = normal(16, 80)
     before = linear(x)
-    kept = source.tensors()[0]
+    kept = source.cached()[0]
     with torch.no_grad():
         assert torch.equal(linear(x), before)
-        assert source.tensors()[0] is kept
+        assert source.cached()[0] is kept
         linear.weight.neg_()
         assert torch.equal(linear(x), -before)
         linear.load_state_dict({"weight": torch.zeros(48, 80)})
@@ -384,8 +384,8 @@ def test_writes_that_pytorch_counts_are_seen() -> None:
 
 
 @both_recipes
-@pytest.mark.parametrize("source", [LocalWeights, KeptWeights])
-def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: type[KeptWeights]) -> None:
+@pytest.mark.parametrize("source", [UncachedWeights, CachedWeights])
+def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: type[CachedWeights]) -> None:
     linear = make(recipe)
     linear.source = source(recipe)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
@@ -408,19 +408,19 @@ def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: ty
 def test_a_graph_older_than_a_refresh_leaves_nothing_behind() -> None:
     """Its copies are freed after it; what was kept for their address would be taken for that of others."""
     linear = make(TENSORWISE)
-    source = linear.source = KeptWeights(TENSORWISE)
+    source = linear.source = CachedWeights(TENSORWISE)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
     want = products(linear, x, grad)
     y = linear(x)
-    source.refresh()
+    source.invalidate()
     (dx,) = torch.autograd.grad(y, x, grad)
     assert torch.equal(dx, want[1])
-    assert not source.tensors()
+    assert not source.cached()
 
 
 def test_what_an_evaluation_has_cast_serves_training() -> None:
     linear = make(TENSORWISE)
-    linear.source = KeptWeights(TENSORWISE)
+    linear.source = CachedWeights(TENSORWISE)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     with torch.inference_mode():
         linear(x)
@@ -457,7 +457,7 @@ def test_what_would_be_lost_on_a_dequantised_weight_is_refused(setting: Callable
     linear = make(TENSORWISE)
     setting(linear.weight)
     linear.source = NativeLike(linear, TENSORWISE)
-    with pytest.raises(UsageError, match=r"a copy for reading; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
+    with pytest.raises(UsageError, match=r"a read-only copy; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
         setting(linear.weight)
 
 

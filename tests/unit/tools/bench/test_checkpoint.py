@@ -10,14 +10,15 @@ from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from dtrain.__main__ import main
 from dtrain.checkpoint import open_newest
-from dtrain.tools.bench.checkpoint import State, contenders
+from dtrain.tools.bench.operations.checkpoint import State, contenders
 from dtrain.tools.bench.records import Timings, read_results
-from dtrain.tools.bench.report import describe
+from dtrain.tools.bench.report.document import describe
 from tests.helpers.checkpoints import ALONE
 
 NAMES = ["floor", "ours", "ours, asynchronous", "DCP save", "DCP async_save", "torch.save, fsync"]
 
 
+@pytest.mark.processes
 def test_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["bench.sizes=[1,2]", "bench.ranks=2", "bench.rounds=2", "bench.device=cpu", "bench.out=r.json"]
@@ -49,7 +50,7 @@ def test_every_contender_saves_the_whole_state(tmp_path: Path) -> None:
     for name in ("ours", "ours, asynchronous"):
         reader = open_newest(tmp_path / name, ALONE)
         assert {f"{t.kind}.{t.name}.0" for t in reader.tensors} == expected.keys()
-        assert all(torch.equal(reader.read(p.kind, p.name), p.data) for p in state.pieces)
+        assert all(torch.equal(reader.read(p.kind, p.name), p.data) for p in state.shards)
     for name in ("DCP save", "DCP async_save"):
         read = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
         dcp.load(read, checkpoint_id=tmp_path / name)

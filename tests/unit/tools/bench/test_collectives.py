@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.config.schema import CollectivesBenchConfig, CollectivesSuiteConfig
+from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.errors import RankError
 from dtrain.tools import ranks as processes
-from dtrain.tools.bench.collectives import run_collectives_suite
+from dtrain.tools.bench.operations.collectives import run_collectives_suite
 from dtrain.tools.bench.records import Timings, read_results
-from dtrain.tools.bench.report import describe
+from dtrain.tools.bench.report.document import describe
 
 OPERATIONS = ("all_gather BF16", "exchange BF16, sum FP32", "reduce_scatter FP32", "all_reduce FP32")
 
 
+@pytest.mark.processes
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench.sizes=[2048,5000]", "bench.rounds=2", "bench.device=cpu", f"bench.out={tmp_path / 'r.json'}"]
     assert main(["bench", "collectives", *words]) == 0
@@ -32,6 +33,7 @@ def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == describe(results)
 
 
+@pytest.mark.processes
 def test_a_rank_that_fails_is_named_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "dtrain").mkdir()
     (tmp_path / "dtrain/__init__.py").write_text("raise SystemExit('not this time')\n")

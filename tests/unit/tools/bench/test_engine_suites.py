@@ -20,20 +20,13 @@ from hypothesis import strategies as st
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
+from dtrain.config.commands import BENCH_ENGINE, BENCH_PRECISION
 from dtrain.config.dump import from_plain
-from dtrain.config.schema import (
-    BENCH_ENGINE,
-    BENCH_PRECISION,
-    EngineBenchConfig,
-    EngineSuiteConfig,
-    PrecisionBenchConfig,
-    PrecisionSuiteConfig,
-)
+from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig, PrecisionSuiteConfig
 from dtrain.errors import BenchError
 from dtrain.sharding.placement import STAGES
 from dtrain.tools import host
 from dtrain.tools.bench import cli, contest, peers, suites
-from dtrain.tools.bench.contest import Entrant, compete
 from dtrain.tools.bench.peers import PEERS, RIVALS, plain
 from dtrain.tools.bench.records import (
     Absence,
@@ -46,8 +39,9 @@ from dtrain.tools.bench.records import (
     read_results,
     write_results,
 )
-from dtrain.tools.bench.report import best, describe, final_loss, is_wrong, step_ms, update_document
-from dtrain.tools.bench.tables import ratios
+from dtrain.tools.bench.report.document import best, describe, final_loss, is_wrong, step_ms, update_document
+from dtrain.tools.bench.report.statistics import ratios
+from dtrain.tools.bench.training.rounds import Entrant, compete
 
 ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
@@ -165,6 +159,7 @@ def run_bench(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.processes
 def test_engine_suite_end_to_end(tmp_path: Path) -> None:
     lists = ["bench.stages=[0,2]", "bench.peers=[ddp,ddp_zero,fsdp2]", "bench.engines=[ddp,fsdp2:3]"]
     words = ["engine", *TINY, *SHORT, *lists, "bench.starts=1", "bench.out=deep/r.json"]
@@ -226,6 +221,7 @@ def test_engine_suite_end_to_end(tmp_path: Path) -> None:
     assert os.uname().nodename not in astuple(results.host)
 
 
+@pytest.mark.processes
 def test_precision_suite_measures_fp32_against_mixed() -> None:
     config = read_suite([*TINY, *SHORT, "bench.precisions=[bf16]"], BENCH_PRECISION)
     assert config is not None
@@ -241,6 +237,7 @@ def test_precision_suite_measures_fp32_against_mixed() -> None:
     assert "WRONG" not in table
 
 
+@pytest.mark.processes
 def test_turns_interleave_and_idle_contenders_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     original = Entrant.turn
@@ -258,6 +255,7 @@ def test_turns_interleave_and_idle_contenders_wait(monkeypatch: pytest.MonkeyPat
     assert entries[0].warmup.step_ms == []
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
 def test_an_idle_rank_uses_no_processor_time() -> None:
     config = read_suite(TINY, BENCH_ENGINE)
@@ -278,6 +276,7 @@ def _processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.processes
 def test_a_contender_that_fails_is_named_with_its_last_words() -> None:
     config = read_suite([*TINY, "model.factory=dtrain.models.transformer:absent"], BENCH_ENGINE)
     assert config is not None
@@ -288,6 +287,7 @@ def test_a_contender_that_fails_is_named_with_its_last_words() -> None:
     assert all(process.poll() is not None for process in processes)
 
 
+@pytest.mark.processes
 def test_one_that_fails_leaves_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def turn(self: Entrant, steps: int) -> Turn:
         if self.contender.name == "dies" and steps == config.bench.steps:
@@ -308,6 +308,7 @@ def test_one_that_fails_leaves_and_the_others_go_on(monkeypatch: pytest.MonkeyPa
     assert dead.reason.startswith("dies: rank 0 ended with exit code -9")
 
 
+@pytest.mark.processes
 def test_a_contender_that_takes_the_last_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "memory_left", lambda: 0.04)
     config = read_suite([*TINY, *SHORT], BENCH_ENGINE)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config import capabilities
-from dtrain.config.schema import EngineBenchConfig
+from dtrain.config.tool_schema import EngineBenchConfig
 from dtrain.tools.bench import engines
-from dtrain.tools.bench.overhead import describe_overheads, median_interval, verdict
 from dtrain.tools.bench.peers import PEERS, RIVALS, deepspeed_zero, plain
 from dtrain.tools.bench.records import Contender, Entry, Footprint, Turn
-from dtrain.tools.bench.report import best
+from dtrain.tools.bench.report.document import best
+from dtrain.tools.bench.report.overhead import describe_overheads, median_interval, verdict
 from tests.helpers.ranks import run_ranks
 
 
@@ -82,6 +82,7 @@ def sent_dtypes(rank: int, world: int) -> dict[tuple[int, bool], set[torch.dtype
     return sent
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not PEERS["deepspeed_1"].is_installed, reason="needs deepspeed")
 def test_the_peer_of_the_deepspeed_engine_sums_in_fp32_as_that_does() -> None:
     for sent in run_ranks(2, sent_dtypes):

@@ -12,8 +12,6 @@ from dtrain.__main__ import main
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.tools.bench.float8 import ALL_THREE, model_of, product_shapes, time_products
-from dtrain.tools.bench.float8_report import describe_float8
 from dtrain.tools.bench.records import (
     Absence,
     Contender,
@@ -28,7 +26,9 @@ from dtrain.tools.bench.records import (
     read_results,
     write_results,
 )
-from dtrain.tools.bench.report import describe, final_loss
+from dtrain.tools.bench.report.document import describe, final_loss
+from dtrain.tools.bench.report.float8 import describe_float8
+from dtrain.tools.bench.training.float8 import ALL_THREE, model_of, product_shapes, time_products
 
 CPU = torch.device("cpu")
 TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=16", "bench.device=cpu"]
@@ -36,6 +36,7 @@ SHORT = ["bench.micro_batch_size=2", "bench.warmup_steps=0", "bench.rounds=2", "
 PRODUCTS = ["output", "input gradient", "weight gradient", ALL_THREE]
 
 
+@pytest.mark.processes
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     threads = torch.get_num_threads()
     words = [*TINY, *SHORT, "bench.widths=[48]", "bench.recipes=[tensorwise]", f"bench.out={tmp_path / 'r.json'}"]

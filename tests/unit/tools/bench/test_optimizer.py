@@ -9,11 +9,12 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
-from dtrain.config.schema import BENCH_OPTIMIZER, OptimizerBenchConfig
-from dtrain.tools.bench.optimizer import OptimizerPhase
+from dtrain.config.commands import BENCH_OPTIMIZER
+from dtrain.config.tool_schema import OptimizerBenchConfig
+from dtrain.tools.bench.operations.optimizer import OptimizerPhase
+from dtrain.tools.bench.operations.timing import Operation, take_turns
 from dtrain.tools.bench.records import Timing, Timings, read_results, write_results
-from dtrain.tools.bench.report import describe
-from dtrain.tools.bench.timing import Operation, take_turns
+from dtrain.tools.bench.report.document import describe
 from tests.helpers.oracle import assert_close_to_largest
 
 CPU = torch.device("cpu")
@@ -58,6 +59,7 @@ def test_turns_interleave_and_the_first_does_not_count() -> None:
     assert [(timing.contender, timing.nbytes, len(timing.ms)) for timing in timings] == [("a", 8, 2), ("b", 8, 2)]
 
 
+@pytest.mark.compile
 def test_the_table_compares_round_by_round(tmp_path: Path) -> None:
     assert main(["bench", "optimizer", "bench.numel=1024", "bench.rounds=1", f"bench.out={tmp_path / 'r.json'}"]) == 0
     real = read_results(tmp_path / "r.json")

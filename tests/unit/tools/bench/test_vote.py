@@ -12,13 +12,14 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
+from dtrain.config.commands import BENCH_VOTE
 from dtrain.config.dump import config_to_dict
-from dtrain.config.schema import BENCH_VOTE, VoteBenchConfig
+from dtrain.config.tool_schema import VoteBenchConfig
 from dtrain.tools.bench import suites
 from dtrain.tools.bench.records import Assignment, Contender, Entry, Footprint, Results, Turn, read_results
-from dtrain.tools.bench.report import describe, final_loss, ratios
-from dtrain.tools.bench.vote import Stopwatch
-from dtrain.tools.bench.worker import _run_config
+from dtrain.tools.bench.report.document import describe, final_loss, ratios
+from dtrain.tools.bench.training.vote_timing import Stopwatch
+from dtrain.tools.bench.training.worker import _run_config
 from dtrain.tools.host import Host
 
 CPU = torch.device("cpu")
@@ -26,6 +27,7 @@ TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model
 SHORT = ["bench.micro_batch_size=2", "bench.warmup_steps=1", "bench.rounds=2", "bench.steps=3"]
 
 
+@pytest.mark.processes
 def test_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "vote", *TINY, *SHORT, f"bench.out={tmp_path / 'r.json'}"]) == 0
     results = read_results(tmp_path / "r.json")

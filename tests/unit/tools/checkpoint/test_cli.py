@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.checkpoint import NoCheckpointError, Retention, Snapshot, list_checkpoints, report, save, verify
-from dtrain.checkpoint.directory import retire
+from dtrain.checkpoint import NoCheckpointError, Retention, Snapshot, inspection, list_checkpoints, save, verify
+from dtrain.checkpoint.directory import delete_checkpoint
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.lease import lease
 from dtrain.errors import CheckpointError
@@ -56,7 +56,7 @@ def test_verify_names_the_bad_file_and_renames_nothing(run: Path, capsys: pytest
     assert not verify(run).ok
 
 
-def test_list_shows_each_checkpoint_and_what_was_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_each_checkpoint_and_the_quarantined_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "step-00000300").mkdir()
     (run / "checkpoints" / "bad-step-00000050-sha256").mkdir()
     (run / "checkpoints" / "step-00000400.tmp-ab12cd34").mkdir()
@@ -67,7 +67,7 @@ def test_list_shows_each_checkpoint_and_what_was_set_aside(run: Path, capsys: py
     assert rows[0].split()[:2] == ["step-00000100", "100"]
     assert rows[0].split()[3:] == ["1.8", "kB", "2", "2", "?", "-", "-", "ok"]
     assert rows[2].split(maxsplit=9) == ["step-00000300", *"??????", "-", "-", "BAD manifest.json: missing"]
-    assert rows[3:] == ["set aside: bad-step-00000050-sha256"]
+    assert rows[3:] == ["quarantined: bad-step-00000050-sha256"]
 
 
 def test_list_shows_losses_engine_and_who_holds_the_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,14 +96,14 @@ def test_reports_carry_what_the_manifest_says(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[verb, "/no/such/place"] for verb in ("verify", "list", "prune")]
-    + [["export", "/no/such/place", "out"], ["diff", "/no/such/place", "b"]],
+    [[verb, "/no/such/path"] for verb in ("verify", "list", "prune")]
+    + [["export", "/no/such/path", "out"], ["diff", "/no/such/path", "b"]],
 )
 def test_missing_path_is_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err.startswith("dtrain: /no/such/place does not exist; give a run directory")
+    assert output.err.startswith("dtrain: /no/such/path does not exist; give a run directory")
     assert output.err.count("\n") == 1
 
 
@@ -167,17 +167,17 @@ def test_sizes_for_people(count: int, text: str) -> None:
     assert _size(count) == text
 
 
-def test_one_that_is_retired_while_it_is_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (100, 200):
         save_good(tmp_path, step)
-    real = report.load_manifest
+    real = inspection.load_manifest
 
     def load_manifest(path: Path) -> Manifest:
         if path.name == "step-00000100":
-            retire(path)
+            delete_checkpoint(path)
         return real(path)
 
-    monkeypatch.setattr(report, "load_manifest", load_manifest)
+    monkeypatch.setattr(inspection, "load_manifest", load_manifest)
     assert [item.path.name for item in verify(tmp_path).checkpoints] == ["step-00000200"]
     assert verify(tmp_path).ok
 
@@ -199,7 +199,10 @@ def test_each_manifest_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("function", "arguments"),
-    [("dtrain.checkpoint.directory.quarantined", ["list", "{run}"]), ("pathlib.Path.iterdir", ["export", "a", "b"])],
+    [
+        ("dtrain.checkpoint.directory.quarantined_checkpoints", ["list", "{run}"]),
+        ("pathlib.Path.iterdir", ["export", "a", "b"]),
+    ],
 )
 def test_what_the_system_refuses_at_the_end_is_one_clear_line(
     run: Path, function: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

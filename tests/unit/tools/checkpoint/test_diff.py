@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Snapshot, save
-from dtrain.checkpoint.format.container import DamageError
+from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError
 from dtrain.tools.checkpoint import diff
 from dtrain.tools.checkpoint.cli import main
 from dtrain.tools.checkpoint.diff import Difference, ValueDifference
-from tests.helpers.checkpoints import Tensors, make_tensors, on_threads, pieces_of
+from tests.helpers.checkpoints import Tensors, make_tensors, on_threads, shards_of
 
 STATE = {"engine": "native", "world_size": 2, "config": {"optim": {"lr": 0.1}}, "extra": {}}
 
 
 def write(directory: Path, tensors: Tensors, world: int = 2, step: int = 5, **state: Any) -> Path:
     def work(comm: Communicator) -> Path:
-        snapshot = Snapshot(step, pieces_of(tensors, comm.rank, world), {**STATE, "world_size": world, **state})
+        snapshot = Snapshot(step, shards_of(tensors, comm.rank, world), {**STATE, "world_size": world, **state})
         return save(directory, snapshot, comm)
 
     results = on_threads(world, work)
@@ -193,5 +193,5 @@ def test_the_command_prints_it_and_exits_1(
     assert main([*arguments, "--kind", "exp_avg", "--kind", "exp_avg_sq", "--bytes"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "4 of 4 tensors of both are equal bit for bit, 0 by their fingerprints alone"
-    assert main(["diff", str(path / "a"), "/no/such/place"]) == 2
-    assert capsys.readouterr().err.startswith("dtrain: /no/such/place does not exist")
+    assert main(["diff", str(path / "a"), "/no/such/path"]) == 2
+    assert capsys.readouterr().err.startswith("dtrain: /no/such/path does not exist")

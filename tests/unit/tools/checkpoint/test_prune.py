@@ -1,4 +1,4 @@
-"""Checkpoints removed by hand: what goes, what stays, and when nothing may go."""
+"""``dtrain checkpoint prune``: what it deletes and keeps, and when it deletes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtrain.checkpoint.lease import lease
 from dtrain.errors import CheckpointError
 from dtrain.tools.checkpoint.cli import _size, main
 from dtrain.tools.checkpoint.prune import prune
-from tests.helpers.checkpoints import ALONE, make_tensors, pieces_of
+from tests.helpers.checkpoints import ALONE, make_tensors, shards_of
 
 LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: None, 500: 2.5}
 
@@ -26,7 +26,7 @@ LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: None, 500: 2.5}
 def run(tmp_path: Path) -> Path:
     for step, loss in LOSSES.items():
         state = {} if loss is None else {"metrics": {"val_loss": loss}}
-        snapshot = Snapshot(step, pieces_of(make_tensors(step), 0, 1), state)
+        snapshot = Snapshot(step, shards_of(make_tensors(step), 0, 1), state)
         save(tmp_path / "checkpoints", snapshot, ALONE, retention=Retention(keep_last=99))
     return tmp_path
 
@@ -66,7 +66,7 @@ def test_what_no_rule_keeps_goes(
     assert main(["prune", str(run / "checkpoints"), *rules]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [
-        *(["removed", f"step-{step:08d}"] for step in gone),
+        *(["deleted", f"step-{step:08d}"] for step in gone),
         *(["kept", f"step-{step:08d}"] for step in kept),
     ]
     assert lines[-1] == f"freed {_size(size)}"
@@ -74,16 +74,16 @@ def test_what_no_rule_keeps_goes(
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step-{step:08d}" for step in kept]
 
 
-def test_nothing_goes_where_what_stays_is_damaged(run: Path) -> None:
+def test_nothing_is_deleted_if_a_kept_checkpoint_is_damaged(run: Path) -> None:
     damage(run, 500)
     with pytest.raises(
-        CheckpointError, match=r"nothing was removed: .*step-00000500, which would stay, does not verify"
+        CheckpointError, match=r"nothing was deleted: .*step-00000500, which would stay, does not verify"
     ):
         prune(run, Retention(keep_last=1))
     assert steps(run) == list(LOSSES)
 
 
-def test_what_is_visibly_damaged_neither_counts_nor_goes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_neither_counted_nor_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "checkpoints" / "step-00000500" / "r0000.safetensors").unlink()
     assert main(["prune", str(run), "--keep-last", "1"]) == 0
     assert steps(run) == [400, 500]
@@ -91,15 +91,16 @@ def test_what_is_visibly_damaged_neither_counts_nor_goes(run: Path, capsys: pyte
     assert kept in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_a_run_that_holds_the_lease_is_not_pruned(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lease, "PACE", lease.Pace(poll_s=0.02))
+    monkeypatch.setattr(lease, "TIMING", lease.LeaseTiming(poll_s=0.02))
     holder = f"""
 import sys
 from pathlib import Path
 from dtrain.checkpoint.lease import lease
-with lease.hold(Path({str(run / "checkpoints")!r}), lease.Pace(heartbeat_s=0.05)):
+with lease.hold(Path({str(run / "checkpoints")!r}), lease.LeaseTiming(heartbeat_s=0.05)):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -128,7 +129,7 @@ def test_a_save_of_this_process_is_waited_for(run: Path) -> None:
 
     pruning = threading.Thread(target=work)
     with lease.hold(directory) as held:  # as a run does
-        with held.one_save:  # a save is under way
+        with held.save_lock:  # a save is under way
             pruning.start()
             assert not done.wait(0.3)
             assert steps(run) == list(LOSSES)

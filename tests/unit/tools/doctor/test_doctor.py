@@ -19,7 +19,7 @@ from torch import Tensor
 from dtrain.__main__ import main
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.tools.doctor.speed import _measured
+from dtrain.tools.doctor.machine import _measure
 
 ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
@@ -44,6 +44,7 @@ def cells(output: str, first: str) -> list[str]:
     return [cell.strip() for cell in row.strip("|").split("|")]
 
 
+@pytest.mark.processes
 def test_this_machine(tmp_path: Path) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n", encoding="ascii")
@@ -66,16 +67,18 @@ def test_this_machine(tmp_path: Path) -> None:
     assert cells(output, "`precision=auto`")[1:] == [f"chooses {chosen.name}", f"because {chosen.reason}"]
 
 
+@pytest.mark.processes
 def test_engines_when_piped() -> None:
     done = run("engines")
     assert done.returncode == 0, done.stderr
     assert cells(done.stdout, "`zero_stage`")[1:] == ["0, 1, 2, 3", "2, 3", "0, 1, 2, 3", "0"]
     for name, capabilities in CAPABILITIES.items():
-        for limit in capabilities.limits.values():
-            assert limit.reason in done.stdout
+        for supported in capabilities.supported.values():
+            assert supported.reason in done.stdout
         assert cells(done.stdout, f"`{name}`")[1].startswith("no" if capabilities.missing_requirement else "yes")
 
 
+@pytest.mark.processes
 def test_engines_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "dtrain", "doctor", "engines"], stdout=theirs, cwd=ROOT) as process:
@@ -101,9 +104,9 @@ def _read(descriptor: int) -> bytes:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine"], "dtrain doctor takes nothing or 'engines'; got 'engine'; did you mean 'engines'?"),
-        (["engines", "now"], "dtrain doctor takes nothing or 'engines'; got 'now'"),
-        (["precision=bf16"], "got 'precision=bf16'"),
+        (["engine"], "no topic 'engine'; did you mean 'engines'?"),
+        (["engines", "now"], "one topic; got 'now' too"),
+        (["precision=bf16"], "no topic 'precision=bf16'; valid: engines, keys"),
     ],
 )
 def test_unknown_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,9 +126,9 @@ def test_a_dtype_that_does_not_run_is_named() -> None:
     def make(size: int) -> Callable[[], Tensor]:
         return lambda: torch.zeros(size, size, dtype=torch.float8_e4m3fn) @ torch.zeros(size, size)
 
-    speed = _measured("odd", make, CPU)
+    speed = _measure("odd", make, CPU)
     assert speed.gflops is None
-    assert "dtype" in speed.refusal
+    assert "dtype" in speed.error
 
 
 @pytest.mark.parametrize(("seconds", "sizes"), [(0.0, {256, 512, 1024}), (0.06, {256})])
@@ -139,6 +142,6 @@ def test_slow_products_end_early(seconds: float, sizes: set[int]) -> None:
 
         return product
 
-    speed = _measured("any", make, CPU)
+    speed = _measure("any", make, CPU)
     assert set(calls) == sizes
     assert speed.size == max(sizes)

@@ -1,10 +1,10 @@
-"""`dtrain parity`: what is measured, its oracle, and real engines that agree, part, skip and fail."""
+"""`dtrain parity`: deviations and limits, the oracle, and real engines that agree, deviate, skip and fail."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,19 @@ from torch import Tensor, nn
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose, read_suite
-from dtrain.config.dump import config_from_dict, config_to_dict
-from dtrain.config.schema import GROUP_OPTIONS, PARITY, EngineSettings, OptimConfig, ParityConfig
+from dtrain.config.commands import PARITY
+from dtrain.config.dump import config_from_dict, config_to_dict, from_plain
+from dtrain.config.schema import GROUP_OPTIONS, OptimConfig
+from dtrain.config.tool_schema import EngineSettings, ParityConfig
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
-from dtrain.tools.parity.compare import BOUNDS, YARDSTICKS, Bounds, Given, Parting, first_parting, limits, measure
+from dtrain.tools.parity import run as parity_run
+from dtrain.tools.parity.compare import BOUNDS, NOISE_FACTOR, Bounds, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.oracle import PlainTraining
-from dtrain.tools.parity.run import References, _choose_engines, check_oracle, run_engine
+from dtrain.tools.parity.run import ReferenceRuns, _choose_engines, check_oracle, run_engine
 from dtrain.tools.parity.trajectory import Point, Trajectory
+from dtrain.tools.parity.worker import ParityJob, run_job
+from dtrain.tools.ranks import run_ranks
 from tests.helpers.faulty_model import FACTORY
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 from tests.helpers.zoo import Micro, make
@@ -38,13 +43,11 @@ TINY = [
     "parity.global_batch_size=4",
 ]
 
-NOTHING_GIVEN = Given()
-
-# -- what is measured --------------------------------------------------------------------------------------------------
+# -- deviations and limits ---------------------------------------------------------------------------------------------
 
 
 def trajectory(folder: Path, losses: Sequence[float], **weights: Sequence[float]) -> Trajectory:
-    """Losses of the steps; each weight is a vector of 2 equal elements, given at the start and after each step."""
+    """Writes a trajectory; each weight is a vector of 2 equal elements, at the start and after each step."""
     run = Trajectory(folder)
     rows = [
         {name: torch.full((2,), series[step]) for name, series in weights.items()} for step in range(len(losses) + 1)
@@ -60,79 +63,83 @@ def oracle(tmp_path: Path) -> Trajectory:
     return trajectory(tmp_path / "oracle", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
 
 
-def test_deviations_are_shares_of_the_loss_and_of_the_way_of_a_tensor(oracle: Trajectory, tmp_path: Path) -> None:
+def test_deviations_are_relative_to_the_loss_and_to_the_distance_from_the_start(
+    oracle: Trajectory, tmp_path: Path
+) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.5, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
     found = measure(run, oracle)
     assert found.loss == pytest.approx([0.0, 0.1])
-    # `a` goes 2 away from its start, `b` 1; what never moves must not move at all
+    # `a` moves by 2 from its start, `b` by 1; a tensor that the oracle never moves must not move at all
     assert found.weights == {"a": [0.0, 0.0, 0.25], "b": [0.0, 0.25, 0.0], "still": [0.0, 0.0, 0.0]}
     moved = trajectory(tmp_path / "moved", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.1, 5.1])
     assert measure(moved, oracle).weights["still"] == [0.0, math.inf, math.inf]
 
 
-def parting(
+def mismatch(
     run: Trajectory,
     oracle: Trajectory,
     bounds: Bounds,
     *,
-    given: Given = NOTHING_GIVEN,
-    yardstick: Trajectory | None = None,
-) -> Parting | None:
-    yardstick_deviations = measure(yardstick, oracle) if yardstick else None
-    return first_parting(measure(run, oracle), limits(bounds, oracle, yardstick_deviations, given=given))
+    noise: Trajectory | None = None,
+    weight_bound: float | None = None,
+) -> Mismatch | None:
+    noise_deviations = measure(noise, oracle) if noise else None
+    return first_mismatch(
+        measure(run, oracle), make_limits(bounds, oracle, noise_deviations, weight_bound=weight_bound)
+    )
 
 
-def test_the_first_step_and_its_worst_tensor_are_named(oracle: Trajectory, tmp_path: Path) -> None:
+def test_first_mismatch_names_step_and_worst_tensor(oracle: Trajectory, tmp_path: Path) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.7, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
-    found = parting(run, oracle, Bounds(loss=0.01, weights=0.05))
-    assert found == Parting(1, "b", pytest.approx(0.25), 0.05, others=1)
-    assert str(found) == "parts from the oracle at step 1: 'b' is off by 0.25, allowed 0.05, and 1 more tensor"
-    # the loss of step 2 is of the weights before it, so it is named before those after it
-    found = parting(run, oracle, Bounds(loss=0.01, weights=0.5))
-    assert found == Parting(2, "loss", pytest.approx(0.1), 0.01)
-    assert str(found) == "parts from the oracle at step 2: loss is off by 0.1, allowed 0.01"
-    assert parting(run, oracle, Bounds(loss=0.2, weights=0.5)) is None
+    found = mismatch(run, oracle, Bounds(loss=0.01, weights=0.05))
+    assert found == Mismatch(1, "b", pytest.approx(0.25), 0.05, num_others=1)
+    assert str(found) == "deviates from the oracle at step 1: 'b' is off by 0.25, limit 0.05, and 1 more tensor"
+    # the loss of step 2 comes from the weights before it, so it is named before the weights after it
+    found = mismatch(run, oracle, Bounds(loss=0.01, weights=0.5))
+    assert found == Mismatch(2, "loss", pytest.approx(0.1), 0.01)
+    assert str(found) == "deviates from the oracle at step 2: loss is off by 0.1, limit 0.01"
+    assert mismatch(run, oracle, Bounds(loss=0.2, weights=0.5)) is None
 
 
-def test_other_weights_at_the_start_are_beyond_every_bound(oracle: Trajectory, tmp_path: Path) -> None:
+def test_different_initial_weights_exceed_every_bound(oracle: Trajectory, tmp_path: Path) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.0], a=[1.0001, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
-    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert str(found) == "starts from other weights than the oracle: 'a'"
+    found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert str(found) == "starts with different weights than the oracle: 'a'"
 
 
 @pytest.mark.parametrize("weights", [[1.0, math.nan, math.nan], [1.0, math.inf, math.inf]])
-def test_what_is_not_finite_is_beyond_every_bound(weights: list[float], oracle: Trajectory, tmp_path: Path) -> None:
+def test_nonfinite_values_exceed_every_bound(weights: list[float], oracle: Trajectory, tmp_path: Path) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.0], a=weights, b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
-    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert (found.step, found.what) == (1, "a")  # type: ignore[union-attr]
+    found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert (found.step, found.quantity) == (1, "a")  # type: ignore[union-attr]
     run = trajectory(tmp_path / "loss", [4.0, math.nan], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
-    found = parting(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert (found.step, found.what) == (2, "loss")  # type: ignore[union-attr]
+    found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
+    assert (found.step, found.quantity) == (2, "loss")  # type: ignore[union-attr]
 
 
-def test_a_tensor_may_part_some_yardsticks_far(oracle: Trajectory, tmp_path: Path) -> None:
+def test_limit_grows_with_the_noise_baseline(oracle: Trajectory, tmp_path: Path) -> None:
     still = [5.0, 5.0, 5.0]
-    plain = trajectory(tmp_path / "plain", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.1, 0.0], still=still)
+    noise = trajectory(tmp_path / "noise", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.1, 0.0], still=still)
     near, far = (
         trajectory(tmp_path / str(off), [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0 + off, off], still=still)
-        for off in (0.1 * YARDSTICKS, 0.1 * YARDSTICKS + 0.05)
+        for off in (0.1 * NOISE_FACTOR, 0.1 * NOISE_FACTOR + 0.05)
     )
     bounds = Bounds(loss=0.01, weights=0.01)
-    assert parting(near, oracle, bounds) == Parting(1, "b", pytest.approx(0.1 * YARDSTICKS), 0.01)
-    # at step 2 the yardstick is back on the oracle, but what it has been off is allowed from then on
-    assert parting(near, oracle, bounds, yardstick=plain) is None
-    found = parting(far, oracle, bounds, yardstick=plain)
-    assert found == Parting(1, "b", pytest.approx(0.35), pytest.approx(0.31))
-    # a number that the user gives stands alone
-    assert parting(near, oracle, bounds, yardstick=plain, given=Given(weights=0.2)).what == "b"  # type: ignore[union-attr]
-    assert parting(far, oracle, bounds, given=Given(weights=0.4)) is None
+    assert mismatch(near, oracle, bounds) == Mismatch(1, "b", pytest.approx(0.1 * NOISE_FACTOR), 0.01)
+    # at step 2 the noise baseline is back at the oracle, but its largest deviation so far counts
+    assert mismatch(near, oracle, bounds, noise=noise) is None
+    found = mismatch(far, oracle, bounds, noise=noise)
+    assert found == Mismatch(1, "b", pytest.approx(0.35), pytest.approx(0.31))
+    # a bound of the user replaces bound and noise
+    assert mismatch(near, oracle, bounds, noise=noise, weight_bound=0.2).quantity == "b"  # type: ignore[union-attr]
+    assert mismatch(far, oracle, bounds, weight_bound=0.4) is None
 
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
 
 
 class Called(nn.Module):
-    """A model of the zoo that takes its micro-batch, and its loss, as one keyword argument."""
+    """Wraps a model of the zoo: the micro-batch is one keyword argument, and the output is the loss."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -148,8 +155,8 @@ def batches(name: str, steps: int, size: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ["transformer", "unused", "tied", "partly_frozen", "weight_norm"])
-def test_the_oracle_is_that_of_the_tests(name: str) -> None:
-    """Two that were written apart: one by torch's AdamW and clipping, the other by the formulas."""
+def test_oracle_matches_the_independent_oracle_of_the_tests(name: str) -> None:
+    """One uses torch's AdamW and clipping, the other is written from the formulas."""
 
     def seed(step: int, index: int) -> object:
         return torch.manual_seed(rng_key(7, step, index))
@@ -166,13 +173,13 @@ def test_the_oracle_is_that_of_the_tests(name: str) -> None:
         assert grad_norm == pytest.approx(want.grad_norm, rel=1e-4)
         assert grad_norm > 0.05, "clipping must be active"
     trained = {key: p for key, p in reference.masters().items() if model.get_parameter(key).requires_grad}
-    # by torch's own order of sums a key's bias, whose gradient is nothing but rounding, goes its own way
-    sound = [key for key in trained if "qkv.bias" not in key]
-    assert normwise_error({k: plain.weights()[k] for k in sound}, {k: trained[k] for k in sound}) < 1e-5
+    # the gradient of a key's bias is rounding alone, so it differs between the two
+    compared = [key for key in trained if "qkv.bias" not in key]
+    assert normwise_error({k: plain.weights()[k] for k in compared}, {k: trained[k] for k in compared}) < 1e-5
     assert list(plain.weights()) == list(trained)
 
 
-def test_a_skipped_step_of_the_oracle_changes_nothing() -> None:
+def test_skipped_step_of_the_oracle_changes_nothing() -> None:
     model = Called("mlp")
     plain = PlainTraining(model, OptimConfig(), lambda *_: None)
     before = plain.weights()
@@ -181,18 +188,18 @@ def test_a_skipped_step_of_the_oracle_changes_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in plain.weights().items())
 
 
-def test_the_yardstick_shakes_what_a_forward_sees_and_not_the_weights() -> None:
-    losses, ends = [], []
-    for shake in (0.0, 1e-2):
-        plain = PlainTraining(Called("mlp"), OptimConfig(weight_decay=0.0), lambda *_: None, shake=shake)
+def test_noise_baseline_perturbs_weights_during_forwards_only() -> None:
+    losses, unchanged = [], []
+    for perturbation in (0.0, 1e-2):
+        plain = PlainTraining(Called("mlp"), OptimConfig(weight_decay=0.0), lambda *_: None, perturbation=perturbation)
         before = plain.weights()
         losses.append(plain.step(batches("mlp", 1, 2)[0], 0.0)[0])
-        ends.append(all(torch.equal(before[name], value) for name, value in plain.weights().items()))
-    assert ends == [True, True]
+        unchanged.append(all(torch.equal(before[name], value) for name, value in plain.weights().items()))
+    assert unchanged == [True, True]
     assert 0 < abs(losses[1] - losses[0]) < 0.1 * losses[0]
 
 
-def test_the_yardstick_in_fp16_lowers_its_scale_until_no_gradient_overflows() -> None:
+def test_noise_baseline_in_fp16_lowers_its_loss_scale_until_no_gradient_overflows() -> None:
     class Steep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -202,18 +209,18 @@ def test_the_yardstick_in_fp16_lowers_its_scale_until_no_gradient_overflows() ->
             return self.layer(x).float().sum() * 100.0
 
     torch.manual_seed(0)
-    exact, low = (
+    fp32, fp16 = (
         PlainTraining(Steep(), OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=dtype)
         for dtype in (None, torch.float16)
     )
     micro_batches = [{"x": torch.ones(2, 4)}]
-    norms = [plain.step(micro_batches, 1e-3)[1] for plain in (exact, low)]
+    norms = [plain.step(micro_batches, 1e-3)[1] for plain in (fp32, fp16)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
-    assert low.applied_steps == 1
+    assert fp16.applied_steps == 1
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 1e-6])
-def test_the_yardstick_in_fp8_rounds_the_operands_of_the_products_that_it_is_told(magnitude: float) -> None:
+def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears(magnitude: float) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -225,12 +232,16 @@ def test_the_yardstick_in_fp8_rounds_the_operands_of_the_products_that_it_is_tol
 
     x = magnitude * torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     gradients = {}
-    for name, told in (("bf16", ()), ("fp8", ("first",))):
+    for name, linears in (("bf16", ()), ("fp8", ("first",))):
         model = Two()
         with torch.no_grad():
             model.first.bias.zero_()
         plain = PlainTraining(
-            model, OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=torch.bfloat16, float8_linears=told
+            model,
+            OptimConfig(max_grad_norm=None),
+            lambda *_: None,
+            compute_dtype=torch.bfloat16,
+            float8_linears=linears,
         )
         plain.step([{"x": x}], 0.0)
         gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
@@ -273,7 +284,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_mistakes_are_one_line(
+def test_mistakes_are_one_line_errors(
     words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -282,10 +293,10 @@ def test_mistakes_are_one_line(
     assert out == ""
     assert err.startswith(f"dtrain: {message}")
     assert err.count("\n") == 1
-    assert not list(tmp_path.iterdir()), "what is refused leaves no folder behind"
+    assert not list(tmp_path.iterdir()), "a refused command leaves no folder behind"
 
 
-def test_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_defaults_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_suite([], PARITY)
     assert config is not None
     assert config.parity == ParityConfig()
@@ -297,16 +308,18 @@ def test_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_suite([], PARITY).precision.name == "fp16"  # type: ignore[union-attr]
 
 
-def test_a_configuration_reads_back_as_the_same_records() -> None:
+def test_configuration_survives_json() -> None:
     config = compose(["engine=deepspeed", "schedule=wsd", "schedule.decay_steps=9", "data=text", "data.files=*.txt"])
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
 
 
-def test_started_once_not_by_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refuses_to_run_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["parity"]) == 2
-    assert "start it once, without a launcher" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "launcher" in error
+    assert "parity.ranks" in error
 
 
 def report_of(run_dir: Path) -> dict[str, Any]:
@@ -314,74 +327,88 @@ def report_of(run_dir: Path) -> dict[str, Any]:
     return values
 
 
-def test_engines_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["parity.engines=[native,ddp]", "precision=bf16", "model.dropout=0.1", "engines.native.zero_stage=3"]
+@pytest.fixture
+def single_ranks_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs jobs of one rank in this process, without the seconds of a process start."""
+
+    def run(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -> list[str]:
+        if len(jobs) > 1:
+            return run_ranks(module, jobs, threads=threads, folder=folder)
+        return [json.dumps(run_job(from_plain(ParityJob, json.loads(jobs[0]))))]
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(parity_run, "run_ranks", run)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.processes
+def test_engines_agree_with_the_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parity.engines=[native,ddp]", "precision=fp32", "model.dropout=0.1", "engines.native.zero_stage=3"]
     assert main(["parity", *TINY, *words, f"run_dir={tmp_path}"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for engine in ("native", "ddp"):
-        assert f"{engine} agrees with the oracle" in said
+        assert f"{engine} agrees with the oracle" in output
     report = report_of(tmp_path)
-    assert (report["agrees"], report["precision"], report["left_out"]) == (True, "bf16", {})
-    assert [(entry["engine"], entry["zero_stage"]) for entry in report["engines"]] == [
-        ("native", 3),
-        ("ddp", 0),
-    ]
+    assert (report["agrees"], report["precision"], report["left_out"]) == (True, "fp32", {})
+    assert report["noise_failure"] is None
+    assert len(report["oracle"]) == len(report["noise_baseline"]) == 4
+    assert [(entry["engine"], entry["zero_stage"]) for entry in report["engines"]] == [("native", 3), ("ddp", 0)]
     for entry in report["engines"]:
-        assert entry["verdict"] == "agrees with the oracle"
+        assert entry["summary"] == "agrees with the oracle"
         assert len(entry["curve"]) == len(entry["deviations"]["loss"]) == 4
-        assert 0 < max(entry["deviations"]["loss"]) < BOUNDS["bf16"].loss
-        assert entry["deviations"]["weights"].keys() == entry["allowed"]["weights"].keys()
-        assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "the same start, bit by bit"
+        assert max(entry["deviations"]["loss"]) < BOUNDS["fp32"].loss
+        assert max(max(series) for series in entry["deviations"]["weights"].values()) > 0
+        assert entry["deviations"]["weights"].keys() == entry["limits"]["weights"].keys()
+        assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "equal initial weights"
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "logs", "parity.png", "report.json"}
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_an_engine_agrees_in_fp8_with_a_yardstick_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.processes
+@pytest.mark.usefixtures("single_ranks_in_process")
+def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parity.engines=[native]", "precision=fp8", "parity.ranks=1", f"run_dir={tmp_path}"]
     assert main(["parity", *TINY, *words]) == 0
     assert "native agrees with the oracle" in capsys.readouterr().out
     report = report_of(tmp_path)
     (entry,) = report["engines"]
-    off, expected = (max(run["loss"]) for run in (entry["deviations"], report["yardstick_deviations"]))
+    off, expected = (max(run["loss"]) for run in (entry["deviations"], report["noise_deviations"]))
     assert 0 < off < BOUNDS["fp8"].loss
     assert 0 < expected < BOUNDS["fp8"].loss
     # the products of FP8 move weights several times as far as those of BF16
-    assert max(max(series) for series in report["yardstick_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
+    assert max(max(series) for series in report["noise_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
 
 
-def test_an_engine_without_fp8_is_left_out_with_the_reason() -> None:
+def test_engine_without_fp8_is_left_out_with_the_reason() -> None:
     config = read_suite(["precision=fp8"], PARITY)
     assert config is not None
     chosen, left_out = _choose_engines(config, "fp8", torch.device("cpu"))
     assert "deepspeed" not in chosen
     assert {"native", "ddp"} <= set(chosen)
-    assert "cannot do precision=fp8" in left_out["deepspeed"]
+    assert "precision=fp8" in left_out["deepspeed"]
 
 
-def test_the_step_and_tensor_of_a_fault_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank of two gives the gradient of one tensor with the wrong sign."""
+@pytest.mark.processes
+@pytest.mark.usefixtures("single_ranks_in_process")
+def test_wrong_gradient_on_one_rank_is_found_at_its_step_and_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One rank of two negates the gradient of one tensor."""
     name = "blocks.0.ffn.down.weight"
     words = [FACTORY, f"model.args.flip={name}", "parity.engines=[native]", "precision=fp32", f"run_dir={tmp_path}"]
     assert main(["parity", *TINY, *words]) == 1
-    assert f"native parts from the oracle at step 1: '{name}' is off by" in capsys.readouterr().out
+    assert f"native deviates from the oracle at step 1: '{name}' is off by" in capsys.readouterr().out
     report = report_of(tmp_path)
     assert not report["agrees"]
-    assert report["engines"][0]["parting"] | {"deviation": None, "others": None} == {
-        "step": 1,
-        "what": name,
-        "deviation": None,
-        "bound": pytest.approx(BOUNDS["fp32"].weights, rel=10),
-        "others": None,
-        "reason": None,
-    }
+    found = report["engines"][0]["mismatch"]
+    assert (found["step"], found["quantity"], found["reason"]) == (1, name, None)
+    assert found["limit"] == pytest.approx(BOUNDS["fp32"].weights, rel=10)
 
 
-def test_skips_of_a_dynamic_loss_scale_and_a_bound_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The oracle skips the steps that try out the scale; the first step that is applied is the first beyond 1e-12."""
+@pytest.mark.usefixtures("single_ranks_in_process")
+def test_oracle_skips_the_overflows_of_a_dynamic_loss_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With ``weight_bound=1e-12`` the first applied step is the first above its limit."""
     words = ["parity.engines=[native]", "parity.ranks=1", "precision=fp16", "precision.loss_scale.init=524288"]
     assert main(["parity", *TINY, *words, f"run_dir={tmp_path}", "parity.steps=7", "parity.weight_bound=1e-12"]) == 1
     (entry,) = report_of(tmp_path)["engines"]
@@ -389,24 +416,27 @@ def test_skips_of_a_dynamic_loss_scale_and_a_bound_of_ones_own(
     applied = reasons.index(None)
     assert applied > 0
     assert set(reasons[:applied]) == {"overflow"}
-    assert (entry["parting"]["step"], entry["parting"]["bound"]) == (applied + 1, 1e-12)
-    assert f"native parts from the oracle at step {applied + 1}: '" in capsys.readouterr().out
-    # an oracle that took all steps would be half a way ahead
+    assert (entry["mismatch"]["step"], entry["mismatch"]["limit"]) == (applied + 1, 1e-12)
+    assert f"native deviates from the oracle at step {applied + 1}: '" in capsys.readouterr().out
+    # an oracle that applied all steps would be half of the distance ahead
     assert max(max(series) for series in entry["deviations"]["weights"].values()) < 0.05
 
 
-def test_an_engine_that_fails_is_named(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_killed_rank_is_a_failure_of_its_engine(tmp_path: Path) -> None:
     config = read_suite([*TINY, FACTORY, "model.args.die=true", "precision=fp32"], PARITY)
     assert config is not None
     logs = tmp_path / "logs"
-    result = run_engine(config, "native", References(config.training("native"), tmp_path, logs), tmp_path, logs)
+    result = run_engine(config, "native", ReferenceRuns(config.training("native"), tmp_path, logs), tmp_path, logs)
     assert not result.agrees
-    assert result.verdict.startswith("failed: rank 1 was ended by SIGKILL")
+    assert result.summary.startswith("failed: ")
+    assert "rank 1" in result.summary
+    assert "SIGKILL" in result.summary
 
 
-def test_an_oracle_that_goes_wild_is_no_reference() -> None:
+def test_nonfinite_oracle_is_refused() -> None:
     check_oracle([Point(2.0, 1.0), Point(1.0, 0.5)])
-    with pytest.raises(ParityError, match=r"the oracle's own loss is nan and its gradient norm 1.0 at step 2"):
+    with pytest.raises(ParityError, match=r"loss is nan .* step 2"):
         check_oracle([Point(2.0, 1.0), Point(math.nan, 1.0)])
-    with pytest.raises(ParityError, match=r"its gradient norm inf at step 1"):
+    with pytest.raises(ParityError, match=r"gradient norm inf at step 1"):
         check_oracle([Point(2.0, math.inf)])

@@ -109,7 +109,7 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["plan", *argv]) == 0
         assert capsys.readouterr().out.startswith("usage: dtrain plan precision [--all] [key=value ...]")
     assert main(["plan", "precision", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("Usage: dtrain plan precision [--all] [group=option ...]")
+    assert capsys.readouterr().out.startswith("usage: dtrain plan precision [--all] [key=value ...]")
 
 
 def test_on_a_terminal_the_table_is_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

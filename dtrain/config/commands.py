@@ -1,0 +1,51 @@
+"""The commands that take ``key=value``, each with the schema of its keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from dtrain.config.schema import RunConfig
+from dtrain.config.tool_schema import (
+    CheckpointSuiteConfig,
+    CollectivesSuiteConfig,
+    EngineSuiteConfig,
+    Float8SuiteConfig,
+    OptimizerSuiteConfig,
+    ParitySuiteConfig,
+    PrecisionSuiteConfig,
+    VoteSuiteConfig,
+)
+
+Root = TypeVar("Root")
+
+
+@dataclass(frozen=True)
+class Primary(Generic[Root]):
+    """A command's configuration: ``conf/<name>.yaml`` builds on ``schema``, which Hydra knows as ``<name>_schema``."""
+
+    name: str
+    command: str
+    schema: type[Root]
+
+
+TRAIN = Primary("train", "train", RunConfig)
+PARITY = Primary("parity", "parity", ParitySuiteConfig)
+BENCH_ENGINE = Primary("bench-engine", "bench engine", EngineSuiteConfig)
+BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteConfig)
+BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteConfig)
+BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
+BENCH_CHECKPOINT = Primary("bench-checkpoint", "bench checkpoint", CheckpointSuiteConfig)
+BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
+BENCH_FLOAT8 = Primary("bench-float8", "bench float8", Float8SuiteConfig)
+PRIMARIES: tuple[Primary[Any], ...] = (
+    TRAIN,
+    PARITY,
+    BENCH_ENGINE,
+    BENCH_PRECISION,
+    BENCH_OPTIMIZER,
+    BENCH_COLLECTIVES,
+    BENCH_CHECKPOINT,
+    BENCH_VOTE,
+    BENCH_FLOAT8,
+)

@@ -1,0 +1,264 @@
+"""The typed schemas of ``dtrain bench`` and ``dtrain parity``; keys that they share with training mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtrain.config.fields import at_least, between, group, one_of, setting
+from dtrain.config.precision import Float8Config, PrecisionConfig
+from dtrain.config.schema import (
+    CosineConfig,
+    DataConfig,
+    DDPEngineConfig,
+    DeepSpeedEngineConfig,
+    FSDP2EngineConfig,
+    LaunchConfig,
+    ModelConfig,
+    NativeEngineConfig,
+    OptimConfig,
+    RunConfig,
+    ScheduleConfig,
+    StdlibDataConfig,
+    TrainConfig,
+)
+
+_RANKS = "Ranks, as processes on this machine."
+_THREADS = "PyTorch threads of a rank."
+_DEVICE = "Device; auto: a GPU if there is one."
+_ROUNDS = "Rounds; each round measures every benchmark case once."
+_STEPS = "Steps of one case in one round."
+_OUT = "Results file; null: `runs/bench-<suite>-<date>_<time>.json`."
+_STAGE = "ZeRO stage of the native engine."
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """What is measured, and how often. Cases alternate in every round, so that noise affects all of them."""
+
+    ranks: int = at_least(1, 1, _RANKS)
+    threads_per_rank: int = at_least(1, 1, _THREADS)
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    micro_batch_size: int = at_least(4, 1, "Sequences in a step of one rank.")
+    warmup_steps: int = at_least(2, 0, "Steps before the first round, which are not timed.")
+    rounds: int = at_least(10, 1, _ROUNDS)
+    steps: int = at_least(3, 1, _STEPS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
+class EngineBenchConfig(BenchConfig):
+    """dtrain's engines against a plain PyTorch loop on one rank, and against other libraries on several.
+
+    Compute-bound by default: 10.9M parameters, 1,024 tokens a rank and step. Communication-bound, 43.0M parameters and
+    128 tokens: ``model.hidden_dim=768 model.num_heads=12 model.max_seq_len=128 bench.micro_batch_size=1``.
+    """
+
+    ranks: int = at_least(2, 1, _RANKS)
+    stages: list[int] = setting([0, 1, 2, 3], "ZeRO stages of the native engine.")
+    engines: list[str] | None = setting(
+        None,
+        "Other engines of dtrain, as fsdp2 or fsdp2:3 (stage), each beside the library that does the same work; null: "
+        "all that are installed, []: none.",
+    )
+    peers: list[str] | None = setting(
+        None, "Other libraries; null: all, []: none. A library that is not installed is left out."
+    )
+    precision: str = one_of("bf16", "fp32", doc="Precision of every case.")
+    starts: int = at_least(5, 0, "Starts of `dtrain train` whose first step is timed.")
+
+
+@dataclass(frozen=True)
+class PrecisionBenchConfig(BenchConfig):
+    """Mixed precision against FP32, all else equal."""
+
+    precisions: list[str] = setting([], "Precisions beside fp32; []: those that the device computes fast.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
+class VoteBenchConfig(BenchConfig):
+    """Cost of the vote in real steps, and of a dynamic loss scale against none, all else equal."""
+
+    ranks: int = at_least(2, 1, _RANKS)
+    rounds: int = at_least(20, 1, _ROUNDS)
+    steps: int = at_least(5, 1, _STEPS)
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
+class Float8BenchConfig(BenchConfig):
+    """FP8 against BF16 in the native engine, one width after the other.
+
+    All cases of a width hold their models at once. At 1.2B parameters on one GPU: ``model=llama-1b
+    model.max_seq_len=4096 bench.micro_batch_size=2 bench.widths=[2048] bench.recipes=[tensorwise]``.
+    """
+
+    widths: list[int] = setting([128, 256], "Values of model.hidden_dim to measure; heads keep their size.")
+    recipes: list[str] = setting(["tensorwise", "rowwise"], "FP8 recipes to measure beside BF16.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
+class OptimizerBenchConfig:
+    """The optimizer phase against torch's sequence of passes, and against the memory's bandwidth."""
+
+    numel: int = at_least(50_000_000, 1024, "Elements; rounded to whole chunks of 1,024.")
+    threads: int = at_least(1, 1, "PyTorch threads.")
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    compiled: bool = setting(True, "Measure the compiled update too, which needs a compiler.")
+    rounds: int = at_least(10, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
+class CollectivesBenchConfig:
+    """Each collective of a step, by size and transport: sockets and shared memory on CPUs, NCCL on GPUs."""
+
+    ranks: int = at_least(2, 2, _RANKS)
+    threads_per_rank: int = at_least(1, 1, _THREADS)
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    sizes: list[int] = setting([1 << 16, 1 << 20, 1 << 23], "Elements of a flat buffer.")
+    rounds: int = at_least(10, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
+class CheckpointBenchConfig:
+    """Time that training stands still for a save, and time until the save is complete on the disk."""
+
+    ranks: int = at_least(1, 1, _RANKS)
+    threads_per_rank: int = at_least(1, 1, _THREADS)
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    sizes: list[int] = setting([131], "Megabytes (10^6 bytes) of masters and moments on a rank.")
+    dir: str = setting(".", "Folder on the disk to measure; a folder made in it is removed at the end.")
+    rounds: int = at_least(10, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
+class SuiteConfig:
+    """One run of a suite of ``dtrain bench`` that trains a model."""
+
+    seed: int = at_least(0, 0, "Seed of weights and samples.")
+    bench: BenchConfig = group(BenchConfig)
+    model: ModelConfig = group(ModelConfig)
+    data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
+    optim: OptimConfig = group(OptimConfig)
+
+
+@dataclass(frozen=True)
+class EngineSuiteConfig(SuiteConfig):
+    """``dtrain bench engine``."""
+
+    bench: EngineBenchConfig = group(EngineBenchConfig)
+
+
+@dataclass(frozen=True)
+class PrecisionSuiteConfig(SuiteConfig):
+    """``dtrain bench precision``."""
+
+    bench: PrecisionBenchConfig = group(PrecisionBenchConfig)
+
+
+@dataclass(frozen=True)
+class VoteSuiteConfig(SuiteConfig):
+    """``dtrain bench vote``."""
+
+    bench: VoteBenchConfig = group(VoteBenchConfig)
+
+
+@dataclass(frozen=True)
+class Float8SuiteConfig(SuiteConfig):
+    """``dtrain bench float8``; ``bench.recipes`` replaces ``float8.recipe``."""
+
+    bench: Float8BenchConfig = group(Float8BenchConfig)
+    float8: Float8Config = group(Float8Config)
+
+
+@dataclass(frozen=True)
+class OptimizerSuiteConfig:
+    """``dtrain bench optimizer``."""
+
+    bench: OptimizerBenchConfig = group(OptimizerBenchConfig)
+
+
+@dataclass(frozen=True)
+class CollectivesSuiteConfig:
+    """``dtrain bench collectives``."""
+
+    bench: CollectivesBenchConfig = group(CollectivesBenchConfig)
+
+
+@dataclass(frozen=True)
+class CheckpointSuiteConfig:
+    """``dtrain bench checkpoint``."""
+
+    bench: CheckpointBenchConfig = group(CheckpointBenchConfig)
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """Engines to compare with the FP32 oracle, over how many steps, and the permitted deviation."""
+
+    engines: list[str] | None = setting(
+        None, "Some of native, fsdp2, deepspeed, ddp; null: all that can train this run here."
+    )
+    ranks: int = at_least(2, 1, "Ranks of each engine; the oracle is one process.")
+    steps: int = at_least(20, 2, "Steps to attempt.")
+    micro_batch_size: int = at_least(2, 1, "Sequences in one forward on one rank.")
+    global_batch_size: int = at_least(8, 1, "Sequences in one step over all ranks.")
+    loss_bound: float | None = at_least(
+        None, 0.0, "Largest relative deviation of a loss; null: by precision, see docs/parity.md."
+    )
+    weight_bound: float | None = at_least(
+        None, 0.0, "Largest deviation of a tensor, relative to its distance from the start; null: by precision."
+    )
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    threads_per_rank: int = at_least(1, 1, _THREADS)
+    timeout_s: float = at_least(600.0, 1.0, "Seconds after which an unfinished collective ends the engine.")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Keys of every engine, each under its name."""
+
+    native: NativeEngineConfig = group(NativeEngineConfig)
+    fsdp2: FSDP2EngineConfig = group(FSDP2EngineConfig)
+    deepspeed: DeepSpeedEngineConfig = group(DeepSpeedEngineConfig)
+    ddp: DDPEngineConfig = group(DDPEngineConfig)
+
+
+@dataclass(frozen=True)
+class ParitySuiteConfig:
+    """``dtrain parity``."""
+
+    run_dir: str | None = setting(None, "Directory of the report; null: `runs/parity-<date>_<time>`.")
+    seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
+    parity: ParityConfig = group(ParityConfig)
+    engines: EngineSettings = group(EngineSettings)
+    precision: PrecisionConfig = group(PrecisionConfig)
+    model: ModelConfig = group(ModelConfig)
+    data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
+    optim: OptimConfig = group(OptimConfig)
+    schedule: ScheduleConfig = group(CosineConfig, ScheduleConfig.__doc__ or "")
+
+    def training(self, engine: str) -> RunConfig:
+        """The training run with one engine."""
+        parity = self.parity
+        return RunConfig(
+            seed=self.seed,
+            train=TrainConfig(
+                steps=parity.steps,
+                micro_batch_size=parity.micro_batch_size,
+                global_batch_size=parity.global_batch_size,
+            ),
+            engine=getattr(self.engines, engine),
+            precision=self.precision,
+            model=self.model,
+            data=self.data,
+            optim=self.optim,
+            schedule=self.schedule,
+            launch=LaunchConfig(
+                device=parity.device, threads_per_rank=parity.threads_per_rank, timeout_s=parity.timeout_s
+            ),
+        )

@@ -1,0 +1,141 @@
+"""``dtrain bench optimizer``: unscale, check, norm, clip, AdamW and cast, against torch's sequence of passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.tool_schema import OptimizerSuiteConfig
+from dtrain.distributed.setup import choose_device
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+from dtrain.optim.flat import FlatAdamW
+from dtrain.sharding.layout import CHUNK
+from dtrain.tools.bench.operations.timing import Operation, measure_operations, plural, time_rounds
+from dtrain.tools.bench.records import OperationResults
+
+_PARAMETER = 1024 * CHUNK
+"""Elements of one parameter in torch's sequence: a matrix of 1024 x 1024."""
+
+_MAX_NORM = 1.0
+_RULE = AdamW(lr=1e-4, compile=False)
+
+_DESCRIPTION = (
+    "{numel:,} elements, BF16 weights, FP32 masters, {threads} on {device}. GB/s counts the bytes an element that must "
+    "move: 34 from FP32 gradients (norm 4; gradient, master and moments 16 read; master, moments and weight 14 "
+    "written), 30 from BF16 gradients, 12 for triad (a + 1.5 b), 8 for copy, 30 for the update without the norm."
+)
+
+
+def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> OperationResults:
+    """Times the optimizer phase of each case, on the same masters and gradients.
+
+    Raises:
+        ConfigError: a device that does not exist, or no compiler although ``bench.compiled`` asks for one.
+    """
+    bench = config.bench
+    device = choose_device(bench.device, 0)
+    torch.set_num_threads(bench.threads)
+    phase = OptimizerPhase(bench.numel // CHUNK * CHUNK, device)
+    operations = phase.operations(compiled=bench.compiled)
+    return measure_operations(
+        "optimizer",
+        command,
+        config,
+        describe(phase.numel, bench.threads, device),
+        lambda: time_rounds(operations, bench.rounds, device),
+        baselines=["torch fused, BF16 grads", "torch foreach, BF16 grads"],
+        reference="triad" if device.type == "cpu" else "copy",
+    )
+
+
+def describe(numel: int, threads: int, device: torch.device) -> str:
+    """Returns the workload, and what GB/s counts."""
+    return _DESCRIPTION.format(numel=numel, threads=plural(threads, "thread"), device=device.type)
+
+
+class OptimizerPhase:
+    """The tensors that all cases share, and the operation of each case.
+
+    Args:
+        numel: number of elements, a multiple of the chunk.
+        device: of the tensors.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel, self.device = numel, device
+        generator = torch.Generator(device).manual_seed(0)
+        self.master = torch.randn(numel, generator=generator, device=device)
+        self.main_grad = torch.randn(numel, generator=generator, device=device)
+        self.replica = self.master.bfloat16()
+
+    def operations(self, *, compiled: bool) -> dict[str, Operation]:
+        """Returns the optimizer phase of each case, by name."""
+        bytes_30, bytes_34 = 30 * self.numel, 34 * self.numel
+        found = {
+            **self._bandwidths(),
+            "torch fused, BF16 grads": Operation(self._torch("fused", torch.bfloat16), bytes_30),
+            "torch fused, FP32 grads": Operation(self._torch("fused", torch.float32), bytes_34),
+            "torch foreach, BF16 grads": Operation(self._torch("foreach", torch.bfloat16), bytes_30),
+            "torch foreach, FP32 grads": Operation(self._torch("foreach", torch.float32), bytes_34),
+            "dtrain, blocked": Operation(self._dtrain(_RULE), bytes_34),
+            "dtrain, blocked, no norm": Operation(self._dtrain(_RULE, norm=False), bytes_30),
+        }
+        if compiled:
+            rule = AdamW(lr=_RULE.lr, compile=True)
+            found["dtrain, compiled"] = Operation(self._dtrain(rule), bytes_34)
+            found["dtrain, compiled, no norm"] = Operation(self._dtrain(rule, norm=False), bytes_30)
+        return found
+
+    def _bandwidths(self) -> dict[str, Operation]:
+        a, b, c = (torch.rand(self.numel, device=self.device) for _ in range(3))
+        return {
+            "triad": Operation(lambda: torch.add(a, b, alpha=1.5, out=c), 12 * self.numel),
+            "copy": Operation(lambda: c.copy_(a), 8 * self.numel),
+        }
+
+    def _torch(self, kind: str, grad_dtype: torch.dtype) -> Callable[[], None]:
+        """Returns a training loop's own passes around ``torch.optim.AdamW`` on the FP32 masters."""
+        masters = [nn.Parameter(values) for values in self.master.split(_PARAMETER)]
+        values, replicas = self.master.split(_PARAMETER), self.replica.split(_PARAMETER)
+        grads = [grad.to(grad_dtype) for grad in self.main_grad.split(_PARAMETER)]
+        optimizer = torch.optim.AdamW(
+            masters, lr=_RULE.lr, betas=_RULE.betas, eps=_RULE.eps, weight_decay=_RULE.weight_decay, **{kind: True}
+        )
+        found_inf, inverse_scale = (torch.full((1,), value, device=self.device) for value in (0.0, 1.0))
+
+        def run() -> None:
+            full = [grad.to(torch.float32) for grad in grads]  # FP32 gradients are not copied
+            for master, grad in zip(masters, full, strict=True):
+                master.grad = grad
+            found_inf.zero_()
+            torch._amp_foreach_non_finite_check_and_unscale_(full, found_inf, inverse_scale)
+            nn.utils.clip_grad_norm_(masters, _MAX_NORM)
+            if not found_inf.item():
+                optimizer.step()
+            torch._foreach_copy_(replicas, values)
+            optimizer.zero_grad()
+
+        return run
+
+    def _dtrain(self, rule: AdamW, *, norm: bool = True) -> Callable[[], None]:
+        """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatAdamW`."""
+        moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        part = UpdateSlice(True, self.master, self.main_grad, *moments, self.replica)
+        optimizer = FlatAdamW(rule, [[part]])
+        one, zero = (torch.full((), value, device=self.device) for value in (1.0, 0.0))
+
+        def decide() -> tuple[Tensor, Tensor]:
+            squares = torch.linalg.vector_norm(self.main_grad.view(-1, CHUNK), dim=1).double().square_().sum()
+            clip = (_MAX_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+            return (1 / clip).float(), squares.isfinite().logical_not().float()
+
+        def run() -> None:
+            divisor, found_inf = decide() if norm else (one, zero)
+            scalars = UpdateScalars.of(
+                lr=rule.lr, step=1, grad_divisor=divisor, found_inf=found_inf, device=self.device
+            )
+            optimizer.update(0, scalars)
+
+        return run

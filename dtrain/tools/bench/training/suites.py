@@ -1,0 +1,129 @@
+"""The suites ``engine``, ``precision`` and ``vote``: their cases, measured on one configuration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtrain.config.dump import config_to_dict
+from dtrain.config.tool_schema import (
+    EngineSuiteConfig,
+    PrecisionBenchConfig,
+    PrecisionSuiteConfig,
+    SuiteConfig,
+    VoteBenchConfig,
+    VoteSuiteConfig,
+)
+from dtrain.distributed.logging import logger
+from dtrain.distributed.setup import choose_device
+from dtrain.errors import ConfigError
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.sharding.placement import STAGES
+from dtrain.tools.bench.peers import PEERS
+from dtrain.tools.bench.records import BenchmarkCase, FailedCase, TrainingResults
+from dtrain.tools.bench.training.cases import engine_cases
+from dtrain.tools.bench.training.first_step import time_first_steps
+from dtrain.tools.bench.training.rounds import run_rounds
+from dtrain.tools.host import describe_host
+
+
+def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data.
+
+    Raises:
+        BenchError: no case could run, or ``dtrain train`` failed.
+        ConfigError: a stage or peer that does not exist.
+    """
+    check_stages(config.bench.stages)
+    installed, missing = [], []
+    for case in engine_cases(config.bench):
+        peer = None if case.is_dtrain else PEERS.get(case.engine)
+        if peer is None or peer.is_installed:
+            installed.append(case)
+            continue
+        reason = f"{case.name}: package {peer.package} is not installed; pip install 'dtrain[bench]'"
+        logger.warning("left out: %s", reason)
+        missing.append(FailedCase(case, reason))
+    results = _run("engine", installed, config, command)
+    starts = time_first_steps(config.bench.starts, config.bench.threads_per_rank)
+    return replace(results, train_starts_s=starts, failures=[*missing, *results.failures])
+
+
+def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's training loop in FP32 and in mixed precision.
+
+    Raises:
+        BenchError: no case could run.
+        ConfigError: a device that does not exist.
+    """
+    device = choose_device(config.bench.device, 0)
+    return _run("precision", precision_cases(config.bench, device), config, command)
+
+
+def run_vote_suite(config: VoteSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine with and without loss scaling, its vote timed inside each step.
+
+    Raises:
+        BenchError: no case could run.
+        ConfigError: a device that does not exist.
+    """
+    device = choose_device(config.bench.device, 0)
+    return _run("vote", vote_cases(config.bench, device), config, command)
+
+
+def check_stages(stages: Sequence[int]) -> None:
+    """Checks ``bench.stages``.
+
+    Raises:
+        ConfigError: a ZeRO stage that dtrain does not have, or a duplicate.
+    """
+    if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
+        known = ", ".join(map(str, STAGES))
+        raise ConfigError(f"bench.stages={list(stages)} must list some of {known}, each once")
+
+
+def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns FP32, then ``bench.precisions`` or those that ``device`` computes faster than FP32."""
+    mixed = [name for name in bench.precisions or fast_precisions(device) if name != "fp32"]
+    return [BenchmarkCase(name, "native", bench.ranks, name, bench.zero_stage) for name in ("fp32", *mixed)]
+
+
+def vote_cases(bench: VoteBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns the fast precisions of 16 bits, each without and with a dynamic loss scale."""
+    precisions = [name for name in fast_precisions(device) if name != "tf32"] or ["bf16"]
+    return [
+        BenchmarkCase(
+            f"{name}, {mode}", "native", bench.ranks, name, bench.zero_stage, loss_scale=mode, times_vote=True
+        )
+        for name in precisions
+        for mode in ("none", "dynamic")
+    ]
+
+
+def fast_precisions(device: torch.device) -> list[str]:
+    """Returns the precisions in which ``device`` multiplies matrices faster than in FP32.
+
+    FP16 is not among them on a CPU; an Ampere GPU or later has all three.
+    """
+    best = PrecisionPolicy.named("auto").on(device).name
+    if device.type == "cuda":
+        return ["tf32", "bf16", "fp16"] if best == "bf16" else ["fp16"]
+    return [best] if best != "fp32" else []
+
+
+def _run(suite: str, cases: Sequence[BenchmarkCase], config: SuiteConfig, command: str) -> TrainingResults:
+    results, failures = run_rounds(cases, config)
+    return TrainingResults(
+        suite=suite,
+        command=command,
+        date=time.strftime("%Y-%m-%dT%H:%M:%S"),
+        host=describe_host(),
+        config=config_to_dict(config),
+        tokens_per_rank=config.bench.micro_batch_size * config.model.max_seq_len,
+        cases=results,
+        train_starts_s=[],
+        failures=failures,
+    )

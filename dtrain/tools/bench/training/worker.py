@@ -1,0 +1,266 @@
+"""One rank of a benchmark case. Requests come on standard input, results go to standard output, as lines of JSON.
+
+The first line is a ``RankJob``. After it the result of ``{"steps": n}`` holds times and losses of n steps, and that of
+``{"footprint": true}`` is a ``Footprint``; the end of the input ends the process. The result of a rank that fails is
+``{"failure": reason}``. Between requests the rank is blocked on the pipe and takes no time from the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dtrain.config.dump import from_plain
+from dtrain.config.precision import Float8Config, LossScaleConfig, PrecisionConfig
+from dtrain.config.schema import (
+    GROUP_OPTIONS,
+    ConstantConfig,
+    EngineConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+from dtrain.data import BatchLoader, load_dataset
+from dtrain.distributed.setup import choose_device, connect_by_file
+from dtrain.errors import DtrainError
+from dtrain.models import build_model
+from dtrain.telemetry.throughput import device_name
+from dtrain.tools.bench.peers import PEERS, PLAIN
+from dtrain.tools.bench.peers.plain import Settings
+from dtrain.tools.bench.records import BenchmarkCase, Footprint, LinearFormat, RankJob
+from dtrain.tools.bench.training.vote_timing import Stopwatch, time_vote
+from dtrain.tools.ranks import open_result
+from dtrain.train.trainer import to_device
+
+if TYPE_CHECKING:
+    from dtrain.engine.interface import Engine
+
+_REASON_LENGTH = 500
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """A case that is ready to train in this process.
+
+    Attributes:
+        losses: an iterator that takes one step for each item.
+        num_parameters: of the model.
+        state: returns the bytes of the model states by kind.
+        formula: returns the same by the ZeRO formula; None for peers.
+        parts: stopwatches around parts of a step, by name.
+        linears: formats of the model's Linears, if the case trains in FP8.
+    """
+
+    losses: Iterator[float]
+    num_parameters: int
+    state: Callable[[], dict[str, int]]
+    formula: Callable[[], dict[str, int] | None]
+    parts: Mapping[str, Stopwatch] = field(default_factory=dict)
+    linears: Sequence[LinearFormat] = ()
+
+
+def main() -> int:
+    """Serves requests until the pipe is closed."""
+    results = open_result()
+    job = from_plain(RankJob, json.loads(sys.stdin.readline()))
+    try:
+        _serve(job, results)
+    except Exception as error:  # a peer may raise anything; the starter reports it and continues with the other cases
+        traceback.print_exc()
+        reason = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
+        _write(results, {"failure": " ".join(reason.split())[:_REASON_LENGTH]})
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def _serve(job: RankJob, results: IO[str]) -> None:
+    bench = job.config["bench"]
+    torch.set_num_threads(bench["threads_per_rank"])
+    device = choose_device(bench["device"], job.rank)
+    connect_by_file(job.store, job.rank, job.case.ranks, device)
+    training = _prepare(job, device)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "steps" in request:
+            _write(results, _take_steps(training, device, request["steps"]))
+        else:
+            _write(results, asdict(_footprint(training, device)))
+
+
+def _write(results: IO[str], values: dict[str, Any]) -> None:
+    results.write(json.dumps(values) + "\n")
+    results.flush()
+
+
+def _prepare(job: RankJob, device: torch.device) -> RankTraining:
+    case, config = job.case, _run_config(job)
+    dataset = load_dataset(config.data, config.model.max_seq_len)
+    model = build_model(config.model, dataset.vocab_size, config.seed)
+    loader = BatchLoader(
+        dataset.train,
+        seed=config.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        num_micro_batches=1,
+        rank=job.rank,
+        world_size=case.ranks,
+    )
+    batches = (to_device(micro_batches[0], device) for micro_batches in loader)
+    if case.is_dtrain:
+        return _prepare_engine(case, config, model, batches, device)
+    return _prepare_peer(job, config, model.to(device), batches)
+
+
+def _run_config(job: RankJob) -> RunConfig:
+    """Returns the configuration of a training run that equals the suite's."""
+    values, case = job.config, job.case
+    micro_batch_size = values["bench"]["micro_batch_size"]
+    return RunConfig(
+        seed=values["seed"],
+        train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * case.ranks),
+        engine=_engine_config(case),
+        precision=_precision_config(values, case),
+        model=from_plain(ModelConfig, values["model"]),
+        data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
+        optim=from_plain(OptimConfig, values["optim"]),
+        schedule=ConstantConfig(warmup_steps=0),
+    )
+
+
+def _precision_config(values: Mapping[str, Any], case: BenchmarkCase) -> PrecisionConfig:
+    precision = PrecisionConfig(name=case.precision, loss_scale=LossScaleConfig(mode=case.loss_scale))
+    if case.recipe is None:
+        return precision
+    return replace(precision, float8=replace(from_plain(Float8Config, values["float8"]), recipe=case.recipe))
+
+
+def _engine_config(case: BenchmarkCase) -> EngineConfig:
+    if not case.is_dtrain:
+        return EngineConfig()
+    engine: EngineConfig = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage)
+    return engine
+
+
+def _prepare_engine(
+    case: BenchmarkCase,
+    config: RunConfig,
+    model: nn.Module,
+    batches: Iterator[dict[str, Tensor]],
+    device: torch.device,
+) -> RankTraining:
+    # Imported here, so that the peers' processes do not hold dtrain's engines in memory.
+    from dtrain.distributed.setup import connect
+    from dtrain.train.setup import make_engine
+
+    engine = make_engine(config, model, connect(device))
+
+    def train() -> Iterator[float]:
+        for batch in batches:
+            engine.backward(engine(**batch))
+            yield engine.step().loss
+
+    def state() -> dict[str, int]:
+        return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}
+
+    parts = time_vote(engine) if case.times_vote else {}
+    linears = [] if case.recipe is None else _linears(engine)
+    return RankTraining(train(), engine.num_parameters, state, engine.memory_formula, parts, linears)
+
+
+def _linears(engine: Engine) -> list[LinearFormat]:
+    linears = ((found, engine.module.get_submodule(found.name)) for found in engine.contract.modules)
+    return [
+        LinearFormat(found.name, linear.out_features, linear.in_features, found.format, found.reason)
+        for found, linear in linears
+        if isinstance(linear, nn.Linear)
+    ]
+
+
+def _prepare_peer(
+    job: RankJob, config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]]
+) -> RankTraining:
+    case, optim = job.case, config.optim
+    if case.ranks > 1:  # some libraries read a launcher's environment although the process group exists
+        rank, world_size = str(job.rank), str(case.ranks)
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    peer = PLAIN if case.engine == "plain" else PEERS[case.engine]
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # before a peer cuts them into shards
+    settings = Settings(
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        max_grad_norm=optim.max_grad_norm,
+        bf16=case.precision == "bf16",
+        micro_batch_size=config.train.micro_batch_size,
+        device=next(model.parameters()).device,
+    )
+    prepared = import_module(f"dtrain.tools.bench.peers.{peer.module}").prepare(model, settings, **peer.options)
+
+    def state() -> dict[str, int]:
+        return {kind: _nbytes(tensors) for kind, tensors in prepared.tensors().items()}
+
+    return RankTraining((prepared.step(batch) for batch in batches), num_parameters, state, lambda: None)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    """Returns the bytes of the distinct storages of ``tensors``."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _take_steps(training: RankTraining, device: torch.device, count: int) -> dict[str, Any]:
+    times, cpu_times, losses = [], [], []
+    parts: dict[str, list[float]] = {name: [] for name in training.parts}
+    for _ in range(count):
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses.append(next(training.losses))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1000 * (time.perf_counter() - start))
+        cpu_times.append(1000 * (time.process_time() - cpu_start))
+        for name, stopwatch in training.parts.items():
+            parts[name].append(stopwatch.take())
+    return {"step_ms": times, "cpu_ms": cpu_times, "losses": losses, "parts_ms": parts}
+
+
+def _footprint(training: RankTraining, device: torch.device) -> Footprint:
+    return Footprint(
+        num_parameters=training.num_parameters,
+        state=training.state(),
+        formula=training.formula(),
+        peak_rss=_peak_rss(),
+        peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        device=device_name(device),
+        linears=list(training.linears),
+    )
+
+
+def _peak_rss() -> int:
+    """Returns bytes. Not by ``getrusage`` on Linux, which includes the parent's memory at this process's start."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
