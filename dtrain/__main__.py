@@ -77,7 +77,7 @@ def formats(argv: list[str]) -> int:
 
 
 class Verb(NamedTuple):
-    """A verb of the command line, and what the usage says about it."""
+    """A verb of the command line, with its line in the usage."""
 
     run: Callable[[list[str]], int]
     meaning: str
@@ -123,7 +123,11 @@ def _usage() -> str:
         for name, verb in VERBS.items()
     ]
     listed = "\n".join(lines)
-    return f"usage: dtrain VERB ...\n\n{listed}\n\nMore on a verb: dtrain VERB --help. Version: dtrain --version."
+    notes = (
+        "train, plan, parity and bench take key=value; the other verbs take arguments.\n"
+        "More on a verb: dtrain VERB --help. Version: dtrain --version."
+    )
+    return f"usage: dtrain VERB ...\n\n{listed}\n\n{notes}"
 
 
 def _fail(error: DtrainError) -> int:

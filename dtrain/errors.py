@@ -1,4 +1,4 @@
-"""All errors that dtrain raises on purpose.
+"""The exceptions that dtrain raises on purpose.
 
 A message states what was expected, what was found (names, shapes, ranks, values) and what to do. The class decides the
 exit code of the command line.

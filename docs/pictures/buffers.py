@@ -1,4 +1,4 @@
-"""Draws docs/pictures/buffers.png: what two ranks hold of a small transformer at each ZeRO stage.
+"""Draws docs/pictures/buffers.png: the model states of a small transformer on two ranks at each ZeRO stage.
 
 PYTHONPATH=. python docs/pictures/buffers.py
 
@@ -32,7 +32,7 @@ COLORS = {  # Okabe and Ito's, told apart with any colour vision
 
 
 def inspect(rank: int) -> list[dict[str, Any]]:
-    """What this rank's engine holds, a record a stage."""
+    """Returns one record a stage of the model states on this rank."""
     records = []
     for stage in range(4):
         engine = dtrain.initialize(build_model(CONFIG, 256, seed=0), zero_stage=stage, precision="bf16", seed=0)
@@ -42,8 +42,7 @@ def inspect(rank: int) -> list[dict[str, Any]]:
                 "layouts": [_describe(layout) for layout in state.layouts],
                 "segments": [[s.layout.name, s.flat_start, s.numel] for s in state.arena.segments],
                 "compute": [
-                    [replica.layout.name, tensor.numel()]
-                    for replica, tensor in zip(state.replicas, state.storages()["compute"], strict=True)
+                    [replica.layout.name, tensor.numel()] for replica in state.replicas for tensor in replica.persistent
                 ],
                 "main_grad": sum(tensor.numel() for tensor in state.storages()["main_grad"]),
                 "bytes": {**engine.memory(), "sum": sum(engine.memory_formula().values())},
@@ -68,7 +67,7 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, color: str
 
 
 def draw_layouts(axes: Axes, layouts: list[dict[str, Any]]) -> None:
-    """One row a flat buffer: parameters in place, padding hatched, shards divided."""
+    """Draws one row a flat buffer: parameters in their slots, padding hatched, the border of the shards."""
     for row, layout in enumerate(reversed(layouts)):
         name, color = layout["name"], COLORS[layout["name"]]
         _box(axes, 0, row + 0.1, layout["numel"], 0.8, color, padding=True)
@@ -89,11 +88,11 @@ def draw_layouts(axes: Axes, layouts: list[dict[str, Any]]) -> None:
     )
 
 
-KINDS = ("replicas (2 or 4 bytes)", "main grads (4)", "masters (4)", "first moments (4)", "second moments (4)")
+KINDS = ("compute replicas (2 or 4 bytes)", "main grads (4)", "masters (4)", "first moments (4)", "second moments (4)")
 
 
 def draw_rank(axes: Axes, record: dict[str, Any]) -> None:
-    """What one rank holds: width is elements, height is bytes an element, so area is memory."""
+    """Draws the states of one rank: width is elements, height is bytes an element, so area is memory."""
     layouts = {layout["name"]: layout for layout in record["layouts"]}
     starts, cursor = {}, 0
     for name, layout in layouts.items():
@@ -107,12 +106,12 @@ def draw_rank(axes: Axes, record: dict[str, Any]) -> None:
         for name, numel in record["compute"]
     ]
     rows = (compute, whole if record["main_grad"] == cursor else arena, arena, arena, arena)
-    for kind, held_parts in enumerate(rows):
+    for kind, intervals in enumerate(rows):
         y = 4 - kind
         for _, start, numel in whole:
             outline = Rectangle((start, y + 0.08), numel, 0.84, facecolor="none", edgecolor="#bbbbbb", lw=0.5, ls=":")
             axes.add_patch(outline)
-        for name, start, numel in held_parts:
+        for name, start, numel in intervals:
             height = 0.42 if kind == 0 and name.endswith("bfloat16") else 0.84
             _box(axes, start, y + 0.08, numel, height, COLORS[name])
     memory = record["bytes"]
@@ -136,7 +135,10 @@ def main() -> None:
         grid[rank][0].set_ylabel(f"rank {rank}", fontsize=10)
     handles = [Patch(facecolor=color, edgecolor="black", label=name) for name, color in COLORS.items()]
     bottom.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False)
-    bottom.suptitle("What a rank holds between steps; area is bytes, dotted is what it does not hold", fontsize=10)
+    bottom.suptitle(
+        "Model states of a rank between steps; area is bytes; dotted: not on this rank, or the masters' own storage",
+        fontsize=10,
+    )
     two_ranks.save(figure, "buffers.png")
 
 

@@ -2,8 +2,8 @@
 
 PYTHONPATH=. python docs/pictures/timeline.py [draw]
 
-With ``draw`` the picture is made from the file that is there. Times are of the monotonic clock, which the processes of
-a host share. Of the steps measured, the one of median length is kept.
+With ``draw`` the existing file is drawn. Times are of the monotonic clock, which the processes of a host
+share. The step of median length is kept.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ VOCAB, MICRO_BATCHES, WARMUP, STEPS, STAGES = 256, 2, 5, 21, (2, 3)
 
 
 class Recorder:
-    """Notes what happens when, as [kind, label, start, end] in seconds of the monotonic clock."""
+    """Records events as [kind, label, start, end] in seconds of the monotonic clock."""
 
     def __init__(self) -> None:
         self.events: list[list[Any]] = []
 
     @contextmanager
     def span(self, kind: str, label: str = "") -> Iterator[None]:
-        """The time of a block."""
+        """Records the time of a block."""
         start = time.monotonic()
         yield
         self.events.append([kind, label, start, time.monotonic()])
 
     def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, its calls noted."""
+        """Returns ``function`` with its calls recorded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self.span(kind):
@@ -61,7 +61,7 @@ class Recorder:
         return call
 
     def flight(self, kind: str, collective: Callable[..., Pending]) -> Callable[..., Pending]:
-        """``collective``, noted from its start until its result has been taken."""
+        """Returns ``collective``, recorded from its start until its result is complete."""
 
         def call(*args: Any, label: str, **kwargs: Any) -> Pending:
             start = time.monotonic()
@@ -75,9 +75,9 @@ class Recorder:
     def watch(self, engine: Any) -> None:
         """Wraps the parts of a native engine."""
         comm = engine.comm
-        comm.all_to_all_single = self.flight("exchange", comm.all_to_all_single)
-        gather, weights = self.flight("gather", comm.all_gather), self.flight("weights", comm.all_gather)
-        comm.all_gather = lambda *args, label: (weights if label == "weights" else gather)(*args, label=label)
+        comm.all_to_all_single = self.flight("all-to-all", comm.all_to_all_single)
+        replicas, weights = self.flight("all-gather", comm.all_gather), self.flight("weights", comm.all_gather)
+        comm.all_gather = lambda *args, label: (weights if label == "weights" else replicas)(*args, label=label)
         engine.finish_gradients = self.timed("finish", engine.finish_gradients)
         engine._vote = self.timed("vote", engine._vote)
         engine._optimizer.update = self.timed("update", engine._optimizer.update)
@@ -94,7 +94,7 @@ class _TimedWork:
 
 
 def measure(rank: int) -> list[list[dict[str, Any]]]:
-    """All measured steps of this rank, a list a stage."""
+    """Returns all measured steps of this rank, a list a stage."""
     stages = []
     for stage in STAGES:
         model = build_model(CONFIG, VOCAB, seed=0)
@@ -120,13 +120,13 @@ def measure(rank: int) -> list[list[dict[str, Any]]]:
     return stages
 
 
-def take() -> dict[str, Any]:
-    """Measures, and keeps the step of median length of each stage."""
+def measure_stages() -> dict[str, Any]:
+    """Measures all stages and keeps the step of median length of each."""
     load = os.getloadavg()[0]
     ranks = two_ranks.run(measure)
     stages = {}
-    for place, stage in enumerate(STAGES):
-        pairs = list(zip(*(rank[place] for rank in ranks), strict=True))
+    for index, stage in enumerate(STAGES):
+        pairs = list(zip(*(rank[index] for rank in ranks), strict=True))
         pairs.sort(key=lambda pair: max(step["end"] for step in pair) - min(step["start"] for step in pair))
         lengths = [max(step["end"] for step in pair) - min(step["start"] for step in pair) for pair in pairs]
         median = pairs[len(pairs) // 2]
@@ -142,7 +142,7 @@ def take() -> dict[str, Any]:
             ],
         }
     return {
-        "what": "one step on 2 ranks of 1 thread; [kind, label, start, end], ms from the step's start",
+        "description": "one step on 2 ranks of 1 thread; [kind, label, start, end], ms from the step's start",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "host": {"cores": os.cpu_count(), "machine": platform.machine(), "load_before": load},
         "torch": torch.__version__,
@@ -154,8 +154,8 @@ def take() -> dict[str, Any]:
     }
 
 
-KINDS = (("forward", "backward", "finish", "vote", "update"), ("wait",), ("exchange", "weights"), ("gather",))
-LANES = ("computes", "waits", "exchanges", "gathers")
+KINDS = (("forward", "backward", "finish", "vote", "update"), ("wait",), ("all-to-all", "weights"), ("all-gather",))
+LANES = ("compute", "wait", "all-to-all", "all-gather")
 COLORS = {  # Okabe and Ito's, told apart with any colour vision
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -163,29 +163,29 @@ COLORS = {  # Okabe and Ito's, told apart with any colour vision
     "vote": "#CC79A7",
     "update": "#009E73",
     "wait": "#000000",
-    "exchange": "#E69F00",
+    "all-to-all": "#E69F00",
     "weights": "#D55E00",
-    "gather": "#F0E442",
+    "all-gather": "#F0E442",
 }
 NAMES = {
-    "finish": "last exchanges, sums",
+    "finish": "last reductions, sums",
     "vote": "norm and vote",
-    "exchange": "leaves",
+    "all-to-all": "micro-batch gradients",
     "weights": "weights of micro-batches",
 }
 
 
 def draw(results: dict[str, Any]) -> None:
-    """A panel a stage, four lanes a rank."""
+    """Draws a panel a stage, with four lanes a rank."""
     figure, panels = plt.subplots(len(STAGES), 1, figsize=(10, 7.6), dpi=130, layout="constrained", sharex=True)
     for axes, (stage, record) in zip(panels, results["stages"].items(), strict=True):
         for rank, events in enumerate(record["ranks"]):
             draw_rank(axes, events, top=-5 * rank)
         labels = [(-5 * rank - lane - 0.5, name) for rank in range(2) for lane, name in enumerate(LANES)]
-        axes.set_yticks([place for place, _ in labels], [name for _, name in labels], fontsize=8)
+        axes.set_yticks([height for height, _ in labels], [name for _, name in labels], fontsize=8)
         for rank in range(2):
-            place = 1 - (0.24 + 0.53 * rank)
-            axes.text(-0.125, place, f"rank {rank}", transform=axes.transAxes, rotation=90, va="center")
+            height = 1 - (0.24 + 0.53 * rank)
+            axes.text(-0.125, height, f"rank {rank}", transform=axes.transAxes, rotation=90, va="center")
         median, least, most = record["step_ms"]
         spread = f"{results['steps_measured']} steps: {least:.0f} to {most:.0f}"
         axes.set_title(f"stage {stage}: {median:.0f} ms ({spread})", fontsize=10)
@@ -198,7 +198,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def draw_rank(axes: Axes, events: list[list[Any]], top: float) -> None:
-    """Lanes of one rank from ``top`` down; what is on its way at one time lies side by side."""
+    """Draws the lanes of one rank from ``top`` down; concurrent events lie side by side."""
     for lane, kinds in enumerate(KINDS):
         found = sorted((event for event in events if event[0] in kinds), key=lambda event: event[2])
         rows: list[float] = []  # when each row is free
@@ -216,12 +216,12 @@ def draw_rank(axes: Axes, events: list[list[Any]], top: float) -> None:
 
 def main() -> None:
     if sys.argv[1:] != ["draw"]:
-        text = json.dumps(take(), indent=1)
-        RESULTS.write_text(_one_line_an_event(text), encoding="utf-8")
+        text = json.dumps(measure_stages(), indent=1)
+        RESULTS.write_text(_one_line_per_event(text), encoding="utf-8")
     draw(json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
-def _one_line_an_event(text: str) -> str:
+def _one_line_per_event(text: str) -> str:
     return re.sub(r'\[\s*"[^\[\]]*\]', lambda event: " ".join(event.group().split()), text) + "\n"
 
 

@@ -18,7 +18,7 @@ WORLD_SIZE = 2
 
 
 def run(function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returned on each rank; it is a function of a module, and returns plain JSON."""
+    """Returns ``function(rank)`` of each rank; a module-level function that returns plain JSON."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(WORLD_SIZE, mp_context=context) as pool:
         results = pool.map(partial(_main, f"{folder}/store", function), range(WORLD_SIZE))

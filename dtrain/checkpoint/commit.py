@@ -1,4 +1,10 @@
-"""The commit of a checkpoint: every rank writes and syncs its file, then rank 0 checks and renames the directory."""
+"""The commit of a checkpoint: every rank writes and syncs its file, then rank 0 checks and renames the directory.
+
+[Note: commit order] Each step is durable before the next one relies on it, so no crash or power cut can show an
+incomplete checkpoint under its name: data files, manifest, entries of the temporary directory, lease check, rename,
+entry of the parent directory, and only then the deletion of older checkpoints. The lease check directly precedes the
+rename because another process may have taken the lease over at any time before.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +44,7 @@ from dtrain.errors import CheckpointError
 
 @dataclass
 class SaveControl:
-    """Shared by the thread that saves and the thread that trains.
+    """Flags shared by the thread that saves and the thread that trains.
 
     Attributes:
         failed: set by the saving thread if this rank's part has failed, so that the save cannot succeed.
@@ -188,6 +194,7 @@ def _entry(shards: Sequence[tuple[int, WrittenShard]], files: Sequence[FileEntry
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
+    """Follows [Note: commit order]."""
     with hold(target.parent) as lease:  # shared with save()
         try:
             with new_file(temporary / manifests.FILE) as append:
@@ -201,7 +208,7 @@ def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
     try:
         storage.sync_directory(target.parent)
     except OSError:
-        storage.rename(target, temporary)  # a failed save leaves nothing under its name
+        storage.rename(target, temporary)  # a failed save keeps nothing under its name
         raise
 
 

@@ -173,7 +173,7 @@ def _check_precision(precision: PrecisionConfig) -> None:
     by_rule = "fp8" in precision.rules.values()
     if by_rule and precision.name not in ("auto", "bf16", "fp8"):
         raise ConfigError(
-            f"an fp8 rule under precision={precision.name}: FP8 products return BF16, so all else must compute in BF16; "
+            f"an fp8 rule under precision={precision.name}: FP8 products return BF16, so the rest computes in BF16; "
             f"use precision=fp8 or bf16"
         )
     float8 = precision.float8

@@ -21,8 +21,8 @@ _FREE_GROUP_DOCS = {
     "experiment": "Named set of overrides; your own with --config-dir FOLDER.",
     "debug": "Named set of overrides that is applied last.",
 }
-_HYDRA_OPTIONS = """  --multirun, -m        run every combination of comma-separated values: optim.lr=1e-3,2e-3
-  --cfg job             print the composed configuration and stop
+_MULTIRUN = "  --multirun, -m        run every combination of comma-separated values: optim.lr=1e-3,2e-3"
+_HYDRA_OPTIONS = """  --cfg job             print the composed configuration and stop
   --config-dir FOLDER   take groups and options from your own YAML too
   --hydra-help          more options of Hydra"""
 
@@ -55,7 +55,7 @@ def help_text(primary: Primary[Root], config: Root, command: str = "") -> str:
         if not group.keys:
             continue
         lines += [*_title(group, width), *(line for key in group.keys for line in _entry(key, values, width)), ""]
-    return "\n".join([*lines, "Options:", _HYDRA_OPTIONS])
+    return "\n".join([*lines, "Options:", *([_MULTIRUN] if primary is TRAIN else []), _HYDRA_OPTIONS])
 
 
 def _title(group: KeyGroup, width: int) -> list[str]:

@@ -1,7 +1,7 @@
 """Reads a command line and runs its jobs.
 
-A job is one run; ``--multirun`` makes several. All of them are composed and checked before the first one starts, so that
-a mistake in the last one costs no training.
+A job is one run; ``--multirun`` makes several. All are composed and checked before the first one starts, so that a
+mistake in the last one costs no training.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _run_hydra_option(parser: ArgumentParser, args: Namespace, primary: Primary[
             _run_hydra(args, parser, read_jobs, str(config_folder()), primary.name)
         except SystemExit as stop:
             if stop.code:
-                raise ConfigError("Hydra cannot show that; it says why above") from None
+                raise ConfigError("Hydra cannot show that, for the reason above") from None
 
 
 def _sweep(request: _Request[RunConfig]) -> list[Job]:
@@ -273,8 +273,8 @@ def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
 
     With ``launch.num_processes`` they run in new processes, each with the same command line, ``argv``.
 
-    The ``run_dir`` of a job in a sweep is the folder of the sweep; it trains in ``<run_dir>/<number>``. The training code
-    broadcasts rank 0's folder, so that different clocks of the ranks do no harm.
+    The ``run_dir`` of a job in a sweep is the folder of the sweep; it trains in ``<run_dir>/<number>``. Rank 0's
+    folder is broadcast, so that different clocks of the ranks do no harm.
     """
     if not jobs:
         return 0

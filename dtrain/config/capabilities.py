@@ -119,7 +119,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 
 _NATIVE_ONLY = {
     "weight_scale": SupportedValues(
-        ("current",), "only the native engine casts weights to FP8 in its update, where a scale known before helps"
+        ("current",), "only the native engine casts weights to FP8 in its update, which can use a scale known before"
     ),
     "compile": SupportedValues(
         ("auto", False),

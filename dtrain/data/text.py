@@ -91,7 +91,7 @@ class TextDataset:
 def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
     """Reads the files that ``config`` names and cuts them into windows of ``seq_len`` tokens.
 
-    If the split by file leaves training or validation without a whole window (as with a single file), the last
+    If the split by file gives training or validation no whole window (as with a single file), the last
     ``validation_percent`` of the text, at least one window, is held out instead.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Doing something on every rank, or on rank 0 for all, and learning on every rank how it went."""
+"""Runs work on every rank, or on rank 0 for all, and reports a failure on every rank."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def on_every_rank(
     *,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> list[Any]:
-    """Runs ``work`` here and returns what it returned on every rank (plain JSON), in rank order.
+    """Runs ``work`` on every rank and returns the results (plain JSON) in rank order.
 
-    A failure on any rank is raised on all of them, so that none goes on alone or waits for ever.
+    A failure on any rank is raised on all of them, so that no rank continues or waits for the others.
 
     Args:
-        comm: the ranks.
-        what: is being done, for the message: ``WHAT failed on rank R: REASON``; empty leaves the reason alone.
-        work: what to run.
-        error_class: what an expected failure becomes.
-        expected: the failures that are; a rank with another one raises it as it is, with its traceback.
+        comm: communicator of the ranks.
+        what: name of the work, for the message ``WHAT failed on rank R: REASON``; empty: the message is the reason.
+        work: function to run.
+        error_class: error that an expected failure becomes.
+        expected: expected failures; a rank with another one raises it unchanged, with its traceback.
 
     Raises:
-        DtrainError: an ``error_class``: ``work`` raised on one or more ranks; names the first of them and its reason.
-        CommunicationError: another rank failed in a way that was not expected.
+        DtrainError: an ``error_class``, with the first rank on which ``work`` failed and its reason.
+        CommunicationError: another rank had an unexpected failure.
     """
     cause: Exception | None = None
     try:
@@ -49,8 +49,8 @@ def on_every_rank(
     if unexpected is not None:
         raise CommunicationError(f"rank {unexpected} failed, so this one ends too: {reports[unexpected]['error']}")
     others = f" (and on {len(failed) - 1} more)" if len(failed) > 1 else ""
-    place = f"{what} failed on rank {failed[0]}{others}: " if what else ""
-    raise error_class(f"{place}{reports[failed[0]]['error']}") from cause
+    prefix = f"{what} failed on rank {failed[0]}{others}: " if what else ""
+    raise error_class(f"{prefix}{reports[failed[0]]['error']}") from cause
 
 
 def on_rank_0(
@@ -61,12 +61,12 @@ def on_rank_0(
     *,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> Any:
-    """Runs ``work`` on rank 0 and returns its plain JSON value on every rank; else as :func:`on_every_rank`."""
+    """Runs ``work`` on rank 0 and returns its result (plain JSON) on every rank; see :func:`on_every_rank`."""
 
-    def only_there() -> Any:
+    def on_this_rank() -> Any:
         return work() if comm.rank == 0 else None
 
-    return on_every_rank(comm, what, only_there, error_class, expected=expected)[0]
+    return on_every_rank(comm, what, on_this_rank, error_class, expected=expected)[0]
 
 
 def on_rank_0_for_long(
@@ -77,30 +77,30 @@ def on_rank_0_for_long(
     *,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> Any:
-    """As :func:`on_rank_0`, of work that may take longer than a collective is let wait.
+    """Runs ``work`` as :func:`on_rank_0` does, if it may take longer than the time-out of a collective.
 
     Args:
-        comm: the ranks.
-        what: is being done, for the message.
-        work: is given a function to call now and then, more often than the limit: the other ranks go on waiting then.
-        error_class: what an expected failure becomes.
-        expected: the failures that are.
+        comm: communicator of the ranks.
+        what: name of the work, for the message.
+        work: called with a function that it must call more often than the time-out, to keep the other ranks waiting.
+        error_class: error that an expected failure becomes.
+        expected: expected failures.
     """
 
     def once(report: Callable[[], dict[str, Any]]) -> Any:
         return on_rank_0(comm, what, report, error_class, expected=expected)
 
-    def go_on_waiting() -> None:
+    def keep_waiting() -> None:
         once(dict)
 
-    answer = once(lambda: {"value": work(go_on_waiting)})
-    while "value" not in answer:  # never on rank 0
-        answer = once(dict)
-    return answer["value"]
+    result = once(lambda: {"value": work(keep_waiting)})
+    while "value" not in result:  # never on rank 0
+        result = once(dict)
+    return result["value"]
 
 
 def describe(error: Exception) -> str:
-    """One line for another rank: the message alone where it is ours or the system's, else with its type."""
+    """Returns one line for another rank: the message of dtrain's and system errors, with the type for others."""
     if isinstance(error, DtrainError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, as its launcher says in the environment. Imports no torch."""
+"""Rank and world size of this process, from its launcher's environment variables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from dtrain.errors import ConfigError
 
 LAUNCHER_PID = "DTRAIN_LAUNCHER_PID"
-"""The environment variable by which a rank knows the process that has started it, where that is dtrain's own."""
+"""Environment variable with the process id of dtrain's own launcher, for the ranks that it starts."""
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def follow_launcher() -> None:
-    """Has the kernel send this rank SIGTERM when dtrain's own launcher ends, however it does: no rank stays behind."""
+    """Makes the kernel send this rank SIGTERM when dtrain's own launcher ends, so that no rank outlives it."""
     launcher = os.environ.pop(LAUNCHER_PID, None)  # not for processes that this rank starts
     if launcher is None or sys.platform != "linux":
         return
@@ -30,11 +30,11 @@ def follow_launcher() -> None:
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """What the launcher says; one rank where none has started this process.
+    """Rank and world size from the launcher; a single rank without one.
 
     Attributes:
-        launched: a launcher has started this process as one of its ranks.
-        one_host: it is known that all ranks are on this host.
+        launched: whether a launcher has started this process as one of its ranks.
+        one_host: whether all ranks are known to be on this host.
     """
 
     rank: int = 0
@@ -62,7 +62,7 @@ class LaunchEnv:
         try:
             if "RANK" in env:
                 return _of_torch(env)
-            # only srun says how many tasks its step has: a batch script has SLURM_NTASKS and SLURM_PROCID=0 as well
+            # only srun sets the tasks of a step: a batch script has SLURM_NTASKS and SLURM_PROCID=0 as well
             if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
                 return _of_srun(env)
         except ValueError as error:
@@ -70,7 +70,7 @@ class LaunchEnv:
         return LaunchEnv()
 
     def export(self) -> None:
-        """Sets the variables of torchrun where another launcher has started this rank: libraries read them."""
+        """Sets torchrun's variables, which libraries read, if another launcher has started this rank."""
         os.environ.setdefault("RANK", str(self.rank))
         os.environ.setdefault("WORLD_SIZE", str(self.world_size))
         os.environ.setdefault("LOCAL_RANK", str(self.local_rank))
@@ -94,7 +94,7 @@ def _of_torch(env: Mapping[str, str]) -> LaunchEnv:
 
 
 def _of_srun(env: Mapping[str, str]) -> LaunchEnv:
-    """A task of a step of several; ``srun`` sets all that is read here in each of them."""
+    """Reads a task of a step with several tasks; ``srun`` sets all these variables in each of them."""
     try:
         rank, local_rank, node = (int(env[f"SLURM_{name}"]) for name in ("PROCID", "LOCALID", "NODEID"))
         world_size = int(env["SLURM_STEP_NUM_TASKS"])
@@ -107,7 +107,7 @@ def _of_srun(env: Mapping[str, str]) -> LaunchEnv:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` is 2, 2, 2, 1."""
+    """Parses ``2(x3),1`` as 2, 2, 2, 1."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)

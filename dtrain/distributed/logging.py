@@ -1,4 +1,4 @@
-"""One logger for the project: rank 0 speaks at INFO, the others at WARNING."""
+"""The logger of dtrain: rank 0 logs from INFO on, the others from WARNING on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ logger = logging.getLogger("dtrain")
 
 
 def configure_logging(rank: int) -> None:
-    """Sends log lines of this rank to standard error; other ranks than 0 say only warnings, with their number."""
+    """Sends log lines of this rank to standard error; ranks other than 0 log only warnings, with their number."""
     logger.handlers.clear()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))

@@ -197,7 +197,7 @@ def _check_backend(device: torch.device) -> None:
 
 
 def _leave(comm: Communicator) -> None:
-    """Destroys the process group at the end of the interpreter, which a gloo thread that holds a tensor would abort.
+    """Destroys the process group at exit: a gloo thread that holds a tensor would abort the interpreter.
 
     After an uncaught exception the other ranks may never answer, and waiting for them would hide the exception.
     """

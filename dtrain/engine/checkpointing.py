@@ -10,58 +10,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine.request import StepOptions
+from dtrain.engine.state import StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases
-from dtrain.precision.contract import Contract
 
 _TRAINED = ("master", "exp_avg", "exp_avg_sq")
 _FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumulation")
 """The FP8 options that the bits of a product follow from."""
 
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
-
-
-class CheckpointedEngine(Protocol):
-    """The shards and the state of an engine; see :class:`dtrain.engine.step.StepEngine`."""
-
-    name: str
-    module: nn.Module
-    comm: Communicator
-    contract: Contract
-    options: StepOptions
-    shapes: dict[str, tuple[int, ...]]
-    attempted_steps: int
-    data_cursor: int
-    run_id: str
-    seed: int
-
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields what this rank saves of ``kind``."""
-        ...
-
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields what this rank loads of ``kind``."""
-        ...
-
-    def saved_state(self) -> dict[str, Any]:
-        """Returns what ``engine_state`` holds of this engine alone."""
-        ...
-
-    def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores what :meth:`saved_state` returned."""
-        ...
 
 
 class Checkpointer:
@@ -75,7 +42,7 @@ class Checkpointer:
         load_failed: whether the last load failed after it had begun to overwrite tensors.
     """
 
-    def __init__(self, engine: CheckpointedEngine, finalizer: StepFinalizer) -> None:
+    def __init__(self, engine: StateEngine, finalizer: StepFinalizer) -> None:
         self._engine = engine
         self._comm = engine.comm
         self._finalizer = finalizer
@@ -106,6 +73,7 @@ class Checkpointer:
         def take() -> None:
             snapshots.append(self._snapshot(extra or {}, config or {}, metrics or {}))
 
+        # agreed on before the save: a rank without a snapshot would leave the others waiting in its collectives
         on_every_rank(self._comm, f"saving step {self._engine.attempted_steps}", take, CheckpointError)
         save = self._saver.start if asynchronous else self._saver.save
         return save(directory, snapshots[0], retention)
@@ -142,7 +110,7 @@ class Checkpointer:
     ) -> Snapshot:
         engine = self._engine
         shards = [*self._owned_shards()]
-        if self._comm.rank == 0:
+        if self._comm.rank == 0:  # all ranks hold these, so one of them writes
             shards += _replicated_shards(engine.module)
         state = {
             "run_id": engine.run_id,
@@ -186,7 +154,7 @@ class Checkpointer:
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         _check_same_model(reader, self._engine)
-        self.load_failed = True
+        self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
         reader.check_fingerprints(self._loaded_shards(reader), self._comm)
         extra = self._restore(reader)
@@ -195,6 +163,7 @@ class Checkpointer:
 
     def _read(self, reader: CheckpointReader) -> None:
         shards = chain.from_iterable(self._engine.local_shards(kind) for kind in _TRAINED)
+        # every rank fills all that it holds, also what another rank has saved
         trained = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
         replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine.module))
         reader.read_into(chain(trained, replicated))
@@ -205,7 +174,7 @@ class Checkpointer:
         Raises:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
-        yield from self._owned_shards()
+        yield from self._owned_shards()  # over all ranks these are every element once
         if self._comm.rank != 0:
             return
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
@@ -231,7 +200,7 @@ class Checkpointer:
         _warn_of_other_bits(reader, engine)
         finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
         finalizer.skips.reset()
-        engine.restore_state(saved)
+        engine.restore_state(saved)  # the masters are filled by now, from which an engine may derive its state
         engine.data_cursor = int(reader.state["data_cursor"])
         seed = reader.state["rng"]["seed"]
         if seed is not None:  # an imported model has none
@@ -267,7 +236,7 @@ def _replicated_shards(model: nn.Module) -> Iterator[TensorShard]:
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
 
 
-def _check_same_model(reader: CheckpointReader, engine: CheckpointedEngine) -> None:
+def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
     """Compares names, kinds, shapes and dtypes."""
     reader.require_kinds((*_TRAINED, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
@@ -295,7 +264,7 @@ def _check_same_model(reader: CheckpointReader, engine: CheckpointedEngine) -> N
             )
 
 
-def _warn_of_other_bits(reader: CheckpointReader, engine: CheckpointedEngine) -> None:
+def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
     """Warns of each difference because of which the run resumes, but not bit for bit."""
     saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
     if saved is not None and saved != own:

@@ -52,6 +52,7 @@ class DdpEngine(StepEngine):
         model = request.model
         super().__init__(request, backward_names(find_groups(model)))
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # FP32, because the parameters are the masters; contiguous, because shards are flat views
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float().contiguous()
         self._float8_weights = _cache_float8(model, self.contract)
@@ -62,6 +63,7 @@ class DdpEngine(StepEngine):
         ]
         self._local_shards = LocalShards(shards, request.step.optimizer, (self.rank, self.world_size))
         self._gradients = _Gradients(self.monitor)
+        # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):
             self._parameters[name].register_hook(self._gradients.hook(name, number))
         self._replicated: DistributedDataParallel | None = None
@@ -112,11 +114,13 @@ class DdpEngine(StepEngine):
         self._gradients.reduce_dtype_check = None
 
     def _finish_sums(self, replicated: DistributedDataParallel) -> None:
-        if not self._gradients.num_summed:  # the last micro-batch had no backward
+        # the last micro-batch had no backward: the sums of the earlier ones are still to be reduced
+        if not self._gradients.num_summed:
             with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
                 replicated(None).backward()
         if self._gradients.reduce_dtype_check is not None:
             self._gradients.reduce_dtype_check.require_complete()
+        # a bucket that is never launched would leave the ranks with different gradients silently
         total = sum(parameter.numel() for parameter in replicated.parameters())
         if self._gradients.num_summed != total:
             raise ContractError(
@@ -212,7 +216,7 @@ class _Gradients:
         """Multiplies the gradients of a backward inside by ``weight``; records them unless ``micro_batch`` is None."""
         self._weight, self._micro_batch = weight, micro_batch
         yield
-        self._weight = None
+        self._weight = None  # not after an error: the engine is unusable then
 
     def hook(self, name: str, number: int) -> Callable[[Tensor], Tensor | None]:
         """Returns the hook for the parameter ``name``, the ``number``-th in backward."""

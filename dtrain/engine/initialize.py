@@ -1,4 +1,4 @@
-"""``dtrain.initialize``: from a model and a few records to an engine."""
+"""``dtrain.initialize``: builds an engine from a model and a few records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
-from dtrain.engine.step import is_managed
+from dtrain.engine.state import is_managed
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
@@ -60,39 +60,39 @@ def initialize(
     seed: int | None = None,
     comm: Communicator | None = None,
 ) -> Engine:
-    """Puts ``model`` under an engine; every rank calls it with the same arguments.
+    """Builds an engine for ``model``; every rank calls it with the same arguments.
 
-    The engine takes the model's trainable parameters over, in place: from then on they are its compute weights. Rank
-    0's weights and buffers are broadcast. What an engine cannot do is refused with the reason
-    (:mod:`dtrain.config.capabilities`). The process group that exists is used; where none does, one is made from the
-    launcher's environment, and a single rank needs none.
+    The engine manages the model's trainable parameters from then on, in place: they become its compute weights. Rank
+    0's weights and buffers are broadcast. Options that an engine does not support are refused with the reason
+    (:mod:`dtrain.config.capabilities`). An existing process group is used; else one is created from the launcher's
+    environment. A single rank needs none.
 
     Args:
         model: any ``nn.Module`` with values (not on ``meta``); it is moved to the rank's device.
         optimizer: AdamW's hyper-parameters; ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
         engine: ``native``, ``fsdp2``, ``deepspeed`` or ``ddp``.
-        zero_stage: 0 to 3: what of replicas, gradients, masters and moments is sharded; None: 2, and 0 with ``ddp``. At
-            stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the same order, in
-            :meth:`Engine.eval` too.
+        zero_stage: 0 to 3: which of replicas, gradients, masters and moments are sharded; None: 2, and 0 with ``ddp``.
+            At stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the same order,
+            in :meth:`Engine.eval` too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``, or a policy, which may have rules.
-        loss_scale: ``auto`` (dynamic where anything is FP16, else none), ``none``, ``dynamic``, ``calibrated``, a
+        loss_scale: ``auto`` (dynamic if anything is FP16, else none), ``none``, ``dynamic``, ``calibrated``, a
             number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
         groups: units of sharding: ``auto`` (each element of a ModuleList or Sequential) or module-name patterns.
         reproducible: canonical sums, keyed RNG and deterministic kernels: equal bits at any world size and stage.
         grad_reduction: ``auto`` (reduce_scatter), ``all_reduce`` or ``reduce_scatter``; concerns stage 1 only.
-        reduce_dtype: of gradients on the wire, whose replica has the compute dtype: ``fp32``, ``bf16`` or ``fp16``.
-            ``auto``: each micro-batch's gradients travel as they are (stages 2 and 3, reproducible), and FP32 sums of
-            them in FP32 (stages 0 and 1). Sums over ranks are FP32 always.
-        reshard_after_forward: free a group after its forward, else after its backward; concerns stage 3 only.
-        prefetch: groups gathered ahead of their use; stage 3 only.
-        keep_gathered: name patterns of modules and parameters that are gathered for the whole forward and backward,
+        reduce_dtype: dtype in which gradients of compute-dtype replicas are sent: ``fp32``, ``bf16`` or ``fp16``.
+            ``auto``: each micro-batch's gradients are sent in their own dtype (stages 2 and 3, reproducible), and FP32
+            sums of them in FP32 (stages 0 and 1). Sums over ranks are always formed in FP32.
+        reshard_after_forward: reshard a group after its forward, else after its backward; stage 3 only.
+        prefetch: number of groups unsharded ahead of their use; stage 3 only.
+        keep_gathered: name patterns of modules and parameters that stay unsharded for the whole forward and backward,
             because something outside their group reads them; stage 3 only.
         offload: ``cpu`` keeps masters and moments in host memory; ``deepspeed`` only.
-        max_consecutive_skips: skipped steps in a row that end the run.
-        seed: of dropout and the like; None takes rank 0's ``torch.initial_seed()``.
-        comm: the ranks to train with; None makes or finds the process group.
+        max_consecutive_skips: number of skipped steps in a row that ends the run.
+        seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
+        comm: the ranks to train with; None finds or creates the process group.
 
     Raises:
         ConfigError: a value that cannot be honoured.
@@ -103,14 +103,14 @@ def initialize(
     options = StepOptions(
         optimizer or AdamW(), schedule or Constant(), max_grad_norm, stage, reproducible, max_consecutive_skips
     )
-    special = EngineOptions(
+    engine_options = EngineOptions(
         groups, grad_reduction, UnshardOptions(reshard_after_forward, prefetch, tuple(keep_gathered)), offload
     )
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
-    _check_arguments(engine, options, special, policy, reduce_dtype)
+    _check_arguments(engine, options, engine_options, policy, reduce_dtype)
     rule = LossScale.of(loss_scale)
     if is_managed(model):
-        raise ModelError("this model is under an engine already; go on with that engine, or build the model anew")
+        raise ModelError("this model is under an engine already; use that engine, or build a new model")
     check_trainable(model)
     if reproducible:
         _require_reproducible(model)
@@ -126,16 +126,18 @@ def initialize(
     identity = _agree_on_identity(comm, seed)
     given = resolve(policy, model, CAPABILITIES[engine].held, policy.decisions)
     rule = rule.resolved(torch.float16 if given.needs_loss_scale else policy.compute_dtype)
-    _require_equal_configs(comm, _config_text(engine, model, given, options, special, rule))
+    # before rank 0 decides for all: it times products of its own model, which must be that of all ranks
+    _require_equal_configs(comm, _config_text(engine, model, given, options, engine_options, rule))
     contract = _with_decisions(given, model, comm, casts_each_time=CAPABILITIES[engine].casts_each_time)
-    config_text = _config_text(engine, model, contract, options, special, rule)
+    config_text = _config_text(engine, model, contract, options, engine_options, rule)
     if reproducible:
         _use_deterministic_kernels()
     set_matmul_precision(policy)
+    # before anything is cast: masters take the unrounded values
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
-    request = EngineRequest(model, contract, comm, options, special, rule.start(), identity, config_text)
-    # imported by name: what one engine needs, another need not have
+    request = EngineRequest(model, contract, comm, options, engine_options, rule.start(), identity, config_text)
+    # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.{engine}").build(request)
     for line in built.contract.describe():
         logger.info(line)
@@ -145,7 +147,8 @@ def initialize(
 
 
 def underflow_warning(contract: Contract, rule: LossScale) -> str:
-    """What to know where gradients are FP16 and the loss is never scaled; empty elsewhere."""
+    """Returns a warning if gradients are FP16 and the loss is never scaled up, else an empty string."""
+    # 6e-8 is the smallest subnormal number of FP16
     is_scaled = rule.mode in ("dynamic", "calibrated") or (rule.mode == "static" and rule.init > 1)
     if is_scaled or not contract.needs_loss_scale:
         return ""
@@ -167,14 +170,14 @@ def _check_ranks(engine: str, comm: Communicator) -> None:
     if engine != "native" and comm.world_size != everyone:
         raise ConfigError(
             f"engine={engine} trains with all ranks of the process group, {everyone}, and got a communicator of "
-            f"{comm.world_size}; use engine=native for a part of them"
+            f"{comm.world_size}; use engine=native for a subset of them"
         )
 
 
 def _decided(
     engine: str, policy: PrecisionPolicy, device: torch.device, options: StepOptions, reduce_dtype: str
 ) -> PrecisionPolicy:
-    """The policy as ``device`` and ``engine`` honour it, with the dtype of gradients on the wire."""
+    """Returns the policy resolved for ``device`` and ``engine``, with the dtype of gradients during reduction."""
     placements = STAGES[options.zero_stage]
     reduces_every_micro_batch = engine == "native" and placements.reduces_every_micro_batch(
         reproducible=options.reproducible
@@ -189,7 +192,7 @@ def _decided(
 
 
 def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, casts_each_time: bool) -> Contract:
-    """``given``, which all ranks have, with all FP8 products decided: as before, else rank 0 times or weighs them."""
+    """Returns ``given`` with all FP8 products decided: as in earlier decisions, else by rank 0 for all ranks."""
     policy = given.policy
     before = {decision.name: decision for decision in policy.decisions}
     candidates = float8_candidates(policy, model)
@@ -200,7 +203,10 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
         decisions = on_rank_0(
             comm,
             "choosing the FP8 products",
-            lambda: list(map(asdict, decide_float8(products, policy.float8, comm.device, casts_each_time=casts_each_time))),
+            lambda: [
+                asdict(decision)
+                for decision in decide_float8(products, policy.float8, comm.device, casts_each_time=casts_each_time)
+            ],
             ConfigError,
             expected=(ConfigError,),
         )
@@ -208,7 +214,7 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
 
 
 def _rank_device(model: nn.Module) -> torch.device:
-    """Where the model is if that is a GPU; the CPU where the process group speaks gloo; else this rank's own GPU."""
+    """Returns the model's GPU if it has one, the CPU if the process group uses gloo, else this rank's own GPU."""
     found = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     if found is not None:
         return found
@@ -218,21 +224,21 @@ def _rank_device(model: nn.Module) -> torch.device:
 
 
 def _check_arguments(
-    engine: str, options: StepOptions, special: EngineOptions, policy: PrecisionPolicy, reduce_dtype: str
+    engine: str, options: StepOptions, engine_options: EngineOptions, policy: PrecisionPolicy, reduce_dtype: str
 ) -> None:
-    """What can be said before the device and the other ranks are known."""
-    stage, grad_reduction = options.zero_stage, special.grad_reduction
+    """Checks what does not depend on the device and the other ranks."""
+    stage, grad_reduction = options.zero_stage, engine_options.grad_reduction
     settings: dict[str, Any] = {
         "zero_stage": stage,
         "reproducible": options.reproducible,
         "reduce_dtype": reduce_dtype,
         "compile": options.optimizer.compile,
-        "offload": special.offload,
-        "groups": special.groups if isinstance(special.groups, str) else tuple(special.groups),
+        "offload": engine_options.offload,
+        "groups": engine_options.groups if isinstance(engine_options.groups, str) else tuple(engine_options.groups),
         "grad_reduction": grad_reduction,
-        "reshard_after_forward": special.unshard.reshard_after_forward,
-        "prefetch": special.unshard.prefetch,
-        "keep_gathered": special.unshard.keep_gathered,
+        "reshard_after_forward": engine_options.unshard.reshard_after_forward,
+        "prefetch": engine_options.unshard.prefetch,
+        "keep_gathered": engine_options.unshard.keep_gathered,
         "weight_scale": policy.float8.weight_scale,
     }
     if policy.name in SETTINGS["precision"]:
@@ -245,7 +251,7 @@ def _check_arguments(
         raise ConfigError(
             f"grad_reduction={grad_reduction} has no effect with reproducible=True, which sums at the owner"
         )
-    if stage != 3 and special.unshard != UnshardOptions():
+    if stage != 3 and engine_options.unshard != UnshardOptions():
         raise ConfigError(
             f"reshard_after_forward, prefetch and keep_gathered concern zero_stage=3 only; got zero_stage={stage}"
         )
@@ -273,6 +279,7 @@ def _require_reproducible(model: nn.Module) -> None:
 
 
 def _use_deterministic_kernels() -> None:
+    # read when cuBLAS starts; torch refuses its non-deterministic workspaces otherwise
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -281,10 +288,10 @@ def _use_deterministic_kernels() -> None:
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
     own = torch.initial_seed() % (1 << 63) if seed is None else seed
-    word = [uuid.uuid4().hex, own, seed is not None, comm.may_share]
-    words = [json.loads(text) for text in comm.exchange_text(json.dumps(word))]
-    run_id, agreed, _, shares = words[0]
-    for rank, (_, other, given, may_share) in enumerate(words):
+    proposal = [uuid.uuid4().hex, own, seed is not None, comm.may_share]
+    proposals = [json.loads(text) for text in comm.exchange_text(json.dumps(proposal))]
+    run_id, agreed, _, shares = proposals[0]
+    for rank, (_, other, given, may_share) in enumerate(proposals):
         if may_share != shares:
             raise DivergenceError(
                 f"shared memory between ranks is allowed: {shares} on rank 0, {may_share} on rank {rank}; give all "
@@ -300,24 +307,25 @@ def _config_text(
     model: nn.Module,
     contract: Contract,
     options: StepOptions,
-    special: EngineOptions,
+    engine_options: EngineOptions,
     rule: LossScale,
 ) -> str:
-    """Everything that must be equal on all ranks, as canonical JSON.
+    """Returns everything that must be equal on all ranks, as canonical JSON.
 
     Raises:
-        ConfigError: a value that is not plain JSON, so that its text may differ where the value does not.
+        ConfigError: a value is not plain JSON, so equal values could have different texts.
     """
     content: dict[str, Any] = {
         "engine": engine,
         "options": asdict(options),
         "schedule": type(options.schedule).__name__,
         "loss_scale": asdict(rule),
-        "engine_options": asdict(special),
+        "engine_options": asdict(engine_options),
         "contract": contract.to_dict(),
         "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
         "trainable": {name: p.requires_grad for name, p in model.named_parameters()},
         "versions": {"torch": str(torch.__version__)},
+        # kernels split their sums by threads, so reproducible ranks need the same number
         "threads": torch.get_num_threads() if options.reproducible else None,
     }
     try:
@@ -330,7 +338,7 @@ def _config_text(
 
 
 def _require_equal_configs(comm: Communicator, config_text: str) -> None:
-    """Compares before anything else is sent: models of different shapes would hang the broadcast."""
+    """Compares configurations before anything else is sent: models of different shapes would hang the broadcast."""
     digests = comm.exchange_text(hashlib.sha256(config_text.encode()).hexdigest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is not None:
@@ -343,7 +351,7 @@ def _broadcast_model(model: nn.Module, comm: Communicator) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         value = tensor.detach().contiguous()
         comm.broadcast(value, label=name)
-        if value.data_ptr() != tensor.data_ptr():
+        if value.data_ptr() != tensor.data_ptr():  # it was not contiguous, so a copy was broadcast
             tensor.detach().copy_(value)
 
 

@@ -104,6 +104,7 @@ class LazyOutcome(StepOutcome):
     def __getattr__(self, name: str) -> Any:
         if name not in StepOutcome.__dataclass_fields__:
             raise AttributeError(name)
+        # all ranks search for a culprit together; every other field is in the vote that this rank has
         read = self.__dict__["_finalize_step" if name == "culprit" else "_peek"]
         return getattr(read(), name)
 
@@ -115,7 +116,7 @@ class LazyOutcome(StepOutcome):
         return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        outcome = self.__dict__["_finalize_step"]()
+        outcome = self.__dict__["_finalize_step"]()  # a copy or pickle holds values and not the device
         return StepOutcome, tuple(getattr(outcome, name) for name in StepOutcome.__dataclass_fields__)
 
 
@@ -192,7 +193,7 @@ class Engine(ABC):
                 "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
                 "every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
             )
-        items = iter(batch)
+        items = iter(batch)  # one item is read ahead: the last micro-batch is known before its backward, which reduces
         try:
             current = next(items)
         except StopIteration:
@@ -224,7 +225,8 @@ class Engine(ABC):
     @contextmanager
     def eval(self) -> Iterator[None]:
         """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
-        modes = [(module, module.training) for module in self.module.modules()]  # a user may keep some in eval mode
+        # of each module: a user may keep some in eval mode while the others train
+        modes = [(module, module.training) for module in self.module.modules()]
         outer = self._evaluating
         self.module.eval()
         self._evaluating = True

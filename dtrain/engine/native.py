@@ -13,7 +13,8 @@ from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import MAIN_GRAD, MASTER, StepEngine
+from dtrain.engine.state import MAIN_GRAD, MASTER
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.optim.flat import FlatAdamW
@@ -24,7 +25,7 @@ from dtrain.sharding.state import ShardedState
 
 
 def build(request: EngineRequest) -> Engine:
-    """The engine; the model's trainable parameters become views of its compute replicas."""
+    """Builds the engine; the model's trainable parameters become views of its compute replicas."""
     options = request.engine
     state = ShardedState(
         request.model,
@@ -41,11 +42,11 @@ def build(request: EngineRequest) -> Engine:
 
 
 class NativeEngine(StepEngine):
-    """See :class:`dtrain.engine.step.StepEngine`.
+    """The step of :class:`dtrain.engine.step.StepEngine` over :class:`dtrain.sharding.state.ShardedState`.
 
     Args:
-        request: what ``initialize`` has decided.
-        state: the model states, which have taken the parameters over.
+        request: model, contract, communicator and options from ``initialize``.
+        state: the model states; the model's parameters are views of its replicas.
     """
 
     name = "native"
@@ -79,7 +80,7 @@ class NativeEngine(StepEngine):
         state.reducer.end_micro_batch()
 
     def finish_gradients(self) -> None:
-        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
+        """Completes the main grads of this step, still scaled and weighted."""
         self.state.reducer.finish()
         if self._reduce_dtype_check is not None:
             self._reduce_dtype_check.require_complete()
@@ -93,7 +94,7 @@ class NativeEngine(StepEngine):
             return {}
         return {
             "sum_squares": self.state.canonical_sum(squares),
-            # equal weights in an equal order, whoever held which
+            # the same weights in the same order at every world size
             "sum_weights": torch.cat(self.state.reducer.micro_batch_weights).double().sum(),
         }
 
@@ -105,7 +106,7 @@ class NativeEngine(StepEngine):
         self.state.refresh_replicas()
 
     def _clear_gradients(self) -> None:
-        """The first gradients of a step overwrite what the last one left."""
+        """Does nothing, because the first gradients of a step overwrite the last step's."""
 
     def _check_live(self) -> None:
         if self.world_size > 1:
@@ -123,31 +124,31 @@ class NativeEngine(StepEngine):
         super()._check_step()
 
     def saved_state(self) -> dict[str, Any]:
-        """The FP8 scales in force, where they do not follow from the masters."""
+        """Returns the current FP8 scales, if they are not a function of the masters."""
         scales = self.state.scales.saved()
         return {} if scales is None else {"float8": scales}
 
     def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Takes the scales back; those of a checkpoint without any follow from its masters."""
+        """Restores the FP8 scales; without saved ones they are computed from the masters."""
         self.state.scales.restore(saved.get("float8"))
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """This rank's shard of ``kind``, at every stage."""
+        """Yields this rank's shard of ``kind``, at every stage."""
         if kind == MAIN_GRAD:
             for layout, grad in self.state.owned_main_grads():
-                for part in layout.intervals(*layout.shard(self.rank)):
-                    yield _piece(kind, part, grad[part.offset : part.offset + part.stop - part.start])
+                for interval in layout.intervals(*layout.shard(self.rank)):
+                    yield _tensor_shard(kind, interval, grad, interval.offset)
         else:
-            yield from self._arena_pieces(kind, self.state.owned_intervals())
+            yield from self._arena_shards(kind, self.state.owned_intervals())
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """All of ``kind`` that lies in this rank's arena."""
-        yield from self._arena_pieces(kind, self.state.local_intervals())
+        """Yields all of ``kind`` that lies in this rank's arena."""
+        yield from self._arena_shards(kind, self.state.local_intervals())
 
-    def _arena_pieces(self, kind: str, intervals: Iterator[tuple[ShardInterval, int]]) -> Iterator[TensorShard]:
+    def _arena_shards(self, kind: str, intervals: Iterator[tuple[ShardInterval, int]]) -> Iterator[TensorShard]:
         arena = self._arena(kind)
-        for part, place in intervals:
-            yield _piece(kind, part, arena[place : place + part.stop - part.start])
+        for interval, start in intervals:
+            yield _tensor_shard(kind, interval, arena, start)
 
     def _arena(self, kind: str) -> Tensor:
         state = self.state
@@ -157,7 +158,7 @@ class NativeEngine(StepEngine):
         return self.state.storages()
 
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on a rank by the ZeRO formula in force, without padding and buffers."""
+        """Returns the bytes on a rank by kind, by the ZeRO formula, without padding and buffers."""
         numel = {1: 0, 2: 0, 4: 0}  # by bytes of an element
         for spec in self._specs():
             numel[spec.replica_dtype.itemsize] += spec.numel
@@ -172,7 +173,7 @@ class NativeEngine(StepEngine):
         )
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, full FP32 tensor), gathered buffer by buffer; all ranks call."""
+        """Yields (name, full FP32 tensor), all-gathered buffer by buffer; all ranks call."""
         state = self.state
         full = state.full_main_grads() if kind == MAIN_GRAD else state.full_tensors(self._arena(kind))
         for spec, tensor in full:
@@ -182,5 +183,6 @@ class NativeEngine(StepEngine):
         return [slot.spec for layout in self.state.layouts for slot in layout.slots]
 
 
-def _piece(kind: str, part: ShardInterval, data: Tensor) -> TensorShard:
-    return TensorShard(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)
+def _tensor_shard(kind: str, interval: ShardInterval, values: Tensor, start: int) -> TensorShard:
+    spec, data = interval.spec, values[start : start + interval.stop - interval.start]
+    return TensorShard(spec.name, kind, spec.shape, torch.float32, interval.start, interval.stop, data)

@@ -34,7 +34,7 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     """Checks the contract in the forward inside, and in its backward.
 
     - Each parameter has the dtype of the contract when the module that owns it is called, and so has its gradient.
-    - Products return the dtype that the module computes in; FP8 products are those of the contract's modules and recipe.
+    - Products return the dtype that the module computes in; FP8 products follow the contract's modules and recipe.
     - PyTorch's own modules inside FP32 modules return FP32.
     - Modules of another 16-bit format than the modules around them run in that format, and so do norms, softmax and
       losses that a rule makes low-precision.
@@ -44,6 +44,7 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     Raises:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
     """
+    # a tied parameter goes by its first name, as in the contract
     canonical = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     regions = {id(model.get_submodule(name)): dtype for name, dtype in contract.regions.items()}
     float8 = {id(model.get_submodule(name)) for name in contract.float8_modules}

@@ -24,45 +24,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.logging import logger
 from dtrain.engine.checkpointing import Checkpointer
-from dtrain.engine.interface import Engine, StepOutcome
+from dtrain.engine.interface import StepOutcome
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.state import MAIN_GRAD, MASTER, StateEngine
 from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.engine.vote.decide import Decision, decide
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator, checked_loss
 from dtrain.engine.vote.record import VoteRecord, fill
 from dtrain.engine.vote.skips import SkipCounter
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
-from dtrain.parameters.local_shards import full_tensors
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.forward import Autocast
 from dtrain.precision.loss_scale import LossScaleState
 
-MASTER, MAIN_GRAD = "master", "main_grad"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_MANAGED: WeakSet[nn.Module] = WeakSet()
-
-
-def is_managed(model: nn.Module) -> bool:
-    """Whether an engine manages the parameters of ``model``."""
-    return model in _MANAGED
-
-
-class StepEngine(Engine):
-    """See :class:`dtrain.engine.interface.Engine`; built by :func:`dtrain.initialize`.
+class StepEngine(StateEngine):
+    """Implements the step of :class:`dtrain.engine.interface.Engine` over the hooks at the end of this class.
 
     Args:
         request: the validated arguments of ``initialize``.
@@ -71,9 +59,6 @@ class StepEngine(Engine):
             builds one.
 
     Attributes:
-        options: the options of a step.
-        run_id: of the run, kept by its checkpoints.
-        seed: keys the random numbers of forwards.
         monitor: see above.
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
     """
@@ -83,22 +68,10 @@ class StepEngine(Engine):
     def __init__(
         self, request: EngineRequest, backward_names: Sequence[str], monitor: GradientMonitor | None = None
     ) -> None:
-        super().__init__()
-        # first: if the constructor of a subclass fails half-way, the model is changed already and cannot be used again
-        _MANAGED.add(request.model)
-        self.module = request.model
-        self.comm = request.comm
-        self.policy = request.contract.policy
-        self.contract = request.contract
-        self.options = request.step
-        self.run_id = request.identity.run_id
-        self.seed = request.identity.seed
+        super().__init__(request)
         self.backward_names = tuple(backward_names)
         self.monitor = monitor or GradientMonitor(len(self.backward_names))
-        # before a subclass shards the model: a library may replace the parameters by their shards
-        self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
-        self.num_parameters = sum(map(math.prod, self.shapes.values()))
-        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
+        # 7 bytes: integers of a vote record have 63 bits
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._losses = LossAccumulator()
@@ -113,7 +86,6 @@ class StepEngine(Engine):
         )
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._has_old_gradients = False  # of the last step
-        self._is_unobserved = True  # no forward since set-up or load has been checked against the contract
         self._backward_failed = False  # a backward has begun and not ended
 
     # -- forward and backward ----------------------------------------------------------------------------------------
@@ -160,6 +132,7 @@ class StepEngine(Engine):
         is_only_backward = self._is_last and self._micro_batch == 0 and self.world_size == 1
         self.monitor.is_enabled = not is_only_backward
         self.monitor.records_magnitude = self._finalizer.scale.is_calibrating
+        # until it ends: after an error this rank has issued fewer reductions than the others
         self._backward_failed = True
         with self._autocast.backward():
             self._backward(value, factor)
@@ -182,11 +155,13 @@ class StepEngine(Engine):
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host does not wait for it."""
         self._finalize_step()
+        # before anything of this step is done, so that the caller can call step again
         self._checkpointer.raise_failed_save()
         self._require_usable("step")
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
+        # before the vote: its record has the squares of the reduced gradients
         self.finish_gradients()
         if lr is None:
             lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
@@ -210,7 +185,7 @@ class StepEngine(Engine):
         self._end_batch()
         self._has_old_gradients = True
         outcome = self._finalizer.outcome()
-        if self.is_synchronous:
+        if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
         return outcome
 
@@ -233,7 +208,7 @@ class StepEngine(Engine):
         rows = self.comm.gather_rows(row, label="vote")
         decision = decide(rows, max_grad_norm=self.options.max_grad_norm, **sums)
         self._finalizer.post(decision, rows, known, tuple(self.comm.schedule_log))
-        self.comm.begin_schedule()
+        self.comm.begin_schedule()  # after the copy: an error message names the collectives of this step
         return decision
 
     def _find_nonfinite(self) -> list[Finding]:
@@ -309,7 +284,7 @@ class StepEngine(Engine):
         self._require_usable("load")
         self._finalize_step()
         extra = self._checkpointer.load(Path(path))
-        self._refresh()
+        self._refresh()  # only now: compute weights follow from the masters and the restored state
         self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
         return extra
@@ -328,38 +303,12 @@ class StepEngine(Engine):
         if self._losses and verb in ("save", "load"):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
-    # -- inspection --------------------------------------------------------------------------------------------------
-
-    def check_contract(self) -> None:
-        """Checks the contract on live tensors: now the weights, masters and moments, in the next forward the rest.
-
-        Raises:
-            ContractError: naming the tensor whose dtype or storage is another one.
-        """
-        self._check_step()
-        self._check_live()
-        storages = self._storages()
-        for kind in ("master", "moments"):
-            for tensor in storages[kind]:
-                if tensor.dtype != torch.float32:
-                    shape = list(tensor.shape)
-                    raise ContractError(f"{kind} of shape {shape} is {tensor.dtype}; the contract says float32")
-        self._is_unobserved = True
-
-    def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind, counted on the tensors themselves."""
-        storages = {**self._storages(), "buffers": [*self.module.buffers(), *(p for _, p in self._frozen)]}
-        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in storages.items()}
-
     def master_state(self) -> dict[str, Tensor]:
-        """{name: FP32 full tensor on CPU} on rank 0, empty elsewhere; gathered one by one; all ranks call."""
+        """Returns {name: FP32 full tensor on CPU} on rank 0, {} elsewhere; gathered one by one; all ranks call."""
         self._finalize_step()
+        # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
         pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
         return {name: tensor for name, tensor in pairs if tensor is not None}
-
-    def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """(name, full FP32 tensor) of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``; all ranks call."""
-        return full_tensors(self.owned_shards(kind), self.shapes, self.comm)
 
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
@@ -398,41 +347,6 @@ class StepEngine(Engine):
     def _clear_gradients(self) -> None:
         """Clears all gradients after a step, applied or skipped."""
 
-    @abstractmethod
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields this rank's share of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``: FP32 views.
-
-        At most one interval a parameter; the shards of all ranks hold every element once. Of a state that all ranks
-        hold, each rank owns a part.
-        """
-
-    @abstractmethod
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind`` that lies on this rank and that a load must fill."""
-
-    @abstractmethod
-    def _storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that hold this rank's model states, by the kinds of :meth:`memory` except buffers."""
-
-    @abstractmethod
-    def _check_live(self) -> None:
-        """Checks the contract on the live tensors; raises ``ContractError`` naming the tensor."""
-
-    def _check_step(self) -> None:
-        """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise ContractError(
-                    f"'{name}' was frozen at dtrain.initialize and now requires a gradient; it has no master, so "
-                    f"build a new engine to train it"
-                )
-            want = self.contract.replica_dtypes[name]
-            if parameter.dtype != want:
-                raise ContractError(
-                    f"frozen '{name}' is {parameter.dtype}, the contract says {want}; do not call .to(), .half() or "
-                    f".float() on a model after dtrain.initialize"
-                )
-
     def _squares(self) -> Tensor:
         """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
         grads = [shard.data for shard in self.owned_shards(MAIN_GRAD) if shard.data.numel()]
@@ -443,10 +357,3 @@ class StepEngine(Engine):
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
         """Returns the ``sum_squares`` and ``sum_weights`` of :func:`decide` formed in canonical order, if any are."""
         return {}
-
-    def saved_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint's ``engine_state`` holds of this engine alone; plain values."""
-        return {}
-
-    def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores what :meth:`saved_state` returned, if ``saved`` has it; the masters are loaded by then."""

@@ -1,4 +1,4 @@
-"""AdamW's hyper-parameters, and the records that an update takes."""
+"""AdamW's hyper-parameters, and the records of an update's tensors."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class AdamW:
             raise ConfigError(f"AdamW compile must be True, False or 'auto'; got {self.compile!r}")
 
     def on(self, device: torch.device, *, casts_float8: bool = False) -> AdamW:
-        """With ``compile`` decided for ``device``.
+        """Returns the same with ``compile`` decided for ``device``.
 
-        A CPU takes the blocked kernel: it is within a fifth of the compiled update and starts at once.
+        A CPU takes the fused kernel, which is within a fifth of the compiled update and starts at once.
 
         Args:
-            device: that updates.
-            casts_float8: the update writes FP8 replicas itself, as delayed scales let it.
+            device: device of the update.
+            casts_float8: whether the update writes FP8 replicas, which it does with delayed scales.
 
         Raises:
             ConfigError: ``compile`` is True, and the compiler cannot write FP8 on this GPU.
@@ -65,13 +65,13 @@ class AdamW:
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """What all segments of one update share: 0-dim FP32 tensors on the device.
+    """Scalars that all segments of one update share, as 0-dim FP32 tensors on the device.
 
     Attributes:
         lr: learning rate of this update.
         step: number of this update, counted from 1, for the bias correction.
-        grad_divisor: what the main grads are divided by: loss scale x sum of weights / clip coefficient.
-        found_inf: 1 skips the update: masters, moments and replicas keep their bits, whatever the main grads are.
+        grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient.
+        found_inf: 1 skips the update, and masters, moments and replicas keep their bits, whatever the main grads are.
     """
 
     lr: Tensor
@@ -83,7 +83,7 @@ class UpdateScalars:
     def of(
         *, lr: float, step: int, grad_divisor: Tensor | float, found_inf: Tensor | float, device: torch.device
     ) -> UpdateScalars:
-        """From numbers, which are filled in on the device so that nothing waits for a copy, or from its tensors."""
+        """Builds it from numbers, which are filled in on the device without a copy, or from tensors of the device."""
         fill = partial(torch.full, (), dtype=torch.float32, device=device)
 
         def scalar(value: Tensor | float) -> Tensor:
@@ -94,12 +94,14 @@ class UpdateScalars:
 
 @dataclass(frozen=True)
 class UpdateSlice:
-    """A stretch of the arena with one weight-decay class; all tensors 1-D, of one length, FP32 but for the replica.
+    """A range of the arena with one weight-decay class.
+
+    All tensors are 1-D, of one length, and FP32 except the replica.
 
     Attributes:
-        replica: takes the masters' cast; None: they are cast later.
-        scale: 0-dim FP32, of an FP8 replica: what the masters are divided by first.
-        amax: 0-dim FP32, beside ``scale``: grows to the largest magnitude of the masters.
+        replica: the masters are cast into it; None if it is the masters' own storage, or is cast later.
+        scale: 0-dim FP32, for an FP8 replica: divisor of the masters before the cast.
+        amax: 0-dim FP32, beside ``scale``: raised to the largest magnitude of the masters.
     """
 
     decayed: bool
@@ -113,11 +115,11 @@ class UpdateSlice:
 
     @property
     def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Master, main grad and both moments."""
+        """The master, main grad and both moments."""
         return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
 
     def cut(self, size: int) -> list[UpdateSlice]:
-        """In parts of ``size`` elements, the last one shorter."""
+        """Returns parts of ``size`` elements, the last one shorter."""
         return [
             replace(
                 self,
@@ -133,7 +135,7 @@ class UpdateSlice:
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """Tensors of one weight-decay class that are updated together: FP32, the lists of one length, shapes alike."""
+    """Parameters of one weight-decay class, as FP32 tensors of any shape; the lists have one length."""
 
     decayed: bool
     masters: list[Tensor]

@@ -1,10 +1,10 @@
 """AdamW in plain tensor code, compiled into one pass over memory.
 
-Reads main grad, master and both moments, writes master, moments and replica: 30 bytes an element with a BF16 replica.
-An FP8 replica with a delayed scale is written in the same pass, and the largest magnitude found for the next scale.
-``torch.compile`` makes a fused C++ loop of it on a CPU and a Triton kernel on a GPU. Everything that may change is a
-tensor, so there are as many graphs as there are kinds of replicas, and one for the coefficients; none per size, step
-or hyper-parameter. Nothing depends on an element's place, so any cut and any shards give the same bits.
+The pass reads main grad, master and both moments, and writes master, moments and replica: 30 bytes an element with a
+BF16 replica. It also writes an FP8 replica with a delayed scale, and finds the largest magnitude for the next scale.
+``torch.compile`` makes it a fused C++ loop on a CPU and a Triton kernel on a GPU. Everything that may change is a
+tensor, so there is one graph for each kind of replica and one for the coefficients, and none per size, step or
+hyper-parameter. No result depends on an element's position, so any cut and any sharding give the same bits.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from dtrain.precision.float8.cast import E4M3, cast
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
-    """FP32 [6], each computed in double first: both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
+    """Returns FP32 [6], each computed in double first: both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
     beta1, beta2 = betas
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     return torch.tensor([*logs, 1 - beta1, beta2, 1 - beta2, eps], dtype=torch.float32, device=device)
 
 
 def _coefficients(constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Tensor, found_inf: Tensor) -> Tensor:
-    """FP32 [5]: what all elements of one update share."""
+    """Returns FP32 [5], the coefficients that all elements of one update share."""
     log_beta1, log_beta2, *_ = constants.unbind()
     # 1 - beta^step without the cancellation of the difference
     correction1, correction2 = -torch.expm1(step * log_beta1), -torch.expm1(step * log_beta2)
@@ -42,10 +42,10 @@ def _coefficients(constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Ten
 def _update(
     tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor
 ) -> Tensor | None:
-    """Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits where ``found_inf`` is set.
+    """Updates by Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits if ``found_inf`` is set.
 
-    ``tensors``: master, main grad, both moments, then the replica if it is cast here, then its scale if it is FP8; so
-    scaled, the largest magnitude of the masters is returned.
+    ``tensors`` are master, main grad and both moments, then the replica if it is cast here, then its scale if it is
+    FP8. With a scale, returns the largest magnitude of the masters.
     """
     master, main_grad, exp_avg, exp_avg_sq, *replica = tensors
     _, _, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
@@ -61,23 +61,23 @@ def _update(
     exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, second))
     master.copy_(kept)
     match replica:
-        case [low]:
-            low.copy_(kept)
-        case [low, scale]:
-            low.copy_(cast(kept, scale, E4M3))
+        case [reduced]:
+            reduced.copy_(kept)
+        case [quantized, scale]:
+            quantized.copy_(cast(kept, scale, E4M3))
             return kept.abs().amax()
     return None
 
 
 def _rebased(part: UpdateSlice) -> tuple[Tensor, ...]:
-    """The tensors of ``part``, each as one that begins where its memory does: a graph knows its inputs' offsets."""
+    """Returns the tensors of ``part`` with offset 0, because a compiled graph is specialized on the offsets."""
     tensors = [*part.states, *(tensor for tensor in (part.replica, part.scale) if tensor is not None)]
     return tuple(from_dlpack(tensor.detach()) for tensor in tensors)
 
 
 @cache
 def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
-    """Both functions, once in a process: engines share the graphs."""
+    """Compiles both functions, once in a process, so that engines share the graphs."""
     return (
         torch.compile(_coefficients, dynamic=True, fullgraph=True),
         torch.compile(_update, dynamic=True, fullgraph=True),
@@ -89,7 +89,7 @@ class CompiledAdamW:
 
     Args:
         rule: hyper-parameters.
-        segments: each a list of slices, cut where the weight-decay class changes.
+        segments: the slices of each segment, cut where the weight-decay class changes.
 
     Raises:
         ConfigError: the compiler failed.
@@ -100,7 +100,7 @@ class CompiledAdamW:
         self._scalars: UpdateScalars | None = None
         self._coefficients = torch.empty(0)
         slices = [tensors for segment in self._segments for tensors, _ in segment]
-        if slices:  # a rank may own nothing
+        if slices:  # a rank may have no segments
             device = slices[0][0].device
             self._constants = _constants(rule.betas, rule.eps, device)
             self._decays = {
@@ -124,13 +124,13 @@ class CompiledAdamW:
 
     @torch.no_grad()
     def _build(self, slices: Sequence[tuple[Tensor, ...]]) -> None:
-        """Compiles for the kinds of replicas of ``slices`` by a skipped update, which changes no bit of them."""
+        """Compiles for each kind of replica in ``slices`` by a skipped update, which changes no bit."""
         start = time.perf_counter()
         device = self._constants.device
         coefficients, update = _compiled()
-        # tensors of their own: a graph knows which of its inputs are one
+        # four separate tensors, because a graph is specialized on which of its inputs are the same one
         skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(4)]
-        # the largest of each kind: how many threads a loop is worth is decided on the first size seen
+        # the largest of each kind, because the number of threads of a loop is decided for the first size
         by_size = sorted(slices, key=lambda tensors: tensors[0].numel())
         largest = {tuple(tensor.dtype for tensor in tensors): tensors for tensors in by_size}
         try:

@@ -1,10 +1,10 @@
 """AdamW over a flat FP32 arena, in one pass: unscale, moments, master, and the cast into the compute replica.
 
-The arena is updated segment by segment, so that the first groups travel while others are updated. There are two ways,
-one of which is chosen at the start of a run (their bits differ in the last places): torch's own fused kernel
-(``torch._fused_adamw_``) block by block, so that the cast finds the masters in the cache, and plain tensor code that is
-compiled. Both give the same bits however the arena is cut at chunks or sharded, and neither asks the device anything:
-whether an update is skipped is decided there.
+The arena is updated segment by segment, so that the first groups are gathered while others are updated. One of two
+implementations is chosen at the start of a run, because their bits differ in the last places: torch's fused kernel
+(``torch._fused_adamw_``) block by block, so that the cast finds the masters in the cache, or compiled tensor code. Both
+give the same bits for every cut of the arena at chunks and for any sharding. Neither waits for the device, which
+decides itself whether an update is skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FlatAdamW:
 
     Args:
         rule: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
-        segments: each a list of slices, cut where the weight-decay class changes.
+        segments: the slices of each segment, cut where the weight-decay class changes.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
@@ -32,12 +32,12 @@ class FlatAdamW:
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         if not isinstance(rule.compile, bool):
             raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
-        self._way = CompiledAdamW(rule, segments) if rule.compile else BlockedAdamW(rule, segments)
+        self._kernel = CompiledAdamW(rule, segments) if rule.compile else BlockedAdamW(rule, segments)
 
     @torch.no_grad()
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """One update of segment ``number`` and the cast into its replica, if it has one; the main grads are used up.
+        """Updates segment ``number`` and casts it into its replica, if that is separate; main grads may be overwritten.
 
-        A skipped update casts too: the replica gets the bits that it has.
+        A skipped update casts too, to the bits that the replica has.
         """
-        self._way.update(number, scalars)
+        self._kernel.update(number, scalars)

@@ -1,4 +1,4 @@
-"""torch's fused AdamW kernel (``torch._fused_adamw_``): block by block over an arena, or over lists of tensors."""
+"""AdamW by torch's fused kernel (``torch._fused_adamw_``): block by block over an arena, or over parameter lists."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars, UpdateSlice
 from dtrain.precision.float8.cast import E4M3, cast
 
 _BLOCK = 512 * 1024
-"""Elements updated before they are cast, on a CPU: they must stay in the cache, and hide what a call costs."""
+"""Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
 
 
 class BlockedAdamW:
-    """torch's fused kernel, block by block."""
+    """The fused kernel over the segments of an arena, block by block."""
 
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         self._rule = rule
@@ -26,7 +26,7 @@ class BlockedAdamW:
         )
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """See :meth:`FlatAdamW.update`; the main grads are left divided."""
+        """See :meth:`dtrain.optim.flat.FlatAdamW.update`; the main grads are left divided."""
         for block in self._segments[number]:
             _fused(self._rule, block.decayed, tuple([tensor] for tensor in block.states), scalars)
             _cast(block)
@@ -43,37 +43,38 @@ def _cast(block: UpdateSlice) -> None:
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
-    """``part`` in blocks; in one piece on a GPU, which has no use for them."""
+    """Returns ``part`` in blocks; uncut on a GPU, where blocks do not help."""
     return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
 
 
 class ParameterListAdamW:
-    """torch's fused kernel on the tensors as a library below holds them; the gradients are given with each update.
+    """The fused kernel on parameters as a library holds them; the gradients are passed to each update.
 
     Args:
         rule: hyper-parameters; ``compile`` must not be True.
-        lists: one for each weight-decay class.
+        groups: one for each weight-decay class.
     """
 
-    def __init__(self, rule: AdamW, lists: Sequence[UpdateGroup]) -> None:
+    def __init__(self, rule: AdamW, groups: Sequence[UpdateGroup]) -> None:
         self._rule = rule
-        self._lists = [part for part in lists if part.masters]
+        self._groups = [group for group in groups if group.masters]
 
     @property
-    def lists(self) -> Sequence[UpdateGroup]:
-        """What is updated, in the order in which :meth:`update` takes the gradients."""
-        return self._lists
+    def groups(self) -> Sequence[UpdateGroup]:
+        """The groups in the order in which :meth:`update` takes the gradients; without empty ones."""
+        return self._groups
 
     @torch.no_grad()
     def update(self, grads: Sequence[list[Tensor]], scalars: UpdateScalars) -> None:
-        """One update of all; nothing changes where ``found_inf`` is set. The gradients are left divided.
+        """Updates all parameters, or none if ``found_inf`` is set; the gradients are left divided.
 
         Args:
-            grads: FP32, for each of ``lists`` in its order.
-            scalars: of this update.
+            grads: FP32 gradients of each of ``groups``.
+            scalars: scalars of this update.
         """
-        for part, own in zip(self._lists, grads, strict=True):
-            _fused(self._rule, part.decayed, (part.masters, own, part.exp_avgs, part.exp_avg_sqs), scalars)
+        for group, group_grads in zip(self._groups, grads, strict=True):
+            tensors = (group.masters, group_grads, group.exp_avgs, group.exp_avg_sqs)
+            _fused(self._rule, group.decayed, tensors, scalars)
 
 
 def _fused(rule: AdamW, decayed: bool, tensors: tuple[list[Tensor], ...], scalars: UpdateScalars) -> None:

@@ -13,10 +13,10 @@ from dtrain.errors import ConfigError
 
 
 class Schedule(Protocol):
-    """Anything with ``factor``: a frozen record, so that ranks can compare it."""
+    """A learning-rate schedule: a frozen record, so that ranks can compare it."""
 
     def factor(self, step: int) -> float:
-        """The learning rate of the update after ``step`` applied ones, as a share of the peak."""
+        """Returns the learning rate of the update after ``step`` applied ones, as a fraction of the peak."""
 
 
 def _check(warmup_steps: int, total_steps: int | None, min_ratio: float) -> None:
@@ -38,7 +38,7 @@ def _progress(step: int, start: int, stop: int) -> float:
 
 @dataclass(frozen=True)
 class Constant:
-    """Linear warm-up over ``warmup_steps``, then the peak for ever."""
+    """Linear warm-up over ``warmup_steps``, then the peak permanently."""
 
     warmup_steps: int = 0
 
@@ -46,7 +46,7 @@ class Constant:
         _check(self.warmup_steps, None, 0.0)
 
     def factor(self, step: int) -> float:
-        """Share of the peak after ``step`` applied steps."""
+        """Returns the fraction of the peak after ``step`` applied steps."""
         return _warmup(step, self.warmup_steps)
 
 
@@ -62,7 +62,7 @@ class Cosine:
         _check(self.warmup_steps, self.total_steps, self.min_ratio)
 
     def factor(self, step: int) -> float:
-        """Share of the peak after ``step`` applied steps."""
+        """Returns the fraction of the peak after ``step`` applied steps."""
         if step < self.warmup_steps:
             return _warmup(step, self.warmup_steps)
         progress = _progress(step, self.warmup_steps, self.total_steps)
@@ -81,7 +81,7 @@ class Linear:
         _check(self.warmup_steps, self.total_steps, self.min_ratio)
 
     def factor(self, step: int) -> float:
-        """Share of the peak after ``step`` applied steps."""
+        """Returns the fraction of the peak after ``step`` applied steps."""
         if step < self.warmup_steps:
             return _warmup(step, self.warmup_steps)
         return 1 - (1 - self.min_ratio) * _progress(step, self.warmup_steps, self.total_steps)
@@ -105,7 +105,7 @@ class WSD:
             )
 
     def factor(self, step: int) -> float:
-        """Share of the peak after ``step`` applied steps."""
+        """Returns the fraction of the peak after ``step`` applied steps."""
         if step < self.warmup_steps:
             return _warmup(step, self.warmup_steps)
         start = self.total_steps - self.decay_steps

@@ -43,7 +43,7 @@ class GradientMonitor:
         self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
 
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
-        """Returns the number of each gradient of this step (micro-batch x parameters + parameter), and which are bad: bool."""
+        """Returns the number of each gradient (micro-batch x parameters + parameter), and which are bad: bool."""
         numbers = [number for own in self._numbers.values() for number in own]
         bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
         return numbers, torch.cat(bad) if bad else None

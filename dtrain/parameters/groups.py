@@ -36,6 +36,7 @@ def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     _check_overlaps(model)
+    # a parameter counts for each of its names, so that one that two units share has two owners
     units = _auto_units(model) if groups == "auto" else _matched_units(model, groups)
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -105,6 +106,7 @@ def aliases(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # named_parameters() without duplicates yields the first name, which masters and checkpoints use
         kept = first.setdefault(id(parameter), name)
         if kept != name:
             found[name] = kept

@@ -41,6 +41,7 @@ class LocalShard:
     def tensor_shard(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> TensorShard:
         """Returns part ``share[0]`` of ``share[1]`` equal parts of ``values`` [length]."""
         rank, count = share
+        # multiplied first, so that the parts meet and the last one ends at the length
         low, high = values.numel() * rank // count, values.numel() * (rank + 1) // count
         return TensorShard(
             self.name, kind, self.shape, torch.float32, self.start + low, self.start + high, values[low:high]
@@ -58,6 +59,20 @@ def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tenso
         raise ContractError(
             f"parameter '{name}' no longer lies where the engine updates it (it is {local.dtype} on {local.device}); "
             f"do not call .to(), .half() or assign .data after dtrain.initialize"
+        )
+
+
+def check_frozen(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Raises ``ContractError`` if the frozen parameter called ``name`` requires a gradient or is not ``dtype``."""
+    if parameter.requires_grad:
+        raise ContractError(
+            f"'{name}' was frozen at dtrain.initialize and now requires a gradient; it has no master, so build a new "
+            f"engine to train it"
+        )
+    if parameter.dtype != dtype:
+        raise ContractError(
+            f"frozen '{name}' is {parameter.dtype}, the contract says {dtype}; do not call .to(), .half() or .float() "
+            f"on a model after dtrain.initialize"
         )
 
 
@@ -89,6 +104,7 @@ class LocalShards:
             "exp_avg_sq": [torch.zeros_like(master) for master in masters],
         }
         numbers = range(len(self.shards))
+        # one fused call per weight-decay class
         self._classes = [[n for n in numbers if self.shards[n].decayed is decayed] for decayed in (True, False)]
         self._classes = [chosen for chosen in self._classes if chosen]
         lists = [[[self._values[kind][n] for n in chosen] for kind in self._values] for chosen in self._classes]

@@ -86,7 +86,7 @@ class Contract:
         return torch.float16 in (self.policy.compute_dtype, *self.regions.values())
 
     def parameter_dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a parameter and its gradient in autograd, where an FP8 weight has the compute dtype."""
+        """Returns the dtype of a parameter and its gradient in autograd; FP8 weights appear in the compute dtype."""
         dtype = self.replica_dtypes[name]
         return self.policy.compute_dtype if dtype == E4M3 else dtype
 
@@ -99,7 +99,7 @@ class Contract:
         )
         computed = [f"{counts.pop(dtype, 0)} in {format_name(dtype)}" for dtype in shown]
         computed += [f"{count} frozen in {format_name(dtype)}" for dtype, count in counts.items()]
-        verb = "computed" if self.weights in ("policy", "quantized") else "held"
+        verb = "computed" if self.weights in ("policy", "quantized") else "stored"
         fp32_modules = f" ({len(self.fp32_modules)} modules compute in fp32)" if policy.is_reduced_precision else ""
         lines = [
             f"precision {policy.name}: master {format_name(policy.master_dtype)}, "

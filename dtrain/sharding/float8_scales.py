@@ -53,7 +53,7 @@ class Rectangle:
 
 
 def rectangles(start: int, stop: int, width: int) -> Iterator[Rectangle]:
-    """Yields the row-major elements ``start`` to ``stop`` of a matrix with rows of ``width``, as up to three rectangles."""
+    """Yields row-major elements ``start`` to ``stop`` of a matrix with rows of ``width``, in up to three rectangles."""
     cursor = start
     while cursor < stop:
         row, column = divmod(cursor, width)
@@ -146,7 +146,7 @@ def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
 
 @cache
 def _compiled() -> tuple[Callable[[Tensor, Tensor, int], None], Callable[[Tensor, Tensor, Tensor], None]]:
-    """Compiles both functions, once in a process; beyond torch's limit of shapes they run eagerly, with the same bits."""
+    """Compiles both functions, once in a process; beyond torch's limit of shapes they run eagerly, to the same bits."""
     return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
 
 
@@ -310,7 +310,7 @@ class DelayedScales(CurrentScales):
         return [of_slot(*found) for found in self._segments[number].slot_ranges()]
 
     def begin(self, skipped: Tensor | None) -> list[int]:
-        """Moves to the next scales, unless the update is skipped: then no bit may change. Defers nothing in an update."""
+        """Moves to the next scales unless the update is skipped, when no bit may change; an update defers nothing."""
         measured = super().begin(skipped)
         if skipped is None:
             return measured

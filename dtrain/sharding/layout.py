@@ -1,4 +1,4 @@
-"""Where every parameter lies: pure arithmetic, no tensors, no process group.
+"""Layout of parameters in flat buffers and in the arena: arithmetic only, no tensors, no process group.
 
 A parameter group is flattened into one flat buffer per replica dtype. Inside a flat buffer parameters are ordered by
 (hyper-parameter class, definition); each class starts on a chunk, so the optimizer indexes hyper-parameters by chunk::
@@ -20,20 +20,20 @@ from itertools import groupby
 import torch
 
 CHUNK = 1024
-"""Elements of one chunk: the unit of sharding, of hyper-parameters and of the norm's partial sums."""
+"""Elements of one chunk, the unit of sharding, of hyper-parameters and of the norm's partial sums."""
 
 ALIGNMENT = 64
-"""Each parameter starts on a multiple of so many elements (128 bytes in BF16), as fast kernels want it."""
+"""Each parameter starts on a multiple of this number of elements (128 bytes in BF16), which fast kernels need."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a parameter."""
+    """Properties of a parameter that decide its place in the layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """The place of one parameter in its flat buffer: elements ``start`` to ``stop``."""
+    """Elements ``start`` to ``stop`` of a flat buffer, which hold one parameter."""
 
     spec: ParamSpec
     start: int
@@ -61,12 +61,12 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class ShardInterval:
-    """A row-major stretch of one parameter that lies in a stretch of a flat buffer."""
+    """Row-major elements ``start`` to ``stop`` of one parameter, which lie in a range of a flat buffer."""
 
     spec: ParamSpec
     start: int  # in the parameter
     stop: int
-    offset: int  # of ``start`` from the beginning of the stretch of the buffer
+    offset: int  # of ``start`` from the beginning of that range
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FlatLayout:
         for slot in self.slots:
             if slot.start < cursor or slot.start % ALIGNMENT:
                 raise ValueError(
-                    f"slot '{slot.spec.name}' starts at {slot.start}; expected an aligned place >= {cursor}"
+                    f"slot '{slot.spec.name}' starts at {slot.start}; expected an aligned start >= {cursor}"
                 )
             cursor = slot.stop
         if any(start % CHUNK or stop % CHUNK for _, start, stop in self.classes) or cursor > self.real_numel:
@@ -92,12 +92,12 @@ class FlatLayout:
 
     @property
     def name(self) -> str:
-        """Group and dtype, as messages and collectives call this buffer."""
+        """Group and dtype, the name of this buffer in messages and collectives."""
         return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}"
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of every parameter: equal for layouts whose padding lies in the same places."""
+        """(start, stop) of every parameter; equal extents mean equal padding."""
         return tuple((slot.start, slot.stop) for slot in self.slots)
 
     @property
@@ -116,35 +116,35 @@ class FlatLayout:
         return self.shard_numel * self.world_size
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """Start and stop of the shard of ``rank`` in the buffer."""
+        """Returns start and stop of the shard of ``rank`` in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def intervals(self, start: int, stop: int) -> tuple[ShardInterval, ...]:
-        """The stretches of parameters that lie between ``start`` and ``stop`` of the buffer."""
+        """Returns the parts of parameters that lie between ``start`` and ``stop`` of the buffer."""
         found = []
         for slot in self.slots:
-            low, high = max(slot.start, start), min(slot.stop, stop)
-            if low < high:
-                found.append(ShardInterval(slot.spec, low - slot.start, high - slot.start, low - start))
+            begin, end = max(slot.start, start), min(slot.stop, stop)
+            if begin < end:
+                found.append(ShardInterval(slot.spec, begin - slot.start, end - slot.start, begin - start))
         return tuple(found)
 
     def class_ranges(self, start: int, stop: int) -> tuple[tuple[bool, int, int], ...]:
-        """(decayed, start, stop) of each class between ``start`` and ``stop``, counted from ``start``."""
-        cut = ((decayed, max(low, start) - start, min(high, stop) - start) for decayed, low, high in self.classes)
-        return tuple((decayed, low, high) for decayed, low, high in cut if low < high)
+        """Returns (decayed, start, stop) of each class between ``start`` and ``stop``, counted from ``start``."""
+        cut = ((decayed, max(begin, start) - start, min(end, stop) - start) for decayed, begin, end in self.classes)
+        return tuple((decayed, begin, end) for decayed, begin, end in cut if begin < end)
 
     def slot_ranges(self, start: int, stop: int) -> tuple[tuple[ParameterSlot, int, int], ...]:
-        """(slot, start, stop) of each parameter with the padding after it, cut and counted like classes."""
+        """Returns (slot, start, stop) of each parameter with the padding after it, counted from ``start``."""
         ends = [*(slot.start for slot in self.slots[1:]), self.real_numel]
         cut = (
             (slot, max(slot.start, start) - start, min(end, stop) - start)
             for slot, end in zip(self.slots, ends, strict=True)
         )
-        return tuple((slot, low, high) for slot, low, high in cut if low < high)
+        return tuple((slot, begin, end) for slot, begin, end in cut if begin < end)
 
 
 def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
-    """The flat buffers of one group, one a replica dtype, the narrowest first."""
+    """Returns the flat buffers of one group, one a replica dtype, the narrowest first."""
     ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), not s.decayed))
     layouts = []
     for dtype, same_dtype in groupby(ordered, key=lambda s: s.replica_dtype):
@@ -169,11 +169,11 @@ def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], wor
 
 @dataclass(frozen=True)
 class ArenaSegment:
-    """The slice of one flat buffer in this rank's arena."""
+    """The range of one flat buffer that lies in this rank's arena."""
 
     layout: FlatLayout
     arena_start: int
-    flat_start: int  # where the slice begins in the flat buffer
+    flat_start: int  # begin of the range in the flat buffer
     numel: int
 
     @property
@@ -182,15 +182,15 @@ class ArenaSegment:
         return self.arena_start + self.numel
 
     def intervals(self) -> tuple[ShardInterval, ...]:
-        """The stretches of parameters in this segment, offsets counted from its beginning."""
+        """Returns the parts of parameters in this segment, offsets counted from its beginning."""
         return self.layout.intervals(self.flat_start, self.flat_start + self.numel)
 
     def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
-        """(decayed, start, stop) of the hyper-parameter classes in this segment, counted from its beginning."""
+        """Returns (decayed, start, stop) of the hyper-parameter classes, counted from its beginning."""
         return self.layout.class_ranges(self.flat_start, self.flat_start + self.numel)
 
     def slot_ranges(self) -> tuple[tuple[ParameterSlot, int, int], ...]:
-        """(slot, start, stop) of each parameter with the padding after it, counted from the segment's beginning."""
+        """Returns (slot, start, stop) of each parameter with the padding after it, counted from its beginning."""
         return self.layout.slot_ranges(self.flat_start, self.flat_start + self.numel)
 
 
@@ -202,7 +202,7 @@ class ArenaLayout:
 
     @staticmethod
     def of(layouts: Iterable[FlatLayout], rank: int, *, sharded: bool) -> ArenaLayout:
-        """The arena of ``rank``: its shards, or the whole buffers where the masters are replicated."""
+        """Returns the arena of ``rank``: its shards, or the whole buffers if the masters are replicated."""
         segments, cursor = [], 0
         for layout in layouts:
             start, stop = layout.shard(rank) if sharded else (0, layout.numel)

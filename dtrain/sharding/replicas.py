@@ -159,7 +159,7 @@ class ShardedReplica(ReplicaBuffer):
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
-        """Frees the whole layout; an all-gather under way is waited for first, as [Note: buffer reuse] requires."""
+        """Frees the whole layout; an all-gather in flight is waited for first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
         with torch.inference_mode(False):

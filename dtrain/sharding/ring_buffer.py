@@ -1,4 +1,4 @@
-"""The ring buffer: shared memory from which ranks of one host send unreduced gradients, and when a slot is reused.
+"""The ring buffer: shared memory from which ranks of one host send unreduced gradients, and the rule of its reuse.
 
 [Note: ring buffer reuse] Send number n (0, 1, ... over all micro-batches and flat buffers) has one slot of the ring,
 and all ranks compute the same slots. A rank that has started send j has read everything up to send j - window. So a

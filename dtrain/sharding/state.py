@@ -56,7 +56,7 @@ from dtrain.sharding.unshard import UnshardOptions, UnshardScheduler
 
 @dataclass(frozen=True)
 class _GradientDestination:
-    """Flat buffer and slot of a parameter's gradient, its group, and its number in that group."""
+    """Indices of a parameter's gradient: flat buffer, slot, group, and number in that group."""
 
     name: str
     flat: int
@@ -180,7 +180,7 @@ class ShardedState:
         return master
 
     def _shared_master(self, segment: ArenaSegment) -> Tensor | None:
-        """The masters of ``segment``, if its replica is in FP32 and has the same elements; [Note: FP32 replicas]."""
+        """Returns the masters of ``segment`` if they also serve as its replica: [Note: FP32 replicas]."""
         is_shared = self._placements.shares_fp32_storage(self._comm.world_size)
         if segment.layout.dtype != torch.float32 or not is_shared:
             return None

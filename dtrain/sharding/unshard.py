@@ -34,7 +34,7 @@ from dtrain.sharding.replicas import ShardedReplica
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """When sharded groups are unsharded and resharded.
+    """Options for when sharded groups are unsharded and resharded.
 
     Attributes:
         reshard_after_forward: reshard a group after its forward; else it stays unsharded until backward has used it.
@@ -80,9 +80,9 @@ class UnshardScheduler:
         units = [group for group in groups if group.name]
         self._forward = ExecutionOrder(units)
         self._backward: ExecutionOrder | None = None  # no backward has been yet
-        self._unsharded: dict[ShardedGroup, None] = {}  # units that are gathered, or will be; the last used comes last
+        self._unsharded: dict[ShardedGroup, None] = {}  # units that are unsharded, or will be; the last used comes last
         self._storages: dict[int, tuple[ShardedGroup, ShardedReplica, int]] = {}  # with the number of the copy
-        self._depth = 0  # forwards of the model that are under way
+        self._depth = 0  # forwards of the model that are running
         self._records_graph = False
         self._in_backward = False
         self._saving: saved_tensors_hooks | None = None
@@ -111,7 +111,7 @@ class UnshardScheduler:
         model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
 
     def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ShardedGroup, str]]) -> None:
-        """Guards a module's parameters; ``nn.GRU`` and others bypass ``_parameters``, so their forward is guarded as well."""
+        """Guards a module's parameters, and its forward, because ``nn.GRU`` and others bypass ``_parameters``."""
 
         def require_all(*_: Any) -> None:
             for group, name in guards.values():
@@ -197,7 +197,8 @@ class UnshardScheduler:
             if id(value) in names:
                 raise ModelError(
                     f"'{group.name}' returns its parameter '{names[id(value)]}', which is sharded outside its forward "
-                    f"(zero_stage=3); return a view or a copy, or keep it gathered: keep_gathered=['{names[id(value)]}']"
+                    f"(zero_stage=3); return a view or a copy, or keep it gathered: "
+                    f"keep_gathered=['{names[id(value)]}']"
                 )
         # backward begins with the group that forward used last
         is_last = group is self._forward.current and self._forward.is_at_end

@@ -105,9 +105,9 @@ def memory_lines(memory: dict[str, int], formula: dict[str, int]) -> list[str]:
     for kind in [*memory, *(key for key in formula if key not in memory)]:
         measured, expected = memory.get(kind, 0), formula.get(kind)
         against = f"  (ZeRO formula {_mebibytes(expected)})" if expected is not None else ""
-        lines.append(f"memory {kind:<12} {_mebibytes(measured):>12}{against}")
+        lines.append(f"memory {kind:<14} {_mebibytes(measured):>12}{against}")
     total, formula_total = sum(memory.values()), sum(formula.values())
-    return [*lines, f"memory {'total':<12} {_mebibytes(total):>12}  (ZeRO formula {_mebibytes(formula_total)})"]
+    return [*lines, f"memory {'total':<14} {_mebibytes(total):>12}  (ZeRO formula {_mebibytes(formula_total)})"]
 
 
 def _mebibytes(size: int) -> str:

@@ -1,6 +1,6 @@
-"""Starts the ranks of this machine itself, for ``launch.num_processes``: torch's elastic agent does the work.
+"""Starts the ranks of this machine for ``launch.num_processes``, with torch's elastic agent.
 
-Where torchrun listens on all interfaces, the agent here holds its store on 127.0.0.1, on a port that the system gives.
+Unlike torchrun, which listens on all interfaces, the agent here binds its store to 127.0.0.1 and a free port.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dtrain.train.signals import STOP_SIGNALS
 def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]) -> int:
     """Runs ``dtrain train ARGV`` on ``num_processes`` ranks of this machine until all have ended.
 
-    SIGTERM, SIGUSR1 and Ctrl-C are passed on to the ranks, once each; what the ranks write appears as it is. When one
+    SIGTERM, SIGUSR1 and Ctrl-C go to the ranks, once each; the output of the ranks appears unchanged. If one
     rank fails, the others are ended.
 
     Args:
-        configs: the runs that ``argv`` asks for; checked before any process is started.
-        num_processes: how many ranks.
+        configs: the runs of ``argv``; checked before any process is started.
+        num_processes: number of ranks.
         argv: the command line after the verb.
 
     Returns:
-        0 when all is done, 75 when a signal stopped all ranks after saving, 2 where a rank has refused the config.
+        0 when all is done, 75 when a signal stopped all ranks after saving, 2 if a rank has refused the config.
 
     Raises:
         ConfigError: a run that cannot start.
@@ -52,7 +52,7 @@ def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]
     for config in configs:
         check_run(config)
         device = choose_device(config.launch.device, 0)
-        if device.type == "cpu":  # to ask a GPU would open a context on it, which only its rank needs
+        if device.type == "cpu":  # querying a GPU would open a context on it, which only its rank needs
             check_precision(config, device)
     spec = WorkerSpec(
         role="dtrain",
@@ -65,8 +65,8 @@ def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]
         local_addr=LOOPBACK,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull))  # no files, no folders
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it would say, we say
-    with _environment(), agent.passing_signals_on():
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # its findings are in our error
+    with _environment(), agent.forwarding_signals():
         try:
             result = agent.run()
         except SignalException as stop:
@@ -75,7 +75,7 @@ def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]
 
 
 class _Loopback(RendezvousHandler):
-    """One machine meets itself, in a store that listens on the loopback interface alone."""
+    """Rendezvous of one machine, in a store that listens on the loopback interface only."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -107,19 +107,19 @@ class _Loopback(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """The agent, which passes stop signals on to the ranks where torch's ends them."""
+    """Elastic agent that forwards stop signals to the ranks; torch's own ends them."""
 
     def __init__(self, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs_specs)
-        self._early: list[int] = []  # signals that came before there were ranks
+        self._early: list[int] = []  # signals that arrived before the ranks were started
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         for number in self._early:
-            self._pass_on(number, None)
+            self._forward(number, None)
         return pids
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         if isinstance(self._pcontext, SubprocessContext):
             for handler in self._pcontext.subprocess_handlers.values():
                 handler.proc.send_signal(number)
@@ -127,9 +127,9 @@ class _Agent(LocalElasticAgent):
             self._early.append(number)
 
     @contextmanager
-    def passing_signals_on(self) -> Iterator[None]:
-        """Until the end of the block; then the handlers that were there come back."""
-        before = {number: signal.signal(number, self._pass_on) for number in STOP_SIGNALS}
+    def forwarding_signals(self) -> Iterator[None]:
+        """Forwards stop signals until the end of the block, then restores the previous handlers."""
+        before = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
         try:
             yield
         finally:
@@ -139,11 +139,11 @@ class _Agent(LocalElasticAgent):
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What the ranks inherit: where modules are found, and whom to follow."""
+    """Sets the variables that the ranks inherit: the module path and the launcher's process."""
     values = {
         "PYTHONPATH": os.pathsep.join(sys.path),
         LAUNCHER_PID: str(os.getpid()),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # the agent's own way of ending; the others are passed on
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP,SIGQUIT",  # end the agent; the others are forwarded
     }
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -157,7 +157,7 @@ def _environment() -> Iterator[None]:
 
 
 def exit_code(failures: dict[int, ProcessFailure], num_processes: int) -> int:
-    """Of this command, from the ranks that failed, in the order in which the agent saw it.
+    """Exit code of this command, from the failed ranks in the order in which the agent saw them fail.
 
     Raises:
         LaunchError: naming the rank that ended first, and how.
@@ -169,11 +169,11 @@ def exit_code(failures: dict[int, ProcessFailure], num_processes: int) -> int:
         return EXIT_STOPPED
     rank, first = next(iter(failures.items()))
     for other, failure in failures.items():
-        # one that was killed takes others with it, which may be seen first; those the agent ends come later
+        # a killed rank makes others fail, which may be seen first; those that the agent ends come later
         at_once = failure.timestamp <= first.timestamp + 1
         if first.exitcode > 0 and at_once and failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             rank, first = other, failure
     if first.exitcode == ConfigError.exit_code:
-        return ConfigError.exit_code  # the rank has said why
+        return ConfigError.exit_code  # the rank has printed why
     how = f"was ended by {first.signal_name()}" if first.exitcode < 0 else f"ended with exit code {first.exitcode}"
     raise LaunchError(f"rank {rank} (process {first.pid}) {how}; the others were ended with it")

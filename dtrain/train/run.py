@@ -45,20 +45,20 @@ from dtrain.train.setup import (
     torch_settings_restored,
 )
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import TOKENS, Feed, Result, Saving, Trainer
+from dtrain.train.trainer import TOKENS, SaveOptions, Trainer, TrainingData, TrainResult
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
-EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: start the same command again to go on
+EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: the same command continues the run
 
 _DATA_FINGERPRINT = "data_fingerprint"  # in a checkpoint's extra
 
 
 def run_training(config: RunConfig, *, job: int | None = None) -> int:
-    """Trains as ``config`` says; called on every rank.
+    """Runs one training run; called on every rank.
 
-    The first SIGTERM, SIGUSR1 or Ctrl-C on any rank ends the step on all ranks and saves; starting the same command
-    with the same ``run_dir`` goes on from there.
+    The first SIGTERM, SIGUSR1 or Ctrl-C on any rank ends the step on all ranks and saves; the same command and
+    ``run_dir`` continue from there.
 
     Args:
         config: resolved and checked.
@@ -68,13 +68,13 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         0 when all steps are done, 75 when a signal stopped the run after saving.
 
     Raises:
-        DtrainError: anything that dtrain refuses or that fails; its class has the exit code.
+        DtrainError: a refusal or a failure; its class has the exit code.
     """
     check_run(config)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     launch = config.launch
-    # before the signals are taken: one ends a rank that waits here for others, since there is nothing to save
+    # before the signal handlers: a signal must end a rank that waits here for others, since there is nothing to save
     comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
     with StopSignals() as stop, torch_settings_restored():
         try:
@@ -82,7 +82,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
             with RankLiveness(comm).name_ended_rank(), ExitStack() as held:
                 exit_code = _train(config, comm, job, stop, held)
             if exit_code == EXIT_STOPPED:
-                # a launcher sends SIGTERM to the other ranks once one has left: it must find rank 0's files written
+                # a launcher sends SIGTERM to the other ranks once one has left: rank 0's files must be written before
                 comm.barrier()
                 stop.ignore()
             comm.release()
@@ -92,7 +92,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
 
 
 def check_run(config: RunConfig) -> None:
-    """Checks what needs neither a device nor other ranks.
+    """Runs the checks that need neither a device nor other ranks.
 
     Raises:
         ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed.
@@ -107,14 +107,16 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
-    # what is stored names the vocabulary: a checkpoint's weights show only that it was padded
+    # stored configs name the vocabulary, because the weights of a checkpoint show only its padded size
     vocab_size = vocabulary(config.model, dataset.vocab_size)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
-    run_dir = open_run_dir(config, comm, job, held)  # not before: what is refused up to here leaves no folder behind
+    run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
-        logger.info("%s: all %d steps are done already; raise train.steps to go on", run_dir.path, config.train.steps)
+        logger.info(
+            "%s: all %d steps are done already; raise train.steps to continue", run_dir.path, config.train.steps
+        )
         return EXIT_DONE
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
@@ -132,24 +134,24 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     finally:
         for sink in sinks:
             sink.close(exit_code)
-    # a signal may have come to some ranks only
+    # a signal may have reached only some ranks
     if decide_on_rank_0(comm, lambda: result.finished and not stop.requested):
         _write_sample(config, engine, dataset, run_dir)
     if comm.rank == 0:
-        _say_goodbye(summary, run_dir, stop)
+        _log_summary(summary, run_dir, stop)
     return exit_code
 
 
 def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: TextDataset) -> int:
-    """Loads what there is to load; returns the tokens that it was trained on."""
+    """Loads the checkpoint, if any; returns the tokens on which it was trained."""
     if run_dir.load_from is None:
         return 0
     extra = engine.load(run_dir.load_from)
     if extra.get(_DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
-        logger.warning("the data is not what the checkpoint was trained on: from here the samples are others")
+        logger.warning("the data differs from the checkpoint's: from here the run sees other samples")
 
     decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
-    # a checkpoint saved by other code than ours does not say
+    # a checkpoint of a library user has no such entry
     return int(extra.get(TOKENS, engine.applied_steps * _tokens_per_step(config)))
 
 
@@ -169,7 +171,7 @@ def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
 
 
 def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink]:
-    """What listens to the run: on rank 0 the metrics file, the console and the tracker; nothing on other ranks."""
+    """Opens the receivers of metrics on rank 0: the metrics file, the console and the tracker."""
     sinks: list[Sink] = []
     step = engine.attempted_steps
 
@@ -198,7 +200,7 @@ def _make_trainer(
     tokens: int,
 ) -> Trainer:
     train = config.train
-    feed = Feed(
+    data = TrainingData(
         loader=make_loader(config, dataset, engine),
         validation=lambda: validation_batches(
             dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
@@ -206,22 +208,22 @@ def _make_trainer(
         tokens_per_step=_tokens_per_step(config),
         tokens_before=tokens,
     )
-    saving = Saving(
+    saving = SaveOptions(
         run_dir.checkpoints,
         settings=config_to_dict(config),  # the checkpoint blanks the secrets
         extra={_DATA_FINGERPRINT: dataset.fingerprint},
         config=config.checkpoint,
     )
-    return Trainer(engine, feed, train, saving, stop=stop, sinks=sinks)
+    return Trainer(engine, data, train, saving, stop=stop, sinks=sinks)
 
 
-def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: Result, wall_s: float) -> Summary:
+def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: TrainResult, wall_s: float) -> Summary:
     flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
     device = device_name(engine.device)
     rate = result.tokens_per_s
-    utilisation = None
+    utilization = None
     if flops is not None and rate is not None:
-        utilisation = mfu(device, engine.policy.name, flops * rate / engine.world_size)
+        utilization = mfu(device, engine.policy.name, flops * rate / engine.world_size)
     return Summary(
         finished=result.finished,
         steps=engine.attempted_steps,
@@ -231,7 +233,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
         train_loss=result.train_loss,
         val_loss=result.val_loss,
         tokens_per_s=rate,
-        mfu=utilisation,
+        mfu=utilization,
         wall_s=wall_s,
         memory=engine.memory(),
         memory_formula=engine.memory_formula(),
@@ -245,7 +247,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
 
 
 def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir) -> None:
-    """Text from the trained model, on the console of rank 0 and in ``sample.txt``.
+    """Writes text from the trained model to the console of rank 0 and to ``sample.txt``.
 
     All ranks generate it, because the forward of a sharded model communicates.
     """
@@ -260,17 +262,17 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_d
         text = dataset.decode(tokens[0, 1:])
         if engine.rank == 0:
             write_atomically(run_dir.path / "sample.txt", text)
-    except Exception as error:  # of a user's model, perhaps; the run is finished and saved
+    except Exception as error:  # perhaps in a user's model; the run is finished and saved
         if engine.rank == 0:
-            logger.warning("no sample, which takes a model(tokens) whose output has logits: %s", describe(error))
+            logger.warning("no sample, which needs a model(tokens) whose output has logits: %s", describe(error))
         return
     logger.info("sample:\n%s\n", printable(text))
 
 
-def _say_goodbye(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
+def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
     if not summary.finished:
         logger.warning(
-            "stopped at step %d%s after saving; start the same command with run_dir=%s to go on",
+            "stopped at step %d%s after saving; start the same command with run_dir=%s to continue",
             summary.steps,
             f" by {stop.name}" if stop.requested else "",
             run_dir.path,

@@ -1,4 +1,4 @@
-"""The run directory: which one, what is in it already, and whether it may be continued. Rank 0 decides for all."""
+"""The run directory: its path, its contents so far, and whether the run may continue. Rank 0 decides for all."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ CONFIG_FILE = "config.yaml"
 CONTRACT_FILE = "precision.json"
 CHECKPOINTS = "checkpoints"
 
-_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len")  # of the model's keys, on resume
+_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len")  # keys of the model that a resume may change
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Where a run lives and what it starts from.
+    """Directory of a run, and the checkpoint from which it starts.
 
     Attributes:
         path: the run directory; it exists.
-        load_from: a checkpoint, or a directory of them; None to start from step 0.
-        finished: all steps are done already.
-        contract: the precision contract of that checkpoint; empty where there is none, or it does not tell.
+        load_from: a checkpoint or a directory of checkpoints; None: start from step 0.
+        finished: whether all steps are done already.
+        contract: the precision contract of that checkpoint; empty if unknown.
     """
 
     path: Path
@@ -66,32 +66,32 @@ def check_resume(config: RunConfig) -> None:
     """Checks a ``resume`` that is a path before anything starts.
 
     Raises:
-        ConfigError: there is no checkpoint at it.
+        ConfigError: there is no checkpoint.
     """
     if config.resume not in ("auto", "none"):
         _find_checkpoints(config.resume)
 
 
 def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: ExitStack) -> RunDir:
-    """Chooses the run directory on rank 0, creates it there, and tells the other ranks, which create nothing.
+    """Chooses and creates the run directory on rank 0, and returns it on every rank.
 
     Args:
         config: the run; without ``run_dir`` it is ``runs/<date>_<time>``.
         comm: the ranks.
-        job: the number of this job in a sweep: each has a folder of its own in the run directory.
-        held: as long as it is open, rank 0 holds the lease of the run's checkpoints.
+        job: the number of this job in a sweep; each has its own folder in the run directory.
+        held: rank 0 holds the lease of the run's checkpoints until it closes.
 
     Raises:
-        ConfigError: on every rank: it cannot be created, another job is at work in it, it holds a run that ``resume``
-            does not let continue, or the checkpoint to continue from is of another model.
+        ConfigError: on every rank: it cannot be created, another job uses it, it holds a run that ``resume`` forbids to
+            continue, or the checkpoint is of another model.
     """
 
-    def decide(go_on_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
+    def decide(while_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
         path = _create(config, job)
         load_from, finished = _starting_point(config, path)
         if not finished:
-            _hold(path, held, go_on_waiting)
-            load_from, finished = _starting_point(config, path)  # the job before may have saved until now
+            _hold(path, held, while_waiting)
+            load_from, finished = _starting_point(config, path)  # the job that held the lease may have saved since
         manifest = None if load_from is None else _newest_manifest(load_from)
         contract: dict[str, Any] = {}
         if manifest is not None:
@@ -109,38 +109,37 @@ def decide_on_rank_0(comm: Communicator, decide: Callable[[], Any]) -> Any:
     """Calls ``decide`` on rank 0 and returns its plain JSON value on every rank.
 
     Raises:
-        ConfigError: on every rank, where ``decide`` raised it or an ``OSError``.
-        CommunicationError: on other ranks, where it raised anything else, which rank 0 raises as it is.
+        ConfigError: on every rank, if ``decide`` raised it or an ``OSError``.
+        CommunicationError: on other ranks, if it raised anything else, which rank 0 raises unchanged.
     """
     return on_rank_0(comm, "", decide, ConfigError, expected=(ConfigError, OSError))
 
 
 def check_not_newer(run_dir: RunDir, step: int) -> None:
-    """Checks that a run that continues from ``step`` will not meet checkpoints of its own future.
+    """Checks that the run directory has no checkpoint later than ``step``, from which the run continues.
 
     Raises:
-        ConfigError: the run directory holds a newer one: it went on from ``step`` in another way, or that one cannot
-            be read.
+        ConfigError: it has one: the run has already continued from ``step``, or the later one cannot be read.
     """
     steps = _steps(run_dir.checkpoints)
     if not steps or steps[-1] <= step:
         return
     if run_dir.load_from == run_dir.checkpoints:
         raise ConfigError(
-            f"{run_dir.checkpoints / step_name(steps[-1])} cannot be read, though nothing says that it is damaged, and "
-            f"the newest that can is at step {step}; make it readable, or move it away to go on from step {step}"
+            f"{run_dir.checkpoints / step_name(steps[-1])} cannot be read, though it is not known to be damaged, and "
+            f"the newest readable one is at step {step}; make it readable, or move it away to continue from step {step}"
         )
     raise ConfigError(
-        f"resume={run_dir.load_from} is at step {step}, but {run_dir.checkpoints} goes on to step {steps[-1]}; "
+        f"resume={run_dir.load_from} is at step {step}, but {run_dir.checkpoints} continues to step {steps[-1]}; "
         "use resume=auto to continue from there, or a new run_dir to branch off"
     )
 
 
 def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> None:
-    """Says what differs from the config that a checkpoint was made with.
+    """Logs the differences from the config of a checkpoint.
 
     Raises:
-        ConfigError: a key that decides what the model is.
+        ConfigError: a key that defines the model differs.
     """
     changes = [
         (item.path, item.a, item.b)
@@ -163,7 +162,7 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
 
 
 def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:
-    """Writes ``config.yaml``; one that says something else is kept as ``config-until-step-<step>.yaml``."""
+    """Writes ``config.yaml``; a different one is kept as ``config-until-step-<step>.yaml``."""
     path = run_dir.path / CONFIG_FILE
     text = to_yaml(redacted(config))
     if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -172,7 +171,7 @@ def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:
 
 
 def redacted(config: RunConfig) -> dict[str, Any]:
-    """The config as plain data without what looks like a secret: files and trackers outlive the run."""
+    """Returns the config as plain data without secrets, because files and trackers outlive the run."""
     values: dict[str, Any] = redact(config_to_dict(config))
     return values
 
@@ -198,7 +197,7 @@ def _hold(path: Path, held: ExitStack, while_waiting: Callable[[], None]) -> Non
 
 
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
-    """What to load and whether there is nothing left to do."""
+    """Returns the checkpoint to load, and whether all steps are done."""
     summary = read_summary(path)
     steps, damaged = _steps(path / CHECKPOINTS), quarantined_checkpoints(path / CHECKPOINTS)
     if config.resume == "none" and (steps or damaged or (path / SUMMARY_FILE).exists()):
@@ -213,7 +212,7 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
         return _find_checkpoints(config.resume), False
     if summary is not None and summary.finished and summary.steps >= config.train.steps:
         return None, True
-    if steps or damaged:  # with none that is good the load is an error: never from the beginning by itself
+    if steps or damaged:  # if none verifies the load fails: a run never restarts from step 0 by itself
         return path / CHECKPOINTS, False
     if (path / METRICS_FILE).exists():
         logger.warning("%s holds metrics but no checkpoint: starting again from step 0", path)
@@ -225,17 +224,17 @@ def _newest_manifest(load_from: Path) -> Manifest | None:
     try:
         return load_manifest(candidates[-1]) if candidates else None
     except (DamageError, OSError):
-        return None  # the engine will name the damage, and take an older one if there is one
+        return None  # the engine names the damage, and loads an older one if it can
 
 
 def _compare_with_checkpoint(manifest: Manifest, now: dict[str, Any]) -> None:
     before = manifest.state.get("config")
-    if before:  # of what the checkpoint does not tell nothing has changed: an imported one tells its model alone
+    if before:  # groups that the checkpoint lacks are not compared: an imported one has only its model
         compare_configs(before, {group: now[group] for group in now if group in before}, manifest.step)
 
 
 def _find_checkpoints(resume: str) -> Path:
-    """The checkpoint at ``resume``, or the directory of checkpoints there or in the run directory there."""
+    """Finds the checkpoint or directory of checkpoints at ``resume``, which may be a run directory."""
     path = Path(resume).absolute()
     if path.is_dir():
         directory = checkpoints_dir(path)

@@ -1,4 +1,4 @@
-"""From a config to the objects of a run."""
+"""Builds the objects of a run from its config."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ from dtrain.telemetry.throughput import num_cores
 
 
 def check_launcher(launch: LaunchConfig) -> None:
-    """Checks that a SLURM job of several tasks has a launcher that gives each its rank.
+    """Checks that the tasks of a SLURM job were started with a rank each.
 
     Raises:
-        ConfigError: it has none: one rank would train where several were asked for.
+        ConfigError: they were not: one rank would train instead of several.
     """
     tasks = os.environ.get("SLURM_NTASKS", "")
     several = tasks.isdecimal() and int(tasks) > 1
@@ -61,7 +61,7 @@ def check_launcher(launch: LaunchConfig) -> None:
 
 @contextmanager
 def torch_settings_restored() -> Iterator[None]:
-    """Puts back the process-wide settings of torch that an engine changes: the next job of a sweep has its own."""
+    """Restores the process-wide settings of torch that an engine changes, for the next job of a sweep."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -75,7 +75,9 @@ def torch_settings_restored() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        enabled = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        if enabled != (deterministic, warn_only):  # the call imports torch's compiler, which takes seconds
+            torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = benchmark
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
@@ -89,9 +91,8 @@ def torch_settings_restored() -> Iterator[None]:
 def set_threads(config: RunConfig, comm: Communicator) -> int:
     """Sets the number of threads of this rank, the same on all ranks, and returns it.
 
-    It is ``launch.threads_per_rank``, else the cores of the host shared by its ranks; one where a reproducible run
-    computes on CPU, because sums inside kernels depend on it. Launchers do not agree: torchrun sets one, plain python
-    none.
+    It is ``launch.threads_per_rank``, else the host's cores divided by its ranks; a reproducible run on CPU takes one,
+    because sums inside kernels depend on the number. Launchers' defaults differ: torchrun sets one, plain python none.
     """
     if config.launch.threads_per_rank is not None:
         threads = config.launch.threads_per_rank
@@ -99,7 +100,7 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
         threads = 1
     else:
         threads = max(1, num_cores() // LaunchEnv.read().local_world_size)
-    # hosts may differ in cores
+    # hosts may differ in their cores
     row = torch.tensor([threads], dtype=torch.int64, device=comm.device)
     threads = int(comm.gather_rows(row, label="threads").min())
     torch.set_num_threads(threads)
@@ -107,7 +108,7 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 
 
 def make_policy(config: RunConfig) -> PrecisionPolicy:
-    """The precision that ``config`` names, its rules, and its FP8 options for a micro-batch of this run."""
+    """Returns the precision policy of ``config``: its name, rules, and FP8 options for a micro-batch of this run."""
     precision = config.precision
     num_rows = precision.float8.num_rows or config.train.micro_batch_size * config.model.max_seq_len
     float8 = Float8Options(**(asdict(precision.float8) | {"num_rows": num_rows}))
@@ -115,10 +116,10 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Refuses patterns of module names that match nothing in ``model``.
+    """Checks that every pattern of module names matches something in ``model``.
 
     Raises:
-        ConfigError: naming the pattern.
+        ConfigError: naming the pattern that does not.
     """
     resolve(make_policy(config), model)
     if isinstance(config.engine, NativeEngineConfig):
@@ -126,10 +127,10 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
-    """Checks what ``config`` asks of numbers.
+    """Checks the precision of ``config`` on ``device``.
 
     Raises:
-        ConfigError: ``device`` cannot do it, or gradients would lose on the wire what they need not.
+        ConfigError: ``device`` cannot compute in it, or reduction would lose precision or range for nothing.
     """
     policy, engine = make_policy(config).on(device), config.engine
     check(engine.name, zero_stage=engine.zero_stage, precision=policy.name, device_type=device.type)
@@ -143,11 +144,11 @@ def check_precision(config: RunConfig, device: torch.device) -> None:
 def make_engine(
     config: RunConfig, model: nn.Module, comm: Communicator, saved_contract: Mapping[str, Any] | None = None
 ) -> Engine:
-    """The engine that ``config`` names, around ``model``; going on by the FP8 decisions of ``saved_contract``."""
+    """Builds the engine of ``config`` around ``model``, with the FP8 decisions of ``saved_contract``."""
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optim, scale, engine = config.optim, config.precision.loss_scale, config.engine
-    # a key of one engine only has the name of its argument
+    # keys of one engine have the names of its arguments
     own = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name != "name"}
     return initialize(
         model,
@@ -157,7 +158,7 @@ def make_engine(
         schedule=make_schedule(config.schedule, config.train.steps),
         engine=engine.name,
         precision=policy,
-        # a constant scale need not lie between the bounds of a dynamic one
+        # a static scale need not lie between the bounds of a dynamic one
         loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
         max_grad_norm=optim.max_grad_norm,
         seed=config.seed,
@@ -167,7 +168,7 @@ def make_engine(
 
 
 def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
-    """The schedule that ``config`` names, over ``total_steps`` applied steps."""
+    """Builds the schedule of ``config`` over ``total_steps`` applied steps."""
     warmup_steps = config.resolve_warmup_steps(total_steps)
     match config:
         case CosineConfig():
@@ -181,7 +182,7 @@ def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 
 def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:
-    """This rank's micro-batches from the engine's data cursor on."""
+    """Builds the loader of this rank's micro-batches, from the engine's data cursor on."""
     train = config.train
     return BatchLoader(
         dataset.train,
@@ -195,22 +196,22 @@ def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> Batc
 
 
 def check_same(comm: Communicator, config: RunConfig, dataset: TextDataset) -> None:
-    """Checks that all ranks were started with the same config and see the same data.
+    """Checks that all ranks have the same config and the same data.
 
     Raises:
         ConfigError: on every rank, naming the first rank that differs from rank 0, and the key with both values.
     """
-    # the values are there to be shown, so without secrets; the hash is of the real ones
+    # the values are for messages, so without secrets; the hash is of the real ones
     own = {"hash": config_hash(config), "config": redact(agreed(config)), "data": dataset.fingerprint}
-    answers = [json.loads(text) for text in comm.exchange_text(json.dumps(own))]
-    first = answers[0]
-    for rank, answer in enumerate(answers):
-        if answer["hash"] != first["hash"]:
-            difference = config_difference(first["config"], answer["config"], rank)
+    records = [json.loads(text) for text in comm.exchange_text(json.dumps(own))]
+    first = records[0]
+    for rank, record in enumerate(records):
+        if record["hash"] != first["hash"]:
+            difference = config_difference(first["config"], record["config"], rank)
             raise ConfigError(f"the ranks were started with different configs: {difference}")
-    for rank, answer in enumerate(answers):
-        if answer["data"] != first["data"]:
+    for rank, record in enumerate(records):
+        if record["data"] != first["data"]:
             raise ConfigError(
-                f"the data of rank {rank} is not that of rank 0 (sha256 {answer['data'][:12]} against "
+                f"the data of rank {rank} differs from that of rank 0 (sha256 {record['data'][:12]} and "
                 f"{first['data'][:12]}); start every rank with the same command and the same files"
             )

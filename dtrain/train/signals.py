@@ -1,4 +1,4 @@
-"""Preemption: the first SIGTERM, SIGUSR1 or Ctrl-C asks for a stop, a second one ends the process at once."""
+"""Stop signals: the first SIGTERM, SIGUSR1 or Ctrl-C requests a stop, a second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import FrameType, TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-# A launcher that forwards a signal which its whole process group got delivers it twice within milliseconds: one wish.
-_SAME_WISH_S = 1.0
+# A signal to a whole process group, which a launcher forwards too, arrives twice within milliseconds: one request.
+_SAME_REQUEST_S = 1.0
 
 
 class StopSignals:
-    """While it is entered, a stop signal only sets ``requested``; the handlers that were there come back afterwards.
+    """Context in which a stop signal only sets ``requested``; the previous handlers are restored at its end.
 
     A second signal, more than a second after the first, ends the process as if there were no handler: a step that
-    hangs must not hold a machine that is being taken away. Outside the main thread, where Python takes no handlers,
-    it does nothing.
+    hangs must not hold a machine that is being reclaimed. Outside the main thread, where Python allows no handlers,
+    the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -29,18 +29,18 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop signal has come."""
+        """Whether a stop signal has arrived."""
         return self._first is not None
 
     @property
     def name(self) -> str:
-        """The first signal that came, such as ``SIGTERM``; empty before."""
+        """Name of the first signal, such as ``SIGTERM``; empty before."""
         return self._name
 
     def ignore(self) -> None:
-        """Ignores stop signals for the rest of the process, which is about to end as they asked: no handler comes back.
+        """Ignores stop signals for the rest of the process, which is about to end; no handler is restored.
 
-        A launcher that sees another rank leave sends one more, and the exit code would become that of a crash.
+        A launcher that sees another rank leave sends one more, which would turn the exit code into that of a crash.
         """
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
@@ -63,6 +63,6 @@ class StopSignals:
         now = time.monotonic()
         if self._first is None:
             self._first, self._name = now, signal.Signals(number).name
-        elif now - self._first > _SAME_WISH_S:
+        elif now - self._first > _SAME_REQUEST_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -24,21 +24,22 @@ from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
 from dtrain.train.signals import StopSignals
 
-TOKENS = "tokens"  # in a checkpoint's extra: those of the applied steps, under whatever batch sizes they had
+TOKENS = "tokens"
+"""Key in a checkpoint's extra: tokens of the applied steps, whose batch sizes may have differed."""
 
 Outcome = TypeVar("Outcome")
 Validation = Callable[[], Iterator[tuple[dict[str, Tensor], int]]]
 
 
 @dataclass(frozen=True)
-class Feed:
-    """What an engine is trained and judged on.
+class TrainingData:
+    """Data for training and validation.
 
     Attributes:
         loader: this rank's micro-batches, from the engine's data cursor on.
-        validation: gives this rank's share of the validation micro-batches with their weights, anew at each call.
+        validation: returns a new iterator over this rank's validation micro-batches and their weights.
         tokens_per_step: tokens of one global batch.
-        tokens_before: tokens that the engine was trained on before.
+        tokens_before: tokens on which the engine was trained before.
     """
 
     loader: BatchLoader
@@ -48,8 +49,8 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """Where checkpoints go, what goes with them, and how."""
+class SaveOptions:
+    """Where and how checkpoints are saved, and what they hold beside the engine's state."""
 
     directory: Path
     settings: dict[str, Any]  # the resolved config
@@ -58,69 +59,68 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Result:
-    """How :meth:`Trainer.run` ended: all steps done, or stopped by a signal after saving."""
+class TrainResult:
+    """Result of :meth:`Trainer.run`: finished, or stopped by a signal after saving."""
 
     finished: bool
-    tokens: int  # of all applied steps, those before a resume too
+    tokens: int  # of all applied steps, including those before a resume
     train_loss: float | None
     val_loss: float | None
     tokens_per_s: float | None
 
 
 class Trainer:
-    """Trains ``engine`` on ``feed`` for ``config.steps`` attempted steps.
+    """Trains ``engine`` on ``data`` for ``config.steps`` attempted steps.
 
     Args:
-        engine: a built engine, perhaps with a checkpoint loaded; the loop goes on at its ``attempted_steps``.
-        feed: the data.
-        config: how long, and how often to look.
-        saving: where checkpoints go.
+        engine: the engine; the loop starts at its ``attempted_steps``.
+        config: number of steps, and how often to log, validate and save.
+        saving: where and how to save checkpoints.
         stop: the stop signals of this process.
-        sinks: what listens to the run; empty on other ranks than 0.
+        sinks: receivers of metrics; empty on ranks other than 0.
     """
 
     def __init__(
         self,
         engine: Engine,
-        feed: Feed,
+        data: TrainingData,
         config: TrainConfig,
-        saving: Saving,
+        saving: SaveOptions,
         *,
         stop: StopSignals,
         sinks: Sequence[Sink] = (),
     ) -> None:
         self._engine = engine
-        self._feed = feed
+        self._data = data
         self._config = config
         self._saving = saving
         self._stop = stop
         self._sinks = sinks
-        self._tokens = feed.tokens_before
+        self._tokens = data.tokens_before
         self._train_loss: float | None = None
         self._val_loss: tuple[int, float] | None = None
         self._skipped_steps = engine.attempted_steps - engine.applied_steps
-        self._unseen: list[tuple[int, StepOutcome]] = []
+        self._unreported: list[tuple[int, StepOutcome]] = []
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
 
-    def run(self) -> Result:
+    def run(self) -> TrainResult:
         """Runs the remaining steps; evaluates, logs and saves on the way and at the end."""
-        self._timer = StepTimer()  # the clock starts here, not where the trainer was built
+        self._timer = StepTimer()  # starts now, not when the trainer was built
         try:
             return self._run()
         except BaseException as error:
-            # the save under way holds a good state, whatever has ended the run
+            # the running save holds a good state, so it may still commit
             self._engine.leave_save(cancel=is_lost_connection(error))
             if isinstance(error, NonFiniteError | CheckpointError):  # all ranks raise it
                 self._report_last(error)
             raise
 
-    def _run(self) -> Result:
+    def _run(self) -> TrainResult:
         config, engine = self._config, self._engine
         if self._saving.config.asynchronous:
             engine.prepare_saves()
         while engine.attempted_steps < config.steps:
-            stop = self._look(self._step())
+            stop = self._report_ready(self._step())
             step = engine.attempted_steps
             if stop and step < config.steps:
                 self._save(step, asynchronous=False, when_busy="wait")
@@ -128,67 +128,69 @@ class Trainer:
             if _due(step, config.eval_every):
                 self._evaluate(step)
             if _due(step, config.save_every):
-                self._save_judged(step, when_busy=self._saving.config.when_busy)
-        # save before the last evaluation: nothing that comes after training can lose it
+                self._save_with_validation(step, when_busy=self._saving.config.when_busy)
+        # save before the last evaluation, whose failure then loses no training
         step = engine.attempted_steps
         if self._saving.config.save_at_end:
-            self._save_judged(step, when_busy="wait")
+            self._save_with_validation(step, when_busy="wait")
         self._evaluate(step)
         engine.wait_for_save()
         return self._result(finished=True)
 
     def _step(self) -> StepOutcome:
         engine = self._engine
-        batch = next(self._feed.loader)
+        batch = next(self._data.loader)
         for micro in engine.accumulate(batch):
             engine.backward(engine(**to_device(micro, engine.device)))
         if self._stop.requested:
             engine.request_stop()
-        outcome = self._past_a_failed_save(engine.step)
-        engine.data_cursor = self._feed.loader.cursor
+        outcome = self._retry_if_stopping(engine.step)
+        engine.data_cursor = self._data.loader.cursor
         return outcome
 
-    def _past_a_failed_save(self, action: Callable[[], Outcome]) -> Outcome:
-        """What ``action`` returns, which may raise the failure of an earlier save.
+    def _retry_if_stopping(self, action: Callable[[], Outcome]) -> Outcome:
+        """Calls ``action``, and once more if it raises the failure of an earlier save while any rank wants to stop.
 
-        Where a stop is wanted on any rank, that save is given up, and ``action`` goes on to the save of the stop.
+        The failed save is then abandoned, and the run continues to the save that a stop requires.
         """
         try:
             return action()
-        except CheckpointError as error:  # all ranks raise it, so all ask
+        except CheckpointError as error:  # all ranks raise it, so all enter the collective
             wanted = on_every_rank(self._engine.comm, "", lambda: self._stop.requested, CheckpointError)
             if not any(wanted):
                 raise
-            logger.warning("a stop is wanted, so the run goes on to save it although a save failed: %s", error)
+            logger.warning(
+                "a save failed, but a stop is requested, so the run continues to the save of the stop: %s", error
+            )
             self._engine.request_stop()
             return action()
 
-    def _look(self, outcome: StepOutcome) -> bool:
-        """Reports the steps whose outcome can be read without keeping the device waiting; True: a rank wants to stop.
+    def _report_ready(self, outcome: StepOutcome) -> bool:
+        """Reports the steps whose outcome can be read without synchronizing; returns whether a rank requests a stop.
 
-        On a GPU that is the step before this one, unless something is due that needs to know.
+        On a GPU these are the steps before this one, unless a log line, validation or save is due.
         """
         config, step = self._config, self._engine.attempted_steps
-        self._unseen.append((step, outcome))
-        everys = (config.log_every, config.eval_every, config.save_every)
-        must = self._engine.is_synchronous or step == config.steps or any(_due(step, every) for every in everys)
-        seen = self._unseen if must else self._unseen[:-1]
-        stop = any(known.stop_requested for _, known in seen)
-        if stop:  # what is saved then counts the tokens of all steps
-            seen = self._unseen
-        self._unseen = self._unseen[len(seen) :]
-        for number, known in seen:
-            self._report(number, known)
+        self._unreported.append((step, outcome))
+        intervals = (config.log_every, config.eval_every, config.save_every)
+        due = self._engine.is_synchronous or step == config.steps or any(_due(step, every) for every in intervals)
+        ready = self._unreported if due else self._unreported[:-1]
+        stop = any(reported.stop_requested for _, reported in ready)
+        if stop:  # the save that follows counts the tokens of all steps
+            ready = self._unreported
+        self._unreported = self._unreported[len(ready) :]
+        for number, reported in ready:
+            self._report(number, reported)
         return stop
 
     def _report(self, step: int, outcome: StepOutcome) -> None:
-        culprit = outcome.culprit  # first, for it may end the run; on every rank: they search together
+        culprit = outcome.culprit  # read first, because it may end the run; on every rank, because they search together
         if outcome.applied:
             self._train_loss = outcome.loss
-            self._tokens += self._feed.tokens_per_step
+            self._tokens += self._data.tokens_per_step
         else:
             self._skipped_steps += 1
-        self._timer.step_done()  # after the first look at the outcome, which waits for the device
+        self._timer.step_done()  # after the outcome is read, which waits for the device
         last = step == self._config.steps or outcome.stop_requested
         if outcome.applied and not last and step % self._config.log_every:
             return
@@ -202,7 +204,7 @@ class Trainer:
             applied=outcome.applied,
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
-            tokens_per_s=self._feed.tokens_per_step / pace.step_s,
+            tokens_per_s=self._data.tokens_per_step / pace.step_s,
             step_ms=1000 * pace.step_s,
             reason=outcome.reason,
             culprit=str(culprit) if culprit is not None else None,
@@ -212,26 +214,26 @@ class Trainer:
             sink.step(metrics)
 
     def _report_last(self, error: NonFiniteError | CheckpointError) -> None:
-        """The steps that nobody has looked at have a line, and the skip that ends the run has a file too."""
+        """Reports the remaining steps, among them the skip that ends the run."""
         outcome = error.outcome if isinstance(error, NonFiniteError) else None
         last = [(self._engine.attempted_steps, outcome)] if isinstance(outcome, StepOutcome) else []
-        for step, outcome in self._unseen or last:
+        for step, outcome in self._unreported or last:
             self._report(step, outcome)
 
     def _evaluate(self, step: int) -> None:
         if self._val_loss is not None and self._val_loss[0] == step:
             return
         with self._timer.paused():
-            loss = validation_loss(self._engine, self._feed.validation())
+            loss = validation_loss(self._engine, self._data.validation())
         self._val_loss = (step, loss)
         for sink in self._sinks:
             sink.validation(step, loss)
 
-    def _save_judged(self, step: int, *, when_busy: str) -> None:
-        """Saves; where the best are kept, with the validation loss of just this step."""
+    def _save_with_validation(self, step: int, *, when_busy: str) -> None:
+        """Saves, after a validation if ``keep_best`` needs the loss of this step."""
         if self._saving.config.keep_best and self._saved_step != step:
             if when_busy == "skip" and self._engine.is_saving():
-                return  # before a validation is spent on it
+                return  # before the cost of a validation
             self._evaluate(step)
         self._save(step, asynchronous=self._saving.config.asynchronous, when_busy=when_busy)
 
@@ -251,18 +253,18 @@ class Trainer:
             when_busy=when_busy,
         )
         with self._timer.paused():
-            path = self._past_a_failed_save(save)
+            path = self._retry_if_stopping(save)
         if path is not None:
             self._saved_step = step
 
-    def _result(self, *, finished: bool) -> Result:
+    def _result(self, *, finished: bool) -> TrainResult:
         step_s = self._timer.total().step_s or None
-        return Result(
+        return TrainResult(
             finished=finished,
             tokens=self._tokens,
             train_loss=self._train_loss,
             val_loss=self._val_loss[1] if self._val_loss else None,
-            tokens_per_s=self._feed.tokens_per_step / step_s if step_s else None,
+            tokens_per_s=self._data.tokens_per_step / step_s if step_s else None,
         )
 
 
@@ -272,9 +274,9 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
 
 
 def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], int]]) -> float:
-    """The weighted mean loss over the micro-batches of all ranks; every rank gives the same number of them.
+    """Weighted mean loss over the micro-batches of all ranks, of which each rank has the same number.
 
-    One small exchange; the sum is formed in FP64 in the order of the micro-batches, whatever the world size.
+    One small all-gather; the FP64 sum is in the order of the micro-batches, independent of the world size.
 
     Raises:
         ModelError: the model returns no loss.
@@ -286,7 +288,7 @@ def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], i
             loss = find_loss(output)
             if loss is None:
                 raise ModelError(
-                    f"in eval mode too a model must return its loss; got a {type(output).__name__} without"
+                    f"a model must return its loss in eval mode too; got a {type(output).__name__} without one"
                 )
             rows.append(torch.stack((loss.double() * weight, loss.new_tensor(weight, dtype=torch.float64))))
     gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")

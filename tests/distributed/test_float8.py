@@ -128,7 +128,7 @@ def test_stage_3_gathers_what_odd_models_need() -> None:
 # -- the replicas ------------------------------------------------------------------------------------------------------
 
 
-def test_another_weight_for_one_call_is_computed_with() -> None:
+def test_functional_call_with_another_weight() -> None:
     """And hooks are for the parameter: what ``.weight`` gives stands beside it."""
     engine = start(zero_stage=0)
     name, x = "blocks.0.up.weight", batch(0, 0)

@@ -1,4 +1,4 @@
-"""'ZeRO saves memory' is the claim: live storages against the formula, and ``engine.memory()`` against them."""
+"""Memory of model states: live storages against ``engine.memory()``, and both against the ZeRO formula."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.engine.native import NativeEngine
+from dtrain.sharding.placement import Placements
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -76,7 +78,7 @@ MODELS: list[Callable[[], nn.Module]] = [Stack, Language, Recurrent]
 
 
 def live_storages() -> dict[int, int]:
-    """Bytes of every storage that some live tensor holds, by address; those of what :func:`gc.freeze` put aside not."""
+    """Returns the bytes of every storage of a live tensor, by address, without what :func:`gc.freeze` has excluded."""
     found = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor) and not item.is_meta:
@@ -88,7 +90,7 @@ def live_storages() -> dict[int, int]:
 def measure(build: Callable[[], nn.Module], stage: int, precision: str) -> tuple[int, dict[str, int], dict[str, int]]:
     torch.manual_seed(0)
     gc.collect()
-    gc.freeze()  # what is there already is neither searched nor counted
+    gc.freeze()  # objects that exist already are neither searched nor counted
     engine = dtrain.initialize(build(), precision=precision, zero_stage=stage, seed=0)
     assert isinstance(engine, NativeEngine)
     for _ in range(2):
@@ -119,15 +121,15 @@ def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
             states = sum(reported[kind] for kind in formula)
             # padding: each of the small FP32 buffers fills up to world x 1,024 elements
             assert expected <= states <= 1.03 * expected, where
-            # so small a model may be under way as a whole, sent and received in the replica dtype
-            replicas = found[model, 0][2]["compute"]
-            assert reported["unreduced_grad"] <= (2.1 * replicas if stage >= 2 and world > 1 else 0), where
+            # a model this small may be in flight as a whole, sent and received in the replica dtype
+            sent = formula["master"] * (world if stage else 1) / (2 if precision == "bf16" else 1)
+            assert reported["unreduced_grad"] <= (2.2 * sent if stage >= 2 and world > 1 else 0), where
             assert reported["unsharded"] == 0, where
             # losses, inputs and scalars of the test itself are small change
             assert abs(live - sum(reported.values())) < 16 * 1024, where
 
 
-def test_sharding_is_what_saves() -> None:
+def test_sharding_saves_memory() -> None:
     """Per parameter with BF16 replicas: 18 bytes replicated, 6 + 12/N at stage 1, 2 + 16/N at stage 2, 18/N at 3."""
     numel = sum(p.numel() for p in Stack().parameters())
     found = measured(4, "bf16")[0]
@@ -137,8 +139,8 @@ def test_sharding_is_what_saves() -> None:
         assert states / numel == pytest.approx(per_parameter, rel=0.03)
 
 
-def gathered_at_most(rank: int, world: int, prefetch: int) -> tuple[int, int, list[int]]:
-    """The most bytes gathered at a module's forward or a parameter's gradient, and the sizes of the groups."""
+def peak_of_unsharded_groups(rank: int, world: int, prefetch: int) -> tuple[int, int, list[int]]:
+    """Returns the most bytes unsharded at a module's forward or a parameter's gradient, and the sizes of the groups."""
     engine = dtrain.initialize(Language(), precision="fp32", zero_stage=3, prefetch=prefetch, seed=0)
     assert isinstance(engine, NativeEngine)
     seen = []
@@ -154,7 +156,54 @@ def gathered_at_most(rank: int, world: int, prefetch: int) -> tuple[int, int, li
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_no_more_is_gathered_than_the_root_the_current_and_the_next(prefetch: int) -> None:
-    peak_bytes, peak, (root, *blocks) = run_ranks(2, gathered_at_most, prefetch)[0]
+def test_only_root_current_and_prefetched_groups_are_unsharded(prefetch: int) -> None:
+    peak_bytes, peak, (root, *blocks) = run_ranks(2, peak_of_unsharded_groups, prefetch)[0]
     assert peak == 1 + prefetch
     assert root < peak_bytes <= root + (1 + prefetch) * max(blocks)
+
+
+def shares_storage(rank: int, world: int, precision: str) -> dict[int, set[bool]]:
+    """Returns, by stage, whether the FP32 replicas lie in the masters' storage."""
+    found = {}
+    for stage in range(4):
+        engine = dtrain.initialize(Stack(), precision=precision, zero_stage=stage, seed=0)
+        assert isinstance(engine, NativeEngine)
+        master = engine.state.master.untyped_storage().data_ptr()
+        fp32 = [replica for replica in engine.state.replicas if replica.layout.dtype == torch.float32]
+        found[stage] = {local.untyped_storage().data_ptr() == master for replica in fp32 for local in replica.local}
+        for name, parameter in engine.module.named_parameters():
+            if parameter.dtype == torch.float32 and not (stage == 3 and world > 1):
+                assert (parameter.untyped_storage().data_ptr() == master) == found[stage].issubset({True}), name
+            assert parameter.data_ptr() % 64 == 0 or (stage == 3 and world > 1), f"'{name}' has another alignment"
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_fp32_replicas_are_the_masters_if_their_placements_agree(world: int, precision: str) -> None:
+    for found in run_ranks(world, shares_storage, precision):
+        assert found == {stage: {world == 1 or stage in (0, 3)} for stage in range(4)}
+
+
+def train_sharing(rank: int, world: int, stage: int) -> list[dict[str, Tensor]]:
+    """Trains twice: with FP32 replicas in the masters' storage, and with separate buffers."""
+    masters = []
+    for shares in (True, False):
+        with mock.patch.object(Placements, "shares_fp32_storage", lambda *_, shares=shares: shares):
+            torch.manual_seed(0)
+            engine = dtrain.initialize(Language(), precision="fp32", zero_stage=stage, max_grad_norm=0.1, seed=0)
+            assert isinstance(engine, NativeEngine)
+            assert bool(engine.memory()["compute"]) != shares
+            torch.manual_seed(rank)
+            for _ in range(3):
+                engine.backward(engine(torch.randn(4, DIM)))
+                engine.step()
+        masters.append(engine.master_state())
+    return masters
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 0), (2, 3)])
+def test_shared_and_separate_fp32_replicas_give_equal_bits(world: int, stage: int) -> None:
+    shared, separate = run_ranks(world, train_sharing, stage)[0]
+    assert shared
+    assert all(torch.equal(shared[name], tensor) for name, tensor in separate.items())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import SMALL, checkpoints, losses, newest_step, record_of, said, train, write_samples
+from tests.helpers.launch import SMALL, checkpoints, losses, newest_step, record_of, log_of, train, write_samples
 from tests.helpers.mishap import Mishap
 
 pytestmark = pytest.mark.processes
@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, d
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     assert train(run_dir, *SMALL, data) == [0]
-    told = said(run_dir)
+    told = log_of(run_dir)
     assert f"{file.parent} refused: r0000.safetensors: " in told
     assert f"using {run_dir}/checkpoints/step-00000004 (saved " in told
     assert record_of(run_dir) == record_of(plain)

@@ -218,6 +218,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"precision": "bf16", "zero_stage": 1},
     {"precision": "bf16", "zero_stage": 2},
     {"precision": "bf16", "zero_stage": 3},
+    {"precision": "fp32", "zero_stage": 3},
 )
 
 
@@ -257,16 +258,17 @@ class Deep(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def train_deep(rank: int, world: int) -> list[dict[str, Tensor]]:
+def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Gradients reuse the ring; those out of order lie in private memory first; ranks run at their own speed."""
     micro_batch_gradients.MAX_BYTES_IN_FLIGHT = 1
     masters = []
     for shared in (False, True):
         torch.manual_seed(0)
         rng = random.Random(rank)
-        engine = dtrain.initialize(Deep(), precision="bf16", seed=0, comm=communicator(shared=shared))
+        engine = dtrain.initialize(Deep(), seed=0, comm=communicator(shared=shared), **options)
         assert isinstance(engine, NativeEngine)
         assert (engine.state._gradient_buffers._ring_memory is not None) == shared
+        assert engine.comm.is_shared(engine.state.master) == (shared and "zero_stage" in options)
         for step in range(6):
             order = list(range(8)) if step % 2 else [3, 1, 7, 0, 2, 6, 5, 4]
             for micro in engine.accumulate(range(3)):
@@ -278,7 +280,10 @@ def train_deep(rank: int, world: int) -> list[dict[str, Tensor]]:
     return masters
 
 
-def test_a_ring_that_is_reused_many_times() -> None:
-    through_sockets, in_place = run_ranks(2, train_deep)[0]
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"precision": "fp32", "zero_stage": 3}], ids=["ring", "masters"]
+)
+def test_buffers_that_are_reused_many_times(options: dict[str, Any]) -> None:
+    through_sockets, in_place = run_ranks(2, train_deep, options)[0]
     for key, tensor in through_sockets.items():
         assert torch.equal(in_place[key], tensor), key

@@ -11,16 +11,17 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.step import MASTER, MOMENTS, StepEngine
+from dtrain.engine.state import MASTER, MOMENTS
+from dtrain.engine.step import StepEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4
 STATE = (MASTER, *MOMENTS)
 STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
-"""Every engine at every stage that it takes."""
+"""Every engine at every stage that it supports."""
 
 
 class _Replaced(torch.autograd.Function):
-    """Gives a weight on as it is; an element of its gradient may become another number."""
+    """Identity on a weight; may replace an element of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, fault: tuple[int, float] | None) -> Tensor:
@@ -148,11 +149,11 @@ def train_step(engine: StepEngine, micro_batches: int, *, step: int | None = Non
 
 def held(engine: StepEngine) -> list[Tensor]:
     """Copies of all masters and moments on this rank."""
-    return [piece.data.clone() for kind in STATE for piece in engine.local_shards(kind)]
+    return [shard.data.clone() for kind in STATE for shard in engine.local_shards(kind)]
 
 
 def computed(engine: StepEngine) -> Tensor:
-    """What the weights give that a forward finds: 0-dim; all ranks call."""
+    """The output of a forward with the compute weights: 0-dim; all ranks call."""
     with engine.eval():
         loss: Tensor = engine(tokens=batch(0))
     return loss
@@ -163,7 +164,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def digest(tensor: Tensor) -> str:
-    """Of dtype, shape and bits."""
+    """Digest of dtype, shape and bits."""
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 

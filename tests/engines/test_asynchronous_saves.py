@@ -1,4 +1,4 @@
-"""Saves while training goes on, under every engine: the bits of the instant of the save, and failures on all ranks."""
+"""Asynchronous saves under every engine: the bits at the start of the save, and failures on all ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENGINES = [("native", 1), ("native", 3), ("fsdp2", 3), ("ddp", 0), ("deepspeed",
 
 @contextmanager
 def instead(name: str, act: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """A function of the storage seam replaced in this process."""
+    """Replaces a function of the storage module in this process."""
     real = getattr(storage, name)
     setattr(storage, name, act(real))
     try:
@@ -50,7 +50,7 @@ def instead(name: str, act: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 
 @contextmanager
 def held_up(name: str = "create") -> Iterator[None]:
-    """Calls of a function of the storage seam wait until the block ends."""
+    """Calls of a function of the storage module wait until the block ends."""
     gate = threading.Event()
 
     def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,7 +179,7 @@ def _saves_while_one_is_under_way(rank: int, world: int, directory: Path) -> Non
     engine = start("native", 2)
     assert engine.wait_for_save() is None
     train_step(engine, MICRO_BATCHES)
-    with held_up() if rank == world - 1 else instead("write", slow(0)):  # busy on one rank alone
+    with held_up() if rank == world - 1 else instead("write", slow(0)):  # busy on one rank only
         first = engine.save(directory, asynchronous=True)
         train_step(engine, MICRO_BATCHES)
         assert engine.save(directory, asynchronous=True, when_busy="skip") is None
@@ -197,7 +197,7 @@ def _saves_while_one_is_under_way(rank: int, world: int, directory: Path) -> Non
         engine.save(directory, when_busy="later")
 
 
-def test_one_save_is_under_way_at_a_time(tmp_path: Path) -> None:
+def test_only_one_save_runs_at_a_time(tmp_path: Path) -> None:
     run_ranks(2, _saves_while_one_is_under_way, tmp_path)
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
@@ -231,7 +231,7 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
     return messages
 
 
-def test_a_failure_is_raised_once_and_by_all(tmp_path: Path) -> None:
+def test_failed_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
     results = run_ranks(2, _failures, tmp_path)
     assert results[0] == results[1]
     *committing, copying, measuring, hashing = results[0]
@@ -247,7 +247,7 @@ def test_a_failure_is_raised_once_and_by_all(tmp_path: Path) -> None:
 def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, str]:
     engine = start("native", 2, dropout=0.1)
     assert isinstance(engine, NativeEngine)
-    looks = like_a_gpu(engine)
+    reads = like_a_gpu(engine)
     train_step(engine, MICRO_BATCHES)
     for collect_early in (False, True):
         with instead("write", failing(errno.EIO) if rank == world - 1 else slow(0)):
@@ -255,9 +255,9 @@ def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, 
             if rank == world - 1:
                 until(lambda: engine._checkpointer.has_failed)
             outcome = train_step(engine, MICRO_BATCHES)  # its vote says so
-            assert looks[-1] != engine.attempted_steps - 1, "nobody has looked at it yet"
+            assert reads[-1] != engine.attempted_steps - 1, "the step is not read yet"
             if rank == 0:
-                assert outcome.applied  # the ranks look at other times
+                assert outcome.applied  # the ranks read at different times
             if collect_early:
                 assert "failed on rank 1" in raised(engine.wait_for_save)
         if not collect_early:
@@ -267,7 +267,7 @@ def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, 
     return state_digests(engine)
 
 
-def test_where_outcomes_are_read_late_a_failure_comes_one_step_later(tmp_path: Path) -> None:
+def test_failed_save_is_raised_one_step_later_with_lazy_outcomes(tmp_path: Path) -> None:
     results = run_ranks(2, _fails_behind_a_device, tmp_path)
     assert results[0] == results[1]
     assert list_checkpoints(tmp_path) == []
@@ -291,7 +291,7 @@ def _frozen_and_counted(rank: int, world: int, directory: Path) -> None:
     engine.comm.barrier()
 
 
-def test_frozen_weights_are_those_of_the_save(tmp_path: Path) -> None:
+def test_frozen_weights_and_buffers_are_those_at_the_save(tmp_path: Path) -> None:
     run_ranks(2, _frozen_and_counted, tmp_path)
 
 
@@ -429,7 +429,7 @@ def _two_engines_save_at_once(rank: int, world: int, folder: Path) -> None:
         assert engines[number].wait_for_save() == folder / str(number) / "step-00000001"
 
 
-def test_the_saves_of_two_engines_do_not_meet(tmp_path: Path) -> None:
+def test_saves_of_two_engines_do_not_mix(tmp_path: Path) -> None:
     run_ranks(2, _two_engines_save_at_once, tmp_path)
 
 
@@ -443,12 +443,12 @@ def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str, c
             )
             for rank in range(2)
         ]
-        assert [job.wait() for job in jobs] == codes, [job.said for job in jobs]
+        assert [job.wait() for job in jobs] == codes, [job.output for job in jobs]
         if how == "raise":
-            assert "ValueError: a bug of the script" in jobs[1].said
-            assert "CommunicationError" in jobs[0].said
+            assert "ValueError: a bug of the script" in jobs[1].output
+            assert "CommunicationError" in jobs[0].output
         if how == "fail":  # nobody asks, so the thread says it
             said = "checkpoint: saving .*step-00000001 failed on rank 0.*No space left on device"
-            assert all(re.search(said, job.said) for job in jobs)
+            assert all(re.search(said, job.output) for job in jobs)
     found = [item.path.name for item in list_checkpoints(tmp_path / "checkpoints")]
     assert found == ([] if how == "fail" else ["step-00000001"])

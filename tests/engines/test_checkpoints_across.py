@@ -1,4 +1,4 @@
-"""Save under any engine on any number of ranks, load under any other: equal bits, and a loss curve that goes on.
+"""Save under any engine on any number of ranks, load under any other: equal bits, and the same loss curve afterwards.
 
 ``pytest -m soak tests/engines`` takes every engine on 1, 2 and 3 ranks with every engine on 1, 2, 3 and 4. Without it
 each pair of engines comes once, and each number of ranks as source and as target.
@@ -63,7 +63,7 @@ class Load:
 
     @property
     def reference(self) -> Load:
-        """The native engine on one rank, which says how the losses go on."""
+        """The native engine on one rank, whose losses are the reference."""
         return replace(self, target=Setup("native", 0, 1, self.target.precision))
 
 
@@ -155,7 +155,7 @@ def check_loads(folder: Path, states: dict[Setup, State], loads: list[Load]) -> 
 
 @cache
 def stage_of(engine: str, number: int) -> int:
-    """The stages that an engine takes, in turn."""
+    """Alternates over the stages that an engine supports."""
     stages = {"native": (1, 3, 0, 2), "fsdp2": (3, 2), "deepspeed": (3, 1, 2, 0), "ddp": (0,)}[engine]
     return stages[number % len(stages)]
 
@@ -203,7 +203,7 @@ def test_any_engine_loads_what_any_other_saved(tmp_path: Path) -> None:
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_the_whole_matrix(tmp_path: Path, precision: str) -> None:
-    """Every engine on 1, 2 and 3 ranks with every engine on 1, 2, 3 and 4, the stages in turn."""
+    """Every engine on 1, 2 and 3 ranks with every engine on 1, 2, 3 and 4, alternating over the stages."""
     sources = [
         Setup(name, stage_of(name, world + number), world, precision, TRAINED)
         for number, name in enumerate(ENGINES)

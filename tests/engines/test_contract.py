@@ -1,4 +1,4 @@
-"""The precision contract on live tensors: what breaks it is noticed, after set-up, in a run, and after a load."""
+"""The precision contract on live tensors: violations raise after set-up, in a run, and after a load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def lower_a_moment(engine: Any) -> None:
 
 
 @contextmanager
-def computing_low(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def autocast_inside(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, ``module`` runs under an autocast of its own, as a user's forward may have it."""
     autocast = torch.autocast("cpu", dtype=dtype)
 
@@ -67,10 +67,10 @@ def violate(rank: int, world: int, folder: Path, cases: list[tuple[str, int, str
 def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
     engine = start(name, stage, precision=precision)
     engine.save(folder)
-    _computes_low(engine)  # at the start
+    _computes_in_low_precision(engine)  # at the start
     assert train_step(engine, WORLD).applied
     engine.load(folder)
-    _computes_low(engine)
+    _computes_in_low_precision(engine)
     assert train_step(engine, WORLD).applied
 
     lower_a_moment(engine)
@@ -87,12 +87,12 @@ def _violate(name: str, stage: int, precision: str, folder: Path) -> None:
                 engine.check_contract()
         else:
             assert stage == 3, f"{part}.half() went unnoticed"
-            assert disturbed == undisturbed, f"{part}.half() left a trace, though weights are gathered anew"
+            assert disturbed == undisturbed, f"{part}.half() changed the run, although weights are unsharded again"
 
 
-def _computes_low(engine: StepEngine) -> None:
+def _computes_in_low_precision(engine: StepEngine) -> None:
     wrong = torch.float16 if engine.policy.name == "bf16" else torch.bfloat16
-    with computing_low(engine.module.mix, wrong), pytest.raises(ContractError, match=f"'mix'.*{wrong}"):
+    with autocast_inside(engine.module.mix, wrong), pytest.raises(ContractError, match=f"'mix'.*{wrong}"):
         engine(tokens=batch(0))
 
 
@@ -114,27 +114,27 @@ CASES = [
 
 
 @pytest.mark.parametrize("engine", CAPABILITIES)
-def test_what_breaks_the_contract_is_noticed(tmp_path: Path, engine: str) -> None:
+def test_contract_violations_raise(tmp_path: Path, engine: str) -> None:
     run_ranks(WORLD, violate, tmp_path, [case for case in CASES if case[0] == engine])
 
 
-def initialize_with_a_part(rank: int, world: int) -> list[str]:
-    """With a communicator of this rank alone, under each engine; what each says."""
+def initialize_with_a_subset(rank: int, world: int) -> list[str]:
+    """Errors of each engine with a communicator of this rank only."""
     groups = [dist.new_group([other]) for other in range(world)]
-    said = []
+    errors = []
     for engine in CAPABILITIES:
         comm = Communicator(groups[rank], torch.device("cpu"))
         try:
             dtrain.initialize(nn.Linear(4, 4), engine=engine, precision="fp32", seed=0, comm=comm)
-            said.append("")
+            errors.append("")
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
-def test_only_the_native_engine_trains_with_a_part_of_the_ranks() -> None:
+def test_only_the_native_engine_trains_with_a_subset_of_the_ranks() -> None:
     """The libraries reduce over the whole process group, so two parts would add up each other's gradients."""
-    for native, *others in run_ranks(2, initialize_with_a_part):
+    for native, *others in run_ranks(2, initialize_with_a_subset):
         assert native == ""
         assert all(
             "trains with all ranks of the process group, 2, and got a communicator of 1" in text for text in others

@@ -59,12 +59,12 @@ def test_all_engines_train_alike_and_near_bf16(precision: Any) -> None:
     """Two micro-batches a rank and step. FSDP2 casts to FP8 what BF16 has rounded before; the others the masters."""
     engines = ENGINES if precision == "fp8" else [("native", 0), ("ddp", 0), ("fsdp2", 3)]
     cases = [("native", 0, "bf16"), *((name, stage, precision) for name, stage in engines)]
-    low, *found = run_ranks(WORLD, curves, cases)[0]
-    assert low[-1] < 0.8 * low[0]
+    bf16, *found = run_ranks(WORLD, curves, cases)[0]
+    assert bf16[-1] < 0.8 * bf16[0]
     by_engine = dict(zip(engines, found, strict=True))
     for engine, losses in by_engine.items():
-        assert losses != low, f"{engine} computed in BF16"
-        assert losses == pytest.approx(low, rel=2e-2), engine
+        assert losses != bf16, f"{engine} computed in BF16"
+        assert losses == pytest.approx(bf16, rel=2e-2), engine
         assert losses == pytest.approx(by_engine["native", 0], rel=1e-2 if engine[0] == "fsdp2" else 2e-3), engine
 
 
@@ -76,13 +76,13 @@ def test_the_recipes_differ() -> None:
 # -- when weights are cast ---------------------------------------------------------------------------------------------
 
 
-def cast_anew(engine: StepEngine, name: str) -> Tensor:
-    """The weight of a Linear as its master gives it: FP8."""
+def cast_master(engine: StepEngine, name: str) -> Tensor:
+    """The master of a Linear cast to FP8."""
     master = dict(engine.full_state("master"))[f"{name}.weight"]
     return quantize(master, E4M3, rowwise=False).values
 
 
-def watch_ddp(rank: int, world: int, folder: Path) -> None:
+def train_ddp(rank: int, world: int, folder: Path) -> None:
     engine = start("ddp", 0)
     engine.save(folder)
     name, linear = next(iter(float8_linears(engine).items()))
@@ -96,7 +96,7 @@ def watch_ddp(rank: int, world: int, folder: Path) -> None:
         return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
     at_first = copies().clone()
-    assert equal(at_first, cast_anew(engine, name))
+    assert equal(at_first, cast_master(engine, name))
     seen = []
     for index in engine.accumulate([rank, rank + world]):
         engine.backward(engine(tokens=batch(index)))
@@ -104,7 +104,7 @@ def watch_ddp(rank: int, world: int, folder: Path) -> None:
     assert seen[0] is seen[1], "cast once for both micro-batches"
     assert engine.step().applied
     assert not equal(copies(), at_first)
-    assert equal(copies(), cast_anew(engine, name)), "of the masters after the step"
+    assert equal(copies(), cast_master(engine, name)), "of the masters after the step"
     with engine.eval():
         engine(tokens=batch(0))
     # a load brings other masters, and a forward right after it must not find the old weights
@@ -116,7 +116,7 @@ def watch_ddp(rank: int, world: int, folder: Path) -> None:
 
 
 def test_ddp_casts_a_weight_once_a_step(tmp_path: Path) -> None:
-    run_ranks(WORLD, watch_ddp, tmp_path)
+    run_ranks(WORLD, train_ddp, tmp_path)
 
 
 # -- skips -------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def evaluate(engine: StepEngine) -> Tensor:
     return loss
 
 
-def test_an_infinity_that_meets_a_saturating_cast_is_skipped_everywhere() -> None:
+def test_infinity_before_a_saturating_cast_is_skipped_by_every_engine() -> None:
     """E4M3 and the clamp of E5M2 would make a large number of it, and the update would be applied."""
     run_ranks(WORLD, overflow, ENGINES)
 
@@ -163,7 +163,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "options"), CASES, ids=str)
-def test_the_host_reads_nothing_in_a_step(engine: tuple[str, int], options: dict[str, Any]) -> None:
+def test_host_reads_nothing_in_a_step(engine: tuple[str, int], options: dict[str, Any]) -> None:
     """With the operations that a GPU would run."""
     as_on_a_gpu = Float8Options(emulate=False, choice="all", **options)  # timed, BF16 would win on a CPU
     made = start(*engine, PrecisionPolicy.named("fp8", float8=as_on_a_gpu))
@@ -191,7 +191,7 @@ def save_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], 
 
 
 def load_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
-    """What each engine holds after loading what each has saved, and how it goes on."""
+    """State of each engine after loading each checkpoint, and the losses that follow."""
     found = []
     engines = [start(name, stage, "fp8", seed=1) for name, stage in PLACES]
     for engine in (*engines, start("native", 2, "bf16", seed=1)):
@@ -216,7 +216,7 @@ def test_any_engine_loads_what_any_other_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp8", ROWWISE], ids=["tensorwise", "rowwise"])
-def test_memory_counts_the_weights_that_ddp_keeps_within_a_step(precision: Any) -> None:
+def test_memory_counts_the_weights_that_ddp_caches_within_a_step(precision: Any) -> None:
     engine = start("ddp", 0, precision)
     assert engine.memory()["compute"] == 0
     engine.backward(engine(tokens=batch(0)))
@@ -228,6 +228,6 @@ def test_memory_counts_the_weights_that_ddp_keeps_within_a_step(precision: Any) 
     assert engine.memory()["compute"] == engine.memory_formula()["compute"] == 0
 
 
-def test_deepspeed_says_why_it_has_no_fp8() -> None:
+def test_deepspeed_refuses_fp8_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"engine=deepspeed cannot do precision=fp8: .*use .*engine=native"):
         dtrain.initialize(Float8Model(), engine="deepspeed", precision="fp8")

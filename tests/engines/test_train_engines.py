@@ -14,7 +14,7 @@ from tests.helpers.launch import (
     listing,
     losses,
     newest_step,
-    said,
+    log_of,
     summary,
     train,
     write_samples,
@@ -71,14 +71,14 @@ def test_one_command_one_curve(tmp_path: Path, data: str, native: dict[str, Path
     assert checkpoints(run_dir) == ["step-00000004", f"step-{STEPS:08d}"]
 
 
-def test_a_run_goes_on_under_one_engine_after_the_other(tmp_path: Path, data: str, native: dict[str, Path]) -> None:
+def test_run_resumes_under_another_engine(tmp_path: Path, data: str, native: dict[str, Path]) -> None:
     run_dir = tmp_path / "run"
     for number, engine in enumerate(("ddp", "deepspeed", "fsdp2", "native"), 1):
         assert _train(run_dir, engine, data, "precision=fp32", f"train.steps={number * STEPS // 4}") == [0] * WORLD
         assert summary(run_dir)["engine"] == engine
         assert newest_step(run_dir) == number * STEPS // 4
     assert losses(run_dir) == pytest.approx(losses(native["fp32"]), rel=TOLERANCE["fp32"])
-    assert "engine.name=deepspeed (was ddp)" in said(run_dir)
+    assert "engine.name=deepspeed (was ddp)" in log_of(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,9 @@ def test_a_run_goes_on_under_one_engine_after_the_other(tmp_path: Path, data: st
         (["engine=deepspeed", "precision=fp16", "launch.device=cpu"], "DeepSpeed refuses FP16 on CPUs"),
     ],
 )
-def test_what_an_engine_cannot_do_is_one_line(tmp_path: Path, data: str, overrides: list[str], reason: str) -> None:
+def test_unsupported_option_is_refused_in_one_line(
+    tmp_path: Path, data: str, overrides: list[str], reason: str
+) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     assert command_line(log, *COMMAND, data, f"run_dir={run_dir}", *overrides) == 2
     (line,) = log.read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import losses, record_of, said, summary, train
+from tests.helpers.launch import losses, record_of, log_of, summary, train
 
 pytestmark = pytest.mark.processes
 
@@ -57,7 +57,7 @@ def test_each_recipe_is_within_the_bound(tmp_path: Path, bf16: Path, recipe: str
     fp8 = run(tmp_path, "run", "precision=fp8", recipe)
     near(fp8, bf16)
     assert summary(fp8)["precision"] == "fp8"
-    assert "in fp8" in said(fp8)
+    assert "in fp8" in log_of(fp8)
 
 
 def test_ranks_and_stages_change_no_bit_and_stay_within_the_bound(tmp_path: Path, bf16: Path) -> None:

@@ -19,7 +19,7 @@ WORLD, ACCUMULATION = 2, 2
 MICRO_BATCHES = WORLD * ACCUMULATION
 HUGE = 3e38  # twice that is above FP32
 # (parameter, element): the first of the model and the last, of a block, and of a norm
-PLACES = [
+LOCATIONS = [
     ("embedding.weight", 0),
     ("head.bias", VOCAB - 1),
     ("blocks.0.up.weight", 3 * DIM - 1),
@@ -29,18 +29,18 @@ PLACES = [
 
 @dataclass(frozen=True)
 class Fault:
-    """A number that a micro-batch of some ranks gives.
+    """A number that replaces an element in a micro-batch of some ranks.
 
     Attributes:
         value: the number.
-        place: the parameter and the element of its gradient that become it; None: the loss is multiplied by it.
+        location: the parameter and the element of its gradient that become it; None: the loss is multiplied by it.
         rank: that gives it; None: all, in the same micro-batch.
         micro_batch: which of theirs.
         is_empty: there is no such number: all weights are 0.
     """
 
     value: float = 1.0
-    place: tuple[str, int] | None = None
+    location: tuple[str, int] | None = None
     rank: int | None = None
     micro_batch: int = 0
     is_empty: bool = False
@@ -50,12 +50,12 @@ class Fault:
         if self.is_empty:
             return "empty", None
         counts = {"num_inf": int(not math.isnan(self.value)), "num_nan": int(math.isnan(self.value))}
-        if self.place is None:
+        if self.location is None:
             assert self.rank is not None
             return "nonfinite_loss", Culprit(
                 self.rank, step, "forward loss", self.micro_batch, num_bad_losses=1, **counts
             )
-        name, element = self.place
+        name, element = self.location
         where = {"tensor": name, "start": element, "stop": element + 1}
         if self.rank is None:
             return "overflow", Culprit(-1, step, "reduced gradient", None, **where, **counts)
@@ -64,16 +64,16 @@ class Fault:
 
 def faults(precision: str) -> list[Fault]:
     numbers = (math.inf, math.nan)
-    # rank 0 and the last, micro-batches 0 and 1, in turn
+    # alternates over rank 0 and the last, and micro-batches 0 and 1
     found = [
-        Fault(value, place, rank=(i + j) % WORLD, micro_batch=(i + j // 2) % ACCUMULATION)
-        for i, place in enumerate(PLACES)
+        Fault(value, location, rank=(i + j) % WORLD, micro_batch=(i + j // 2) % ACCUMULATION)
+        for i, location in enumerate(LOCATIONS)
         for j, value in enumerate(numbers)
     ]
     found += [Fault(value, None, rank=rank, micro_batch=1 - rank) for rank, value in enumerate(numbers)]
     found.append(Fault(is_empty=True))
     if precision != "fp16":  # where no rank can hold such a number
-        found.append(Fault(HUGE, PLACES[1]))
+        found.append(Fault(HUGE, LOCATIONS[1]))
     return found
 
 
@@ -82,12 +82,12 @@ def attempt(engine: StepEngine, step: int, fault: Fault) -> dtrain.StepOutcome:
     for number in engine.accumulate(range(ACCUMULATION)):
         hit = not fault.is_empty and fault.rank in (None, engine.rank) and fault.micro_batch == number
         module = None
-        if hit and fault.place is not None:
-            owner, _, name = fault.place[0].rpartition(".")
+        if hit and fault.location is not None:
+            owner, _, name = fault.location[0].rpartition(".")
             module = engine.module.get_submodule(owner)
-            module.faults = {name: (fault.place[1], fault.value)}  # type: ignore[assignment]
+            module.faults = {name: (fault.location[1], fault.value)}  # type: ignore[assignment]
         loss = engine(tokens=batch(step * MICRO_BATCHES + number * WORLD + engine.rank))
-        if hit and fault.place is None:
+        if hit and fault.location is None:
             loss = loss * fault.value
         engine.backward(loss, weight=0.0 if fault.is_empty else 1.0)
         if module is not None:
@@ -118,22 +118,24 @@ def _run(name: str, stage: int, precision: str, folder: Path) -> list[str]:
         before = [*held(engine), computed(engine)]
         reason, culprit = fault.expected(2 * step)
         outcome = attempt(engine, step, fault)
-        said = f"{where} {fault}: {outcome}"
-        assert (outcome.applied, outcome.reason, outcome.loss_scale) == (False, reason, expected_scale), said
+        context = f"{where} {fault}: {outcome}"
+        assert (outcome.applied, outcome.reason, outcome.loss_scale) == (False, reason, expected_scale), context
         if culprit is not None and culprit.phase == "reduced gradient":
-            assert outcome.culprit is not None, said
-            assert outcome.culprit.rank in range(WORLD), said
+            assert outcome.culprit is not None, context
+            assert outcome.culprit.rank in range(WORLD), context
             culprit = Culprit(**{**vars(culprit), "rank": outcome.culprit.rank})
-        assert outcome.culprit == culprit, said
+        assert outcome.culprit == culprit, context
         if reason == "overflow" and precision != "fp16":
             expected_scale /= 2
-        assert engine.loss_scale.scale == expected_scale, f"{said}: a bad gradient halves it, nothing else does"
-        assert same([*held(engine), computed(engine)], before), f"{said}: masters, moments and weights"
+        assert engine.loss_scale.scale == expected_scale, f"{context}: a bad gradient halves it, nothing else does"
+        assert same([*held(engine), computed(engine)], before), f"{context}: masters, moments and weights"
         following = train_step(engine, MICRO_BATCHES, step=step)
-        assert following.applied, f"{said}: {following}"
-        assert (engine.attempted_steps, engine.applied_steps) == (2 * step + 2, step + 1), said
-        assert same([*held(engine), computed(engine)], clean[step]), f"{said}: something of it came into the next step"
-        seen.append(f"{said} {following}")
+        assert following.applied, f"{context}: {following}"
+        assert (engine.attempted_steps, engine.applied_steps) == (2 * step + 2, step + 1), context
+        assert same([*held(engine), computed(engine)], clean[step]), (
+            f"{context}: something of it came into the next step"
+        )
+        seen.append(f"{context} {following}")
     _diverge(engine, "lr" if stage % 2 else "data_cursor")
     return seen
 
@@ -163,7 +165,7 @@ CASES = {
 
 @pytest.mark.processes
 @pytest.mark.parametrize("engine", CASES)
-def test_all_skip_and_the_next_step_is_clean(tmp_path: Path, engine: str) -> None:
+def test_all_ranks_skip_and_the_next_step_is_clean(tmp_path: Path, engine: str) -> None:
     cases = CASES[engine]
     first, *others = run_ranks(WORLD, run, tmp_path, cases)
     assert len(first) == sum(len(faults(precision)) for _, _, precision in cases)

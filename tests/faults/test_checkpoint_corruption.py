@@ -1,6 +1,6 @@
-"""A thousand random corruptions of every kind: each is refused, or changes nothing that is loaded (F5).
+"""Random corruptions of every kind: each is refused or changes nothing that is loaded (F5).
 
-``test_checkpoint_damage`` has chosen ones, and what is said of each.
+``test_checkpoint_damage`` has chosen damages with the expected message of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(function: Kind) -> Kind:
-    """Makes a function that damages the checkpoint at a path one of ``KINDS``."""
+    """Registers a function that damages the checkpoint at a path in ``KINDS``."""
     KINDS[function.__name__] = function
     return function
 
@@ -48,7 +48,7 @@ def edit_bytes(edit: Callable[[bytearray, random.Random], Any]) -> Kind:
     return apply
 
 
-# -- the bytes of a file, and nothing that vouches for them ------------------------------------------------------------
+# -- bytes of a file, without its hashes -------------------------------------------------------------------------------
 
 
 @kind
@@ -95,7 +95,7 @@ def exchanged_inside(data: bytearray, rng: random.Random) -> None:
     data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
 
 
-# -- the files of a checkpoint -----------------------------------------------------------------------------------------
+# -- files of a checkpoint ---------------------------------------------------------------------------------------------
 
 
 @kind
@@ -148,7 +148,7 @@ def of_another_step(path: Path, rng: random.Random) -> None:
         shutil.copy(path.parent / GOOD / file, path / file)
 
 
-# -- with the right hashes ---------------------------------------------------------------------------------------------
+# -- with valid hashes -------------------------------------------------------------------------------------------------
 
 NUMBERS = (0, 1, -1, 7, 2**31, 2**53, 2**63, 2**64, 10**30, 0.5, 1e300, True, None, "1", [], {})
 TEXTS = (
@@ -169,47 +169,49 @@ TEXTS = (
 )
 
 
-def places(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value in a JSON value."""
+def paths(value: Any, inside: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yields the path of every value in a JSON value."""
     if inside:
         yield inside
     for key, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
-        yield from places(item, (*inside, key))
+        yield from paths(item, (*inside, key))
 
 
 def mutate(root: Any, rng: random.Random, *, but: str = "") -> None:
-    """Changes one value in a JSON value, but none below the key ``but``; sometimes exchanges two of the same key."""
-    everywhere = [place for place in places(root) if place[0] != but]
-    place = rng.choice(everywhere)
-    alike = [other for other in everywhere if other[-1] == place[-1] and len(other) == len(place) and other != place]
-    holder, old = parent(root, place), parent(root, place)[place[-1]]
+    """Changes one value in a JSON value, except below the key ``but``; sometimes exchanges two of the same key."""
+    everywhere = [path for path in paths(root) if path[0] != but]
+    path = rng.choice(everywhere)
+    alike = [other for other in everywhere if other[-1] == path[-1] and len(other) == len(path) and other != path]
+    container, old = parent(root, path), parent(root, path)[path[-1]]
     if alike and rng.random() < 0.3:
         other = rng.choice(alike)
-        holder[place[-1]], parent(root, other)[other[-1]] = parent(root, other)[other[-1]], old
+        container[path[-1]], parent(root, other)[other[-1]] = parent(root, other)[other[-1]], old
     elif rng.random() < 0.15:
-        if isinstance(holder, list):
-            rng.choice((lambda: holder.pop(place[-1]), lambda: holder.append(old), lambda: rng.shuffle(holder)))()
+        if isinstance(container, list):
+            rng.choice(
+                (lambda: container.pop(path[-1]), lambda: container.append(old), lambda: rng.shuffle(container))
+            )()
         else:
-            del holder[place[-1]]
-            holder.update({rng.choice(TEXTS): old} if rng.random() < 0.5 else {})
+            del container[path[-1]]
+            container.update({rng.choice(TEXTS): old} if rng.random() < 0.5 else {})
     elif isinstance(old, int) and rng.random() < 0.7:
-        holder[place[-1]] = rng.choice((old + 1, old - 1, old * 2, old // 2, -old, old + rng.randrange(64)))
+        container[path[-1]] = rng.choice((old + 1, old - 1, old * 2, old // 2, -old, old + rng.randrange(64)))
     elif isinstance(old, str) and old and rng.random() < 0.7:
         index = rng.randrange(len(old))
-        holder[place[-1]] = old[:index] + rng.choice("0af@:-.zZ ") + old[index + rng.randrange(2) :]
+        container[path[-1]] = old[:index] + rng.choice("0af@:-.zZ ") + old[index + rng.randrange(2) :]
     else:
-        holder[place[-1]] = rng.choice(NUMBERS + TEXTS)
+        container[path[-1]] = rng.choice(NUMBERS + TEXTS)
 
 
-def parent(root: Any, place: tuple[Any, ...]) -> Any:
-    for key in place[:-1]:
+def parent(root: Any, path: tuple[Any, ...]) -> Any:
+    for key in path[:-1]:
         root = root[key]
     return root
 
 
 @kind
 def manifest_edited(path: Path, rng: random.Random) -> None:
-    """For the state no second copy vouches, so it stays as it was."""
+    """The state is left alone, because no second copy of it exists."""
     sealed(lambda manifest: mutate(manifest, rng, but="state"))(path)
 
 
@@ -225,7 +227,7 @@ def header_edited(path: Path, rng: random.Random) -> None:
 
 @kind
 def header_exchanged(path: Path, rng: random.Random) -> None:
-    """The data of two tensors of one size change places: all but the fingerprints vouches for them."""
+    """Exchanges the data of two tensors of one size: only the fingerprints differ."""
 
     def edit(fields: dict[str, Any]) -> None:
         groups: dict[int, list[dict[str, Any]]] = {}
@@ -241,7 +243,7 @@ def header_exchanged(path: Path, rng: random.Random) -> None:
 
 @kind
 def data_edited(path: Path, rng: random.Random) -> None:
-    """Only the fingerprints do not vouch for what is in the file."""
+    """Only the fingerprints differ from the file's content."""
 
     def edit(data: bytes) -> bytes:
         begin = 8 + int.from_bytes(data[:8], "little")
@@ -270,17 +272,17 @@ def exchanged_body(data: bytearray, rng: random.Random) -> None:
 
 
 def outcome(path: Path) -> str:
-    """What becomes of a damaged checkpoint: ``refused``, ``harmless``, or of tensors that are ``unlike``.
+    """Returns the result for a damaged checkpoint: ``refused``, ``harmless``, or ``unlike``.
 
-    Names, dtypes and shapes of an unlike one are refused by every engine before it overwrites anything.
+    An ``unlike`` one has other names, dtypes or shapes, which engines refuse before they overwrite anything.
     """
     problem = verify(path).checkpoints[0].problem
     try:
         reader = open_newest(path, ALONE)
     except CheckpointError:
-        assert problem is not None, "it verifies, and is not loaded"
+        assert problem is not None, "it verifies but is not loaded"
         return "refused"
-    assert problem is None, f"it is loaded, and does not verify: {problem}"
+    assert problem is None, f"it is loaded but does not verify: {problem}"
     expected = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in make_tensors(200).items()}
     if {(entry.kind, entry.name): (entry.dtype, entry.shape) for entry in reader.tensors} != expected:
         return "unlike"
@@ -288,8 +290,8 @@ def outcome(path: Path) -> str:
     return "harmless"
 
 
-def assert_goes_on(directory: Path, newest: int) -> None:
-    """The run loads the newest good one, and what is damaged is renamed, not deleted."""
+def assert_run_resumes(directory: Path, newest: int) -> None:
+    """The run loads the newest good checkpoint, and a damaged one is renamed, not deleted."""
     reader = open_newest(directory, ALONE)
     assert reader.step == newest
     assert_holds(reader, make_tensors(newest))
@@ -305,14 +307,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def try_one(template: Path, name: str, seed: int) -> str:
-    """The outcome of one corruption of a copy."""
+    """Returns the outcome of one corruption of a copy."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         directory = Path(folder) / "checkpoints"
         shutil.copytree(template, directory)
         KINDS[name](directory / NEWEST, random.Random(seed))
         found = outcome(directory / NEWEST)
         if found != "unlike":
-            assert_goes_on(directory, 100 if found == "refused" else 200)
+            assert_run_resumes(directory, 100 if found == "refused" else 200)
         return found
 
 

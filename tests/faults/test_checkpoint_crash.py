@@ -1,10 +1,13 @@
 """A save that fails or is killed at any file system call leaves the last good checkpoint unchanged (F2, F10)."""
 
 import errno
+import functools
 import os
 import re
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -73,14 +76,23 @@ class Seam:
         return name == function and (target.name if isinstance(target, Path) else self._files[target]).startswith(what)
 
 
-def prepare(directory: Path) -> None:
-    """Two good checkpoints and leftovers of a crash, so that a save commits, cleans up and deletes."""
+@functools.cache
+def _template() -> tempfile.TemporaryDirectory[str]:
+    """Two good checkpoints and leftovers of a crash, in memory and made once."""
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    directory = Path(folder.name)
     for step in (100, 200):
         save_good(directory, step)
     leftover = directory / "step-00000250.tmp-ab12cd34"
     (leftover / "nested").mkdir(parents=True)
     (leftover / "r0000.safetensors").write_bytes(b"half")
     (leftover / "nested" / "file").write_bytes(b"")
+    return folder
+
+
+def prepare(directory: Path) -> None:
+    """Makes a directory in which a save commits, cleans up and deletes."""
+    shutil.copytree(_template().name, directory, dirs_exist_ok=True)
 
 
 def assert_sound(directory: Path, *, newest: int) -> None:

@@ -1,4 +1,4 @@
-"""Every kind of damage is refused by file name, and the checkpoint before it is used."""
+"""Every kind of damage is refused by file name, and the previous checkpoint is used (F5)."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def out_of_the_directory(manifest: dict[str, Any]) -> None:
 
 ANY = r".+"
 CASES: dict[str, tuple[Damage, str, str]] = {
-    # name: (damage, the file at fault, what is said of it)
+    # name: (damage, damaged file, pattern of the reason)
     **{f"flip-{file}-{where}": (flip(file, where), file, ANY) for file in (R0, R1) for where in (0, 0.01, 0.2, 0.7, 1)},
     **{f"flip-manifest-{w}": (flip(MANIFEST, w), MANIFEST, "sha256 differs") for w in (0, 0.01, 0.02, 0.3, 0.6, 1)},
     **{
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {
         MANIFEST,
         "is of step 100",
     ),
-    # manifests with the right hash
+    # manifests with a valid hash
     "gap": (sealed(lambda m: put(tensor(m)["chunks"][1], start=19)), MANIFEST, "holds elements 18 to 19"),
     "overlap": (sealed(lambda m: put(tensor(m)["chunks"][1], start=17)), MANIFEST, "hold elements 17 to 18"),
     "short": (sealed(lambda m: put(tensor(m)["chunks"][1], stop=34)), MANIFEST, "holds elements 34 to 35"),
@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {
     "key-twice": (sealed(lambda m: b'{"a":1,"a":2}'), MANIFEST, "a key appears twice"),
     "deeply-nested": (sealed(lambda m: b"[" * 200_000), MANIFEST, "not readable as JSON"),
     "not-utf8": (sealed(lambda m: b'{"\xff":1}'), MANIFEST, "not readable as JSON"),
-    # data files for which the manifest vouches
+    # data files with valid hashes in the manifest
     "huge-header": (vouched(R0, lambda d: (2**63).to_bytes(8, "little") + d[8:]), R0, "does not fit"),
     "header-past-the-end": (vouched(R0, lambda d: len(d).to_bytes(8, "little") + d[8:]), R0, "does not fit"),
     "too-short-for-a-header": (vouched(R0, lambda d: b"1234"), R0, "too few"),
@@ -194,7 +194,7 @@ def test_damage_is_refused_by_name_and_the_previous_one_used(tmp_path: Path, tem
     assert good.ok
     assert bad.problem is not None
     assert re.match(f"{re.escape(file)}: .*({reason})", bad.problem), bad.problem
-    if not (directory / "step-00000200").is_symlink():  # a link that is asked for by name leads to what it points to
+    if not (directory / "step-00000200").is_symlink():  # a link that is requested by name is followed
         with pytest.raises(CheckpointError, match=f"step-00000200 cannot be used: {re.escape(file)}: "):
             open_newest(directory / "step-00000200", ALONE)
     assert (directory / "step-00000200").exists()
@@ -233,7 +233,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path: Path, template: Path)
         assert re.search(f"step-00000200: {R1}: sha256.*step-00000100: {R0}: sha256", str(error))
 
 
-def test_second_damaged_one_gets_a_name_of_its_own(tmp_path: Path, template: Path) -> None:
+def test_second_damaged_checkpoint_gets_another_name(tmp_path: Path, template: Path) -> None:
     directory = tmp_path / "checkpoints"
     shutil.copytree(template, directory)
     for count in (1, 2):
@@ -245,7 +245,7 @@ def test_second_damaged_one_gets_a_name_of_its_own(tmp_path: Path, template: Pat
     assert names == ["bad-step-00000200-sha256", "bad-step-00000200-sha256-2", "step-00000100"]
 
 
-def test_unreadable_is_passed_over_but_keeps_its_name(
+def test_unreadable_checkpoint_is_skipped_and_keeps_its_name(
     tmp_path: Path, template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "checkpoints"

@@ -1,4 +1,4 @@
-"""Whatever ends a run, and wherever, the run that goes on has the bits of the run that was never ended."""
+"""A run that is killed or stopped anywhere and resumed equals the uninterrupted run bit for bit (F2, F3)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.helpers.launch import (
     newest_step,
     python,
     record_of,
-    said,
+    log_of,
     torchrun,
     train,
     write_samples,
 )
-from tests.helpers.mishap import PLACES, Mishap, recording
+from tests.helpers.mishap import FUNCTIONS, Mishap, recording
 
 STEPS = 12
 
@@ -37,17 +37,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, data: str) -> Record:
-    """The run on one rank that was never ended."""
-    return _never_ended(tmp_path_factory.mktemp("whole") / "run", data, world=1)
+    """The uninterrupted run on one rank."""
+    return _train_to_the_end(tmp_path_factory.mktemp("whole") / "run", data, world=1)
 
 
 @pytest.fixture(scope="module")
 def whole_on_two(tmp_path_factory: pytest.TempPathFactory, data: str) -> Record:
-    """The run on two ranks that was never ended; its sums have another order than on one."""
-    return _never_ended(tmp_path_factory.mktemp("whole2") / "run", data, world=2)
+    """The uninterrupted run on two ranks, whose sums have another order than on one."""
+    return _train_to_the_end(tmp_path_factory.mktemp("whole2") / "run", data, world=2)
 
 
-def _never_ended(run_dir: Path, data: str, world: int) -> Record:
+def _train_to_the_end(run_dir: Path, data: str, world: int) -> Record:
     assert train(run_dir, *SMALL, data, world=world) == [0] * world
     record = record_of(run_dir)
     assert record.step == STEPS
@@ -55,20 +55,20 @@ def _never_ended(run_dir: Path, data: str, world: int) -> Record:
     return record
 
 
-def _last_reported(run_dir: Path) -> int:
-    """The last checkpoint that the run said it had saved."""
-    steps = re.findall(r"saved \S+step-(\d+) ", said(run_dir))
+def _last_reported_save(run_dir: Path) -> int:
+    """Returns the step of the last checkpoint that the log reports as saved."""
+    steps = re.findall(r"saved \S+step-(\d+) ", log_of(run_dir))
     return int(steps[-1]) if steps else 0
 
 
-def test_dropout_is_at_work(tmp_path: Path, data: str, whole: Record) -> None:
-    """The control of this file: with other random numbers the bits are others."""
+def test_dropout_changes_the_result(tmp_path: Path, data: str, whole: Record) -> None:
+    """The control of this file: without dropout the bits differ."""
     assert train(tmp_path / "run", *SMALL, data, "model.dropout=0") == [0]
     assert record_of(tmp_path / "run").tensors != whole.tensors
 
 
-# calls of the place until the process dies, from its start; a step has 6 micro-batches, a checkpoint every 4 steps has
-# some 30 writes
+# number of the call at which the process is killed; a step has 6 micro-batches, a checkpoint (every 4 steps) has about
+# 30 writes
 INSTANTS = [
     ("forward", 39),
     ("backward", 63),
@@ -88,28 +88,26 @@ INSTANTS = [
 
 
 @pytest.mark.parametrize(("place", "count"), INSTANTS)
-def test_killed_at_one_place(tmp_path: Path, data: str, whole: Record, place: str, count: int) -> None:
+def test_killed_at_a_call(tmp_path: Path, data: str, whole: Record, place: str, count: int) -> None:
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap(place, count).env()) is None
-    assert newest_step(run_dir) >= _last_reported(run_dir)
+    assert newest_step(run_dir) >= _last_reported_save(run_dir)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
     assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
 
 
-# the thread that saves step 4 stands still there while training goes on, until the process dies
+# the thread that saves step 4 pauses at this call while training continues, until the process is killed
 IN_THE_THREAD = [("create", 2), ("write", 15), ("sync", 3), ("rename", 1), ("sync_directory", 6)]
 
 
 @pytest.mark.parametrize(("place", "count"), IN_THE_THREAD)
-def test_killed_in_a_save_while_training_goes_on(
-    tmp_path: Path, data: str, whole: Record, place: str, count: int
-) -> None:
+def test_killed_in_an_asynchronous_save(tmp_path: Path, data: str, whole: Record, place: str, count: int) -> None:
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap(place, count, "linger").env()) is None
     assert curve(run_dir)[-1]["step"] > 4
     assert newest_step(run_dir) == (4 if place == "sync_directory" else 0), "the commit is the rename"
-    assert "saved" not in said(run_dir)
+    assert "saved" not in log_of(run_dir)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
     assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
@@ -118,33 +116,33 @@ def test_killed_in_a_save_while_training_goes_on(
 def test_killed_in_a_reduction(tmp_path: Path, data: str, whole_on_two: Record) -> None:
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, world=2, env=Mishap("reduction", 70, rank=1).env()) is None
-    assert newest_step(run_dir) >= _last_reported(run_dir)
+    assert newest_step(run_dir) >= _last_reported_save(run_dir)
     assert 0 < curve(run_dir)[-1]["step"] < STEPS
     assert train(run_dir, *SMALL, data, world=2) == [0, 0]
     assert record_of(run_dir) == whole_on_two
 
 
-def test_every_place_is_covered() -> None:
-    assert {place for place, _ in INSTANTS} | {"reduction"} == set(PLACES)
+def test_every_function_is_covered() -> None:
+    assert {place for place, _ in INSTANTS} | {"reduction"} == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_killed_at_random_instants(tmp_path: Path, data: str, whole: Record, whole_on_two: Record, world: int) -> None:
-    """The last rank is killed again and again until the run gets to its end."""
-    began = time.monotonic()
+    """The last rank is killed repeatedly until the run finishes."""
+    started = time.monotonic()
     assert train(tmp_path / "clock", *SMALL, data, world=world) == [0] * world
-    duration = time.monotonic() - began
+    duration = time.monotonic() - started
     run_dir, seed = tmp_path / "run", 100 * world
-    print(f"seed {seed}, duration {duration}")  # shown where it fails
+    print(f"seed {seed}, duration {duration}")  # shown if the test fails
     rng = random.Random(seed)
-    # the first death is counted, so that there is one on any machine
+    # the first kill is at a counted call, so that there is one on any machine
     mishap = Mishap("vote", rng.randint(2, STEPS), rank=world - 1)
     assert train(run_dir, *SMALL, data, world=world, env=mishap.env()) is None
-    deaths = 1
+    kills = 1
     while train(run_dir, *SMALL, data, world=world, alarm=rng.uniform(0.1, 0.6) * duration) is None:
-        deaths += 1
-        assert newest_step(run_dir) >= _last_reported(run_dir)
-        if deaths == 6:
+        kills += 1
+        assert newest_step(run_dir) >= _last_reported_save(run_dir)
+        if kills == 6:
             assert train(run_dir, *SMALL, data, world=world) == [0] * world
             break
     assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
@@ -156,17 +154,16 @@ def test_killed_at_random_instants(tmp_path: Path, data: str, whole: Record, who
 def test_all_processes_killed(tmp_path: Path, data: str, whole_on_two: Record) -> None:
     run_dir = tmp_path / "run"
     command = [*SMALL, data, f"run_dir={run_dir}"]
-    # all ranks hang between backward and vote, so that they die before the end however slow this process is
+    # all ranks hang between backward and vote, so that they are killed before the end however slow this process is
     with torchrun(tmp_path, *command, env=Mishap("vote", 7, "sleep").env()) as job:
         job.wait_for_step(run_dir, 6)
-        job.wait_until(lambda: newest_step(run_dir) == 4)  # saved by a thread
+        job.wait_until(lambda: newest_step(run_dir) == 4)  # the thread has saved it
         job.kill()
         assert job.wait() == -signal.SIGKILL
-        assert job.gone(2.0)
+        assert job.gone()
     assert newest_step(run_dir) == 4
-    with torchrun(tmp_path, *command) as job:
-        assert job.wait() == 0, job.said
-        assert "step-00000004 (saved" in job.said
+    assert train(run_dir, *SMALL, data, world=2) == [0, 0]
+    assert "step-00000004 (saved" in log_of(run_dir)
     assert record_of(run_dir) == whole_on_two
 
 
@@ -174,10 +171,10 @@ def test_one_rank_killed_in_a_save(tmp_path: Path, data: str, whole_on_two: Reco
     run_dir = tmp_path / "run"
     with torchrun(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("create", 2, rank=1).env()) as job:
         assert job.wait() == 1
-        assert "exitcode  : -9" in job.said
-        assert job.gone(2.0)
+        assert "exitcode  : -9" in job.output
+        assert job.gone()
     assert newest_step(run_dir) == 4
-    assert len(checkpoints(run_dir)) == 2  # the other one was under way: rank 1 has not opened its file
+    assert len(checkpoints(run_dir)) == 2  # the other one was in progress: rank 1 has not opened its file
     assert train(run_dir, *SMALL, data, world=2) == [0, 0]
     assert record_of(run_dir) == whole_on_two
 
@@ -189,20 +186,20 @@ def test_one_rank_killed_in_a_save(tmp_path: Path, data: str, whole_on_two: Reco
 def test_stopped_in_a_step(
     tmp_path: Path, data: str, whole: Record, whole_on_two: Record, name: str, world: int
 ) -> None:
-    """A signal to one rank in the middle of step 7: all ranks end it and save it."""
+    """A signal to one rank in the middle of step 7: all ranks finish and save the step."""
     run_dir = tmp_path / "run"
     count = 6 * 6 // world + 2 // world + 1  # after six steps and one validation
     mishap = Mishap("forward", count, name, rank=world - 1)
     assert train(run_dir, *SMALL, data, world=world, env=mishap.env()) == [75] * world
     assert newest_step(run_dir) == 7
     assert curve(run_dir)[-1]["step"] == 7
-    assert "stopped at step 7" in said(run_dir)
+    assert "stopped at step 7" in log_of(run_dir)
     assert train(run_dir, *SMALL, data, world=world) == [0] * world
     assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
 
 
-def test_stopped_while_a_save_is_under_way(tmp_path: Path, data: str, whole: Record) -> None:
-    """The signal comes while a thread saves step 4: that save is committed, then the step that has ended."""
+def test_stopped_during_a_save(tmp_path: Path, data: str, whole: Record) -> None:
+    """The signal arrives while a thread saves step 4: that save is committed, then the current step."""
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap("create", 2, "SIGTERM").env()) == [75]
     steps = [int(name.removeprefix("step-")) for name in checkpoints(run_dir)]
@@ -212,13 +209,13 @@ def test_stopped_while_a_save_is_under_way(tmp_path: Path, data: str, whole: Rec
     assert record_of(run_dir) == whole
 
 
-def test_stopped_while_a_save_fails(tmp_path: Path, data: str, whole: Record) -> None:
-    """The signal comes while a thread saves step 4, and then that save fails: the step that has ended is saved."""
+def test_stopped_during_a_failing_save(tmp_path: Path, data: str, whole: Record) -> None:
+    """The signal arrives while a thread saves step 4, which then fails: the current step is saved."""
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap("write", 15, "stop and fail").env()) == [75]
     assert newest_step(run_dir) == curve(run_dir)[-1]["step"] > 4
-    assert "the run goes on to save it although a save failed" in said(run_dir)
-    assert "Input/output error (errno 5)" in said(run_dir)
+    assert "a save failed, but a stop is requested" in log_of(run_dir)
+    assert "Input/output error (errno 5)" in log_of(run_dir)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
 
@@ -227,11 +224,11 @@ def test_second_signal_ends_a_step_that_hangs(tmp_path: Path, data: str, whole: 
     run_dir = tmp_path / "run"
     with python(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("vote", 6, "sleep").env()) as job:
         job.wait_for_step(run_dir, 5)
-        job.wait_until(lambda: newest_step(run_dir) == 4)  # saved by a thread
+        job.wait_until(lambda: newest_step(run_dir) == 4)  # the thread has saved it
         os.kill(job.pid, signal.SIGTERM)
-        time.sleep(1.2)  # before one second is over it counts as a copy of the first
+        time.sleep(1.2)  # within one second it counts as a copy of the first
         os.kill(job.pid, signal.SIGTERM)
-        assert job.wait(5) == -signal.SIGTERM
+        assert job.wait() == -signal.SIGTERM
     assert newest_step(run_dir) == 4
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
@@ -241,7 +238,7 @@ def test_second_signal_ends_a_step_that_hangs(tmp_path: Path, data: str, whole: 
 
 
 def _samples(file: Path) -> dict[int, Counter[str]]:
-    """What was trained on in each step of one start."""
+    """Returns step -> samples trained on, from one process."""
     steps: dict[int, Counter[str]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         step, number = line.split()
@@ -249,8 +246,8 @@ def _samples(file: Path) -> dict[int, Counter[str]]:
     return steps
 
 
-def test_each_sample_once_an_epoch_whatever_dies(tmp_path: Path, data: str) -> None:
-    """Two ranks, of which one dies; then one, which dies; then three: the same samples in the same steps."""
+def test_each_sample_is_used_once_an_epoch_despite_kills(tmp_path: Path, data: str) -> None:
+    """Two ranks, one is killed; then one, which is killed; then three: the same samples in the same steps."""
     starts = [
         (2, Mishap("vote", 6, rank=1), None),
         (1, Mishap("update", 5), None),
@@ -261,8 +258,8 @@ def test_each_sample_once_an_epoch_whatever_dies(tmp_path: Path, data: str) -> N
         file = tmp_path / f"samples-{number}"
         env = recording(file) | (mishap.env() if mishap else {})
         assert train(tmp_path / "run", *SMALL, data, world=world, env=env) == expected
-        lasting = _samples(file)
-        steps = {step: steps[step] for step in steps if step < min(lasting)} | lasting
+        trained = _samples(file)
+        steps = {step: steps[step] for step in steps if step < min(trained)} | trained
     assert train(tmp_path / "whole", *SMALL, data, env=recording(tmp_path / "samples")) == [0]
     assert steps == _samples(tmp_path / "samples")
     assert sorted(steps) == list(range(STEPS))

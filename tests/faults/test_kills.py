@@ -1,7 +1,7 @@
-"""Ranks killed at random instants and at each named point, again and again: no commit is lost, no bit differs (F1, F2).
+"""Ranks killed repeatedly, at random instants and at named points: no commit is lost, no bit differs (F1, F2).
 
-A run is killed, goes on, is killed again ... until it gets to its end; the next one takes its place. Saves are
-asynchronous, one every two steps. ``test_kill_resume`` looks at single places closely.
+A run is killed and resumed until it finishes; then the next run starts. Saves are asynchronous, one every two steps.
+``test_kill_resume`` tests single kills closely.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ FIRST_SAVE = f"{CHECKPOINT}.async_saver:save"
 
 @dataclass
 class Run:
-    """A run that is started again and again.
+    """A run that is started repeatedly.
 
     Attributes:
         run_dir: its directory.
-        world: the number of ranks.
-        data: the override that names its data.
+        world: number of ranks.
+        data: override that names its data.
     """
 
     run_dir: Path
@@ -67,7 +67,7 @@ class Run:
     data: str
 
     def start(self, kill: Kill | None = None) -> bool:
-        """Starts it, and ends with all of its ranks; whether they were killed."""
+        """Starts the run and waits for all of its ranks; returns whether they were killed."""
         log = Path(f"{self.run_dir}.log")
         config = compose([f"run_dir={self.run_dir}", *SETTINGS, self.data])
         env = kill.env() if kill else {}
@@ -86,35 +86,35 @@ class Run:
         assert kill is not None, failure
         assert f"--- rank {kill.ranks[0]}:\nthe process died without a word" in failure
         survivors = set(range(self.world)) - set(kill.ranks)
-        assert ended >= survivors, f"ranks {survivors - ended} went on, and wait for the dead"
-        self._look(log)
+        assert ended >= survivors, f"ranks {survivors - ended} did not end after the kill"
+        self._check_visible_checkpoints(log)
         return True
 
-    def _look(self, log: Path) -> None:
-        """What is visible verifies, and is no older than what was reported."""
+    def _check_visible_checkpoints(self, log: Path) -> None:
+        """Visible checkpoints verify, and the newest is no older than the last one reported."""
         reported = re.findall(r"saved \S+step-(\d+) ", log.read_text(encoding="utf-8")) if log.exists() else []
         assert newest_step(self.run_dir) >= int(reported[-1] if reported else 0)
 
-    def assert_equals(self, whole: Record) -> None:
-        """It has ended, with nothing left over, as the run that was never killed."""
-        # who dies last leaves its lease, which the next start takes; one that finds the run done needs none
+    def assert_equals(self, uninterrupted: Record) -> None:
+        """Asserts that the run finished without leftovers and equals the uninterrupted run."""
+        # the last killed process leaves its lease; a start that finds the run finished takes none
         *older, before, last = (name for name in checkpoints(self.run_dir) if not name.startswith("lease-"))
         assert (before, last) == (f"step-{STEPS - 2:08d}", f"step-{STEPS:08d}")
-        # one too many stays for each of the last saves that was killed after its commit: what is complete is not saved
-        # again, and the next save that lives to its end tidies up
+        # each of the last saves that was killed after its commit leaves one checkpoint too many: a complete one is not
+        # saved again, and only a save that finishes deletes old ones
         assert older == [f"step-{STEPS - 2 - 2 * back:08d}" for back in range(len(older), 0, -1)]
         assert len(older) <= 3
-        assert record_of(self.run_dir) == whole
+        assert record_of(self.run_dir) == uninterrupted
 
 
 @dataclass
 class Runs:
-    """Runs in one folder, one after the other, and the record that each of them must come to."""
+    """Runs in one folder, one after the other, and the record that each of them must reach."""
 
     folder: Path
     world: int
     data: str
-    whole: Record
+    uninterrupted: Record
     finished: int = 0
 
     def __post_init__(self) -> None:
@@ -123,20 +123,20 @@ class Runs:
     def _next(self) -> Run:
         return Run(self.folder / f"run{self.finished}", self.world, self.data)
 
-    def die(self, kill: Kill) -> bool:
-        """Starts the current run, to be killed; False where it got to its end before."""
+    def start_and_kill(self, kill: Kill) -> bool:
+        """Starts the current run with a kill; returns False if it finished before the kill."""
         if self._run.start(kill):
             return True
         self._finish()
         return False
 
-    def end(self) -> None:
-        """Lets the current run get to its end."""
+    def finish(self) -> None:
+        """Lets the current run finish."""
         self._run.start()
         self._finish()
 
     def _finish(self) -> None:
-        self._run.assert_equals(self.whole)
+        self._run.assert_equals(self.uninterrupted)
         self.finished += 1
         self._run = self._next()
 
@@ -147,8 +147,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def wholes(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[int, Record]:
-    """The runs on one and two ranks that were never killed."""
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[int, Record]:
+    """The uninterrupted runs on one and two ranks."""
     records = {}
     for world in (1, 2):
         run = Run(tmp_path_factory.mktemp(f"whole{world}") / "run", world, data)
@@ -161,25 +161,25 @@ def wholes(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[int, Rec
 @pytest.mark.timeout(1200)  # for the full counts
 @pytest.mark.parametrize("world", [1, 2])
 def test_at_random_instants(
-    tmp_path: Path, data: str, wholes: dict[int, Record], faults: FaultCounts, world: int
+    tmp_path: Path, data: str, uninterrupted: dict[int, Record], faults: FaultCounts, world: int
 ) -> None:
-    """All ranks, from the building of the model to the end of the run; or one of them, from the first save on."""
+    """Kills all ranks at any time after the model is built, or one of them after the first save."""
     count, seed = faults.count(ci=3, full=64), 100 + world
     rng = random.Random(seed)
-    runs = Runs(tmp_path, world, data, wholes[world])
-    deaths = 0
-    while deaths < count:
+    runs = Runs(tmp_path, world, data, uninterrupted[world])
+    kills = 0
+    while kills < count:
         if rng.random() < 0.4:
             kill = Kill(tuple(range(world)), after_s=rng.uniform(0.01, 0.8))
-        else:  # by then the ranks are connected: before, one that is left is ended by its launcher
+        else:  # the ranks are connected by then; before, the launcher ends the survivors
             kill = Kill((rng.randrange(world),), FIRST_SAVE, after_s=rng.uniform(0.001, 0.35))
-        deaths += runs.die(kill)
-    runs.end()
+        kills += runs.start_and_kill(kill)
+    runs.finish()
     faults.passed("F1", count, seed=seed, runs=runs.finished, lost_commits=0, wrong_bits=0, orphans=0)
 
 
-# (place, call, rank), None: all ranks at once. A start from a checkpoint opens it, builds the engine, and saves every
-# other step; the lease is taken with the first create, link and sync of rank 0
+# (function, call, rank); None: all ranks at once. A start opens the checkpoint, builds the engine and saves every other
+# step; the first create, link and sync of rank 0 take the lease
 POINTS: dict[str, tuple[str, int, int | None]] = {
     "load: opening": (f"{CHECKPOINT}.reader:load_manifest", 1, None),
     "load: reading": (f"{CHECKPOINT}.reader:CheckpointReader.read_into", 1, -1),
@@ -192,7 +192,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "step: reduction": ("dtrain.distributed.communicator:Communicator.all_to_all_single", 20, -1),
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
     "step: vote": ("dtrain.engine.native:NativeEngine._vote", 4, -1),
-    "step: update": ("dtrain.optim.adamw:FlatAdamW.update", 3, -1),
+    "step: update": ("dtrain.optim.flat:FlatAdamW.update", 3, -1),
     "step: gather": ("dtrain.distributed.communicator:Communicator.all_gather", 9, -1),
     "step: metrics": ("dtrain.telemetry.metrics:MetricsFile._append", 4, 0),
     "save: copy": (f"{CHECKPOINT}.snapshot:HostCopy.take", 2, -1),
@@ -225,22 +225,26 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
 
 
 def at_points(runs: Runs, names: Sequence[str], world: int) -> None:
-    """Kills once at each point. A run that ended before it got there does not count, but a new one must get there."""
+    """Kills once at each point. A run that finishes before the point does not count, but a new run must reach it."""
     for name in names:
         place, count, rank = POINTS[name]
         ranks = tuple(range(world)) if rank is None else (rank % world,)
-        if not runs.die(Kill(ranks, place, count)):
-            assert runs.die(Kill(ranks, place, count)), f"{name} was not reached in a run"
+        if not runs.start_and_kill(Kill(ranks, place, count)):
+            assert runs.start_and_kill(Kill(ranks, place, count)), f"{name} was not reached in a run"
 
 
 @pytest.mark.timeout(1200)  # for the full counts
 @pytest.mark.parametrize("world", [1, 2])
-def test_at_named_points(tmp_path: Path, data: str, wholes: dict[int, Record], faults: FaultCounts, world: int) -> None:
+def test_at_named_points(
+    tmp_path: Path, data: str, uninterrupted: dict[int, Record], faults: FaultCounts, world: int
+) -> None:
     names = [name for name in POINTS if name != "step: reduction" or world > 1]
-    if not faults.full:  # the two worlds take turns; the other points have tests of their own
+    if not faults.full:  # the two worlds alternate; other tests cover the remaining points
         names = names[world - 1 :: 6]
-    runs = Runs(tmp_path, world, data, wholes[world])
-    runs.die(Kill((0,), "dtrain.engine.native:NativeEngine._vote", 6))  # so that there is something to load
+    runs = Runs(tmp_path, world, data, uninterrupted[world])
+    runs.start_and_kill(
+        Kill((0,), "dtrain.engine.native:NativeEngine._vote", 6)
+    )  # so that there is a checkpoint to load
     at_points(runs, names, world)
-    runs.end()
+    runs.finish()
     faults.passed("F2", len(names), runs=runs.finished, lost_commits=0, wrong_bits=0, orphans=0)

@@ -1,4 +1,4 @@
-"""Two jobs, one directory: one of them writes, and no other ever commits."""
+"""Two jobs in one directory: only the holder of the lease commits (F13)."""
 
 from __future__ import annotations
 
@@ -37,20 +37,19 @@ from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import run_ranks
 
 STEPS = 8
-PATIENT = (0.05, 30.0, 0.02)  # heartbeat, limit, poll: seconds
-QUICK = (0.05, 0.6, 0.02)  # of one whose contender is stopped
-
-LINGERS = Mishap("summary", 1, "sleep")  # a job that has done its work and holds the lease for 1.5 s more
+# heartbeat, limit, poll in seconds
+LONG_LIMIT = (0.05, 120.0, 0.02)
+SHORT_LIMIT = (0.05, 0.6, 0.02)  # for a job that takes over from a stopped one
 
 _context = multiprocessing.get_context("forkserver")
 
 
-def _train(config: RunConfig, env: dict[str, str], log: Path, pace: tuple[float, float, float]) -> None:
+def _train(config: RunConfig, env: dict[str, str], log: Path, timing: tuple[float, float, float]) -> None:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(env)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    lease.TIMING = LeaseTiming(*pace)
+    lease.TIMING = LeaseTiming(*timing)
     try:
         code = run_training(config)
     except DtrainError as error:
@@ -63,22 +62,22 @@ class Job:
     """A training run in a process of its own.
 
     Args:
-        run_dir: of the run; what the job says is kept next to it, under ``name``.
-        config: the rest of the config.
-        name: of the job.
-        mishap: what it meets with.
-        pace: of the lease.
+        run_dir: run directory; the log is next to it, under ``name``.
+        config: the rest of the configuration.
+        name: name of the job.
+        mishap: fault of the job, if any.
+        timing: heartbeat, limit and poll interval of the lease.
     """
 
     def __init__(
-        self, run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, pace: Any = PATIENT
+        self, run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, timing: Any = LONG_LIMIT
     ) -> None:
         self.run_dir = run_dir
         self._log = Path(f"{run_dir}.{name}.log")
         self._log.touch()
         config = replace(config, run_dir=str(run_dir))
         env = mishap.env() if mishap else {}
-        self._process: BaseProcess = _context.Process(target=_train, args=(config, env, self._log, pace))
+        self._process: BaseProcess = _context.Process(target=_train, args=(config, env, self._log, timing))
         self._process.start()
 
     @property
@@ -87,22 +86,25 @@ class Job:
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self._log.read_text()
 
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout: float = 60) -> int | None:
+    def wait(self, timeout: float = 180) -> int | None:
         self._process.join(timeout)
         return self._process.exitcode
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not condition():
-            assert time.monotonic() < deadline, self.said
-            assert self._process.is_alive() or condition(), self.said
+            assert time.monotonic() < deadline, self.output
+            assert not self.has_ended() or condition(), self.output
             time.sleep(0.005)
+
+    def has_ended(self) -> bool:
+        return self._process.exitcode is not None
 
     def is_stopped(self) -> bool:
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -115,11 +117,13 @@ class Job:
 
 @contextmanager
 def jobs() -> Iterator[Callable[..., Job]]:
-    """Starts jobs, none of which outlives the block."""
+    """Yields a function that starts jobs; kills those that still run at the end of the block."""
     started: list[Job] = []
 
-    def start(run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, pace: Any = PATIENT) -> Job:
-        started.append(Job(run_dir, config, name, mishap, pace))
+    def start(
+        run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, timing: Any = LONG_LIMIT
+    ) -> Job:
+        started.append(Job(run_dir, config, name, mishap, timing))
         return started[-1]
 
     try:
@@ -127,6 +131,12 @@ def jobs() -> Iterator[Callable[..., Job]]:
     finally:
         for job in started:
             job.end()
+
+
+def lingering(run_dir: Path) -> tuple[Mishap, Callable[[], None]]:
+    """Reholdings a fault that keeps a finished job, and so its lease, until the returned function is called."""
+    file = Path(f"{run_dir}.release")
+    return Mishap("summary", 1, "sleep", until=str(file)), file.touch
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +147,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Record:
-    """What one job alone leaves."""
+    """Result of a single job."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     with jobs() as start:
         assert start(run_dir, config, "alone").wait() == 0
@@ -146,17 +156,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Record
 
 
 def refused(job: Job, by: Job) -> bool:
-    return bool(re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {by.pid} on ", job.said))
+    return bool(re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {by.pid} on ", job.output))
 
 
 @pytest.mark.parametrize("trial", range(2))
 def test_started_together(tmp_path: Path, config: RunConfig, whole: Record, trial: int) -> None:
-    """The one that comes second is refused at the first sign of life."""
+    """The second job is refused when it sees a heartbeat."""
     run_dir = tmp_path / "run"
+    lingers, release = lingering(run_dir)
     with jobs() as start:
-        pair = [start(run_dir, config, name, LINGERS) for name in ("one", "other")]
+        pair = [start(run_dir, config, name, lingers) for name in ("one", "other")]
+        pair[0].wait_until(lambda: any(job.has_ended() for job in pair))
+        release()
         codes = [job.wait() for job in pair]
-        assert sorted(codes, key=str) == [0, 2], [job.said for job in pair]
+        assert sorted(codes, key=str) == [0, 2], [job.output for job in pair]
         winner, loser = sorted(pair, key=lambda job: job.wait() or 0)
         assert refused(loser, by=winner)
     assert record_of(run_dir) == whole
@@ -169,42 +182,44 @@ def test_one_after_the_other(tmp_path: Path, config: RunConfig, whole: Record) -
         assert start(run_dir, half, "one").wait() == 0
         second = start(run_dir, config, "other")
         assert second.wait() == 0
-        assert "is held by" not in second.said
+        assert "is held by" not in second.output
         again = start(run_dir, config, "again")
         assert again.wait() == 0
-        assert "done already" in again.said
+        assert "done already" in again.output
     assert newest_step(run_dir) == STEPS
 
 
-def test_second_while_the_first_is_at_work(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+def test_second_job_is_refused_while_the_first_runs(tmp_path: Path, config: RunConfig, whole: Record) -> None:
     run_dir = tmp_path / "run"
+    lingers, release = lingering(run_dir)
     with jobs() as start:
-        first = start(run_dir, config, "one", LINGERS)
+        first = start(run_dir, config, "one", lingers)
         first.wait_until(lambda: "step-00000002" in checkpoints(run_dir))
         second = start(run_dir, config, "other")
         assert second.wait() == 2
         assert refused(second, by=first)
-        assert len([line for line in second.said.splitlines() if line.startswith("dtrain: ")]) == 1
+        assert len([line for line in second.output.splitlines() if line.startswith("dtrain: ")]) == 1
+        release()
         assert first.wait() == 0
     assert record_of(run_dir) == whole
 
 
 @pytest.mark.parametrize("place", ["vote", "rename"])
 def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Record, place: str) -> None:
-    """At once, though the limit is long: its process is known to be gone."""
+    """The new job takes over at once despite the long limit: the old process is known to have ended."""
     run_dir = tmp_path / "run"
     with jobs() as start:
         assert start(run_dir, config, "one", Mishap(place, 2)).wait() == -signal.SIGKILL
         assert "lease-00000001.json" in checkpoints(run_dir)
         second = start(run_dir, config, "other")
         assert second.wait() == 0
-        assert "which has ended" in second.said
+        assert "which has ended" in second.output
     assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
     assert record_of(run_dir) == whole
 
 
-# where the first job stands still: between two saves; in one, at its bytes, before the check of the lease, and after
-# that check, with the rename left to do
+# where the first job is stopped: between two saves; in a save while it writes, before the check of the lease, and
+# between that check and the rename
 STOPS = [("update", 3), ("write", 10), ("sync_directory", 5), ("rename", 1)]
 
 
@@ -212,21 +227,23 @@ STOPS = [("update", 3), ("write", 10), ("sync_directory", 5), ("rename", 1)]
 def test_stopped_for_long_and_continued(
     tmp_path: Path, config: RunConfig, whole: Record, place: str, count: int
 ) -> None:
-    """What it had under way is swept, its next commit refused, and it ends with that error."""
+    """The unfinished save of the stopped job is removed, its next commit is refused, and it exits with that error."""
     run_dir = tmp_path / "run"
+    lingers, release = lingering(run_dir)
     with jobs() as start:
         first = start(run_dir, config, "one", Mishap(place, count, "SIGSTOP"))
         first.wait_until(first.is_stopped)
-        second = start(run_dir, config, "other", LINGERS, QUICK)
+        second = start(run_dir, config, "other", lingers, SHORT_LIMIT)
         second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
         second.send(signal.SIGSTOP)
         second.wait_until(second.is_stopped)
-        assert f"no heartbeat from process {first.pid} on " in second.said
+        assert f"no heartbeat from process {first.pid} on " in second.output
         names = checkpoints(run_dir)
         first.send(signal.SIGCONT)
         assert first.wait() == 1
-        assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.said)
+        assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.output)
         assert set(names) <= set(checkpoints(run_dir)), "it changes nothing there"
+        release()
         second.send(signal.SIGCONT)
         assert second.wait() == 0
     assert verify(run_dir).ok
@@ -234,16 +251,16 @@ def test_stopped_for_long_and_continued(
     assert record_of(run_dir) == whole
 
 
-def test_stopped_until_the_other_has_ended(tmp_path: Path, config: RunConfig, whole: Record) -> None:
+def test_stopped_until_the_new_holder_has_ended(tmp_path: Path, config: RunConfig, whole: Record) -> None:
     run_dir = tmp_path / "run"
     with jobs() as start:
         first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
         first.wait_until(first.is_stopped)
-        second = start(run_dir, config, "other", pace=QUICK)
+        second = start(run_dir, config, "other", timing=SHORT_LIMIT)
         assert second.wait() == 0
         first.send(signal.SIGCONT)
         assert first.wait() == 1
-        assert "is gone: another job took it over and has ended" in first.said
+        assert "is gone: another job took it over and has ended" in first.output
     assert record_of(run_dir) == whole
 
 
@@ -253,7 +270,7 @@ def test_stopped_for_less_than_the_limit(tmp_path: Path, config: RunConfig, whol
         first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
         first.wait_until(first.is_stopped)
         second = start(run_dir, config, "other")
-        second.wait_until(lambda: "waiting 30 s for a heartbeat" in second.said)
+        second.wait_until(lambda: "waiting 120 s for a heartbeat" in second.output)
         first.send(signal.SIGCONT)
         assert second.wait() == 2
         assert refused(second, by=first)
@@ -267,18 +284,18 @@ def test_stale_lease_of_another_system(tmp_path: Path, config: RunConfig, whole:
     stale = replace(Holder.this_process(41), host="elsewhere", boot_id="other")
     path_of(run_dir / "checkpoints", 41).write_bytes(stale.encode())
     with jobs() as start:
-        job = start(run_dir, config, "one", pace=QUICK)
+        job = start(run_dir, config, "one", timing=SHORT_LIMIT)
         job.wait_until(lambda: "lease-00000042.json" in checkpoints(run_dir))
         assert job.wait() == 0
-    assert re.search(r"is held by .*\n.*taking over .*: no heartbeat from process \d+ on elsewhere", job.said)
+    assert re.search(r"is held by .*\n.*taking over .*: no heartbeat from process \d+ on elsewhere", job.output)
     assert record_of(run_dir) == whole
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
 
 
-def _compete(directory: Path, log: int, rounds: int, seed: int) -> None:
-    """Takes the lease again and again; notes when it has it. Now and then it dies with it."""
+def _hold_repeatedly(directory: Path, log: int, rounds: int, seed: int) -> None:
+    """Takes the lease ``rounds`` times and logs it; is sometimes killed while it holds the lease."""
     dice = random.Random(seed)
     pid = os.getpid()
     done = 0
@@ -286,10 +303,10 @@ def _compete(directory: Path, log: int, rounds: int, seed: int) -> None:
         try:
             with hold(directory, LeaseTiming(0.01, 30.0, 0.001)) as held:
                 held.check()
-                os.write(log, f"{pid} has it\n".encode())
+                os.write(log, f"{pid} acquired\n".encode())
                 time.sleep(dice.random() * 0.004)
                 held.check()
-                os.write(log, f"{pid} leaves it\n".encode())
+                os.write(log, f"{pid} released\n".encode())
                 if dice.random() < 0.1:
                     os.kill(pid, signal.SIGKILL)
             done += 1
@@ -299,9 +316,9 @@ def _compete(directory: Path, log: int, rounds: int, seed: int) -> None:
     os.write(log, f"{pid} is done\n".encode())
 
 
-def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
-    """One has it at a time, and whoever dies with it is followed at once."""
-    num_turns = 0
+def test_one_holder_among_many_processes(tmp_path: Path, faults: FaultCounts) -> None:
+    """One acquired at a time, and whoever dies with it is followed at once."""
+    num_holdings = 0
     for number in range(faults.count(ci=1, full=20)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -309,36 +326,36 @@ def test_many_contenders(tmp_path: Path, faults: FaultCounts) -> None:
         pids = []
         for seed in range(4 * number, 4 * number + 4):
             if (pid := os.fork()) == 0:
-                _compete(folder / "checkpoints", log, 15, seed)
+                _hold_repeatedly(folder / "checkpoints", log, 15, seed)
                 os._exit(0)
             pids.append(pid)
         for pid in pids:
             os.waitpid(pid, 0)
         os.close(log)
         events = [line.split(maxsplit=1) for line in (folder / "log").read_text().splitlines()]
-        turns = [(int(pid), event) for pid, event in events if event != "is done"]
-        assert {pid for pid, _ in turns} == set(pids)
-        for (one, taken), (other, left) in zip(turns[::2], turns[1::2], strict=True):
-            assert (taken, left) == ("has it", "leaves it")
+        holdings = [(int(pid), event) for pid, event in events if event != "is done"]
+        assert {pid for pid, _ in holdings} == set(pids)
+        for (one, taken), (other, left) in zip(holdings[::2], holdings[1::2], strict=True):
+            assert (taken, left) == ("acquired", "released")
             assert one == other
         state = read_lease(folder / "checkpoints")
         assert state is None or (state.holder is not None and state.holder.has_ended())
-        num_turns += len(turns) // 2
-    assert num_turns >= 15
-    faults.passed("F13", num_turns, two_holders=0)
+        num_holdings += len(holdings) // 2
+    assert num_holdings >= 15
+    faults.passed("F13", num_holdings, two_holders=0)
 
 
-def _race(directory: Path, ready: int, over: int, results: int) -> None:
-    os.read(ready, 1)  # returns when the parent has closed it
+def _take_stale_lease(directory: Path, ready: int, over: int, results: int) -> None:
+    os.read(ready, 1)  # reholdings when the parent has closed it
     try:
         with hold(directory, LeaseTiming(0.02, 1.0, 0.001)):
             os.write(results, b"1")
-            os.read(over, 1)  # the others have seen a sign of life
+            os.read(over, 1)  # the others have seen a heartbeat
     except CheckpointError:
         os.write(results, b"0")
 
 
-def test_one_stale_lease_and_several_who_want_it(tmp_path: Path, faults: FaultCounts) -> None:
+def test_one_of_several_processes_takes_a_stale_lease(tmp_path: Path, faults: FaultCounts) -> None:
     rounds = faults.count(ci=2, full=100)
     for number in range(rounds):
         directory = tmp_path / str(number)
@@ -350,7 +367,7 @@ def test_one_stale_lease_and_several_who_want_it(tmp_path: Path, faults: FaultCo
             if (pid := os.fork()) == 0:
                 os.close(go)
                 os.close(end)
-                _race(directory, ready, over, results)
+                _take_stale_lease(directory, ready, over, results)
                 os._exit(0)
             pids.append(pid)
         os.close(go)
@@ -368,7 +385,7 @@ def test_one_stale_lease_and_several_who_want_it(tmp_path: Path, faults: FaultCo
 
 
 def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None:
-    """Another job has taken over just now, and has not swept yet: the check alone stands in the way."""
+    """Another job has just taken over and has not cleaned up yet: only the check prevents the commit."""
     save_good(tmp_path, 100, 1)
     other = replace(Holder.this_process(2), host="elsewhere", boot_id="other")
     real = storage.sync_directory
@@ -405,14 +422,14 @@ def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> No
     assert steps == ["step-00000100", "step-00000200", "step-00000300"]
 
 
-def _save_in_a_hurry(rank: int, world: int, directory: Path) -> Path:
-    """Saves with collectives that wait for 1.5 s only."""
-    comm = Communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5)), torch.device("cpu"))
-    lease.TIMING = LeaseTiming(limit_s=2.5, poll_s=0.1)
+def _save_with_short_collectives(rank: int, world: int, directory: Path) -> Path:
+    """Saves with collectives that time out after 2.5 s."""
+    comm = Communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=2.5)), torch.device("cpu"))
+    lease.TIMING = LeaseTiming(limit_s=3.5, poll_s=0.1)
     return save(directory, Snapshot(100, shards_of(make_tensors(100), rank, world), {}), comm)
 
 
 def test_a_save_waits_for_a_stale_lease_longer_than_a_collective_may_take(tmp_path: Path) -> None:
     path_of(tmp_path, 1).write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
-    assert run_ranks(2, _save_in_a_hurry, tmp_path) == [tmp_path / "step-00000100"] * 2
+    assert run_ranks(2, _save_with_short_collectives, tmp_path) == [tmp_path / "step-00000100"] * 2
     assert verify(tmp_path).ok

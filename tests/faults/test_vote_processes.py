@@ -1,6 +1,6 @@
-"""Inf, NaN and huge numbers on one rank of several real ones: skipped by all or applied by all, the culprit named.
+"""Inf, NaN and huge numbers on one of several real ranks: all skip or all apply, and the culprit is right (F7).
 
-On every rank and in every phase, in the first and last tensor of every flat buffer, beside a rank without gradients.
+On every rank, in every phase, in the first and last tensor of every flat buffer, also beside a rank without gradients.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from torch import Tensor
 import dtrain
 from dtrain.engine.interface import Culprit
 from dtrain.engine.native import NativeEngine
-from dtrain.sharding.layout import FlatLayout, Slot
+from dtrain.sharding.layout import FlatLayout, ParameterSlot
 from dtrain.sharding.placement import STAGES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, start
 from tests.helpers.zoo import make
 
 NUM_MICRO_BATCHES = 2
-SCALE = 2.0**40  # the faults halve it one by one, and it must not reach its floor
-SMALL, LARGE = 1.0, 3e38  # LARGE twice is above FP32
+SCALE = 2.0**40  # each overflow halves it, and it must not reach its minimum
+SMALL, LARGE = 1.0, 3e38  # twice LARGE overflows FP32
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A number in one place of one micro-batch, as the forward or backward of some ranks gives it.
+    """A number injected into one micro-batch of some ranks.
 
     Attributes:
-        ranks: which get it.
-        micro_batch: which of theirs.
+        ranks: the ranks that get it.
+        micro_batch: index of the micro-batch.
         value: the number.
-        place: the tensor whose gradient holds it in its first or last element; None: the loss is multiplied by it.
-        idle: a rank that gives dummies of weight 0, without a graph where that is allowed, or None.
+        target: the gradient element that becomes ``value``; None: the loss is multiplied by it.
+        idle: a rank whose micro-batches have weight 0 (without a graph if the stage allows it), or None.
     """
 
     ranks: tuple[int, ...]
     micro_batch: int
     value: float
-    place: tuple[FlatLayout, Slot, int] | None = None
+    target: tuple[FlatLayout, ParameterSlot, int] | None = None
     idle: int | None = None
 
     def expected(self, step: int) -> tuple[str | None, Culprit | None]:
-        """(reason, culprit)."""
+        """Returns (reason, culprit)."""
         counts = {"num_inf": int(math.isinf(self.value)), "num_nan": int(math.isnan(self.value))}
         rank, micro_batch = self.ranks[0], self.micro_batch
-        if self.place is None:
+        if self.target is None:
             return "nonfinite_loss", Culprit(rank, step, "forward loss", micro_batch, num_bad_losses=1, **counts)
-        layout, slot, element = self.place
+        layout, slot, element = self.target
         where = {"tensor": slot.spec.name, "start": element, "stop": element + 1}
         if not math.isfinite(self.value):
             return "overflow", Culprit(rank, step, "local gradient", micro_batch, **where, **counts)
@@ -62,22 +62,22 @@ class Fault:
 
 
 def faults_of(engine: NativeEngine) -> list[Fault]:
-    """All kinds at all places, the ranks and micro-batches in turn."""
+    """Returns faults of all kinds in all buffers, alternating between ranks and micro-batches."""
     world, found = engine.world_size, []
     for rank in range(world):
         found += [Fault((rank,), rank % NUM_MICRO_BATCHES, value) for value in (math.inf, math.nan)]
     for layout in engine.state.layouts:
         for slot, element in ((layout.slots[0], 0), (layout.slots[-1], layout.slots[-1].spec.numel - 1)):
-            place = (layout, slot, element)
+            target = (layout, slot, element)
             for value in (math.inf, math.nan):
                 number = len(found)
                 rank = number // 2 % world
                 idle = (rank + 1) % world if number % 3 == 0 else None
-                found.append(Fault((rank,), number % NUM_MICRO_BATCHES, value, place, idle))
+                found.append(Fault((rank,), number % NUM_MICRO_BATCHES, value, target, idle))
         number = len(found)
-        found.append(Fault((number % world,), 0, LARGE, place))  # only the norm overflows
-        found.append(Fault((number % world, (number + 1) % world), 1, LARGE, place))  # only the sum does
-        found.append(Fault((number % world,), 1, SMALL, place))
+        found.append(Fault((number % world,), 0, LARGE, target))  # only the norm overflows
+        found.append(Fault((number % world, (number + 1) % world), 1, LARGE, target))  # only the sum does
+        found.append(Fault((number % world,), 1, SMALL, target))
     return found
 
 
@@ -87,7 +87,7 @@ def snapshot(engine: NativeEngine) -> list[Tensor]:
 
 
 def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:
-    """One step with the fault in it, or without one."""
+    """Runs one step with the fault, if any."""
     entry = make("transformer")
     handle: Any = None
     hit = fault is not None and engine.rank in fault.ranks
@@ -99,17 +99,17 @@ def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:
         loss = entry.loss(engine, entry.batch(number * engine.world_size + engine.rank))
         now = hit and fault is not None and number == fault.micro_batch
         if now and fault is not None:
-            if fault.place is None:
+            if fault.target is None:
                 loss = loss * fault.value
             else:
-                handle = poison(engine, fault.place[1], fault.place[2], fault.value)
+                handle = poison(engine, fault.target[1], fault.target[2], fault.value)
         engine.backward(loss, weight=0.0 if idle else 1.0)
         if now and handle is not None:
             handle.remove()
     return engine.step()
 
 
-def poison(engine: NativeEngine, slot: Slot, element: int, value: float) -> Any:
+def poison(engine: NativeEngine, slot: ParameterSlot, element: int, value: float) -> Any:
     """Sets one element of a parameter's gradient as autograd delivers it; returns the handle."""
 
     def hook(grad: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def poison(engine: NativeEngine, slot: Slot, element: int, value: float) -> Any:
 
 
 def run(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]:
-    """Every fault, each followed by a clean step; returns (fault, what all ranks must see alike)."""
+    """Runs every fault, each followed by a clean step; returns (fault, outcomes), which must agree on all ranks."""
     scale = dtrain.LossScale(mode="dynamic", init=SCALE, max=SCALE)
     engine = start(Run("transformer", options={"precision": "bf16", "loss_scale": scale, **options}))
     seen = []
@@ -136,7 +136,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]
             expected_scale /= 2
         assert engine.loss_scale.scale == expected_scale, f"{fault}: a bad gradient halves it, a bad loss leaves it"
         untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
-        # at stage 3 a rank whose shards are all padding holds nothing that could change
+        # at stage 3 a rank may hold only padding, which never changes
         holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.state.owned_intervals())
         assert untouched is not (outcome.applied and holds_some), f"{fault}: masters, moments and replicas"
         clean = attempt(engine, None)

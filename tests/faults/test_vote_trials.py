@@ -1,7 +1,7 @@
-"""10,000 votes of simulated ranks with faults at random places: one decision on all ranks, and the right culprit.
+"""10,000 votes of simulated ranks with random faults: one decision on all ranks, and the right culprit (F7).
 
-The records are built, decided on and settled by the code of the engine; only the collectives are simulated, and the
-gradients are made up. What must come out is derived here from the faults alone, in plain Python.
+The engine's code builds, decides and finalizes the records; only the collectives and the gradients are simulated. The
+expected result is derived here from the faults alone, in plain Python.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIG = '{"lr": 1}'
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """What is this small gains nothing from a second one."""
+    """Tensors this small are faster on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,59 +57,59 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Model:
-    """Two blocks and a root with a norm, flattened for so many ranks, and clean gradients of every micro-batch."""
+    """Flat layouts of two blocks and a root with a norm, and clean gradients of every micro-batch."""
 
     layouts: tuple[FlatLayout, ...]
-    leaves: tuple[Tensor, ...]  # of each layout, [micro-batch, rank, numel]
+    gradients: tuple[Tensor, ...]  # of each layout: [micro-batch, rank, numel]
 
     @property
     def backward_order(self) -> list[FlatLayout]:
         return sorted(self.layouts, key=lambda layout: (layout.group == "", -self.layouts.index(layout)))
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def backward_slots(self) -> list[tuple[int, int]]:
         """(flat, slot) of all parameters in the order of backward."""
         flats = [self.layouts.index(layout) for layout in self.backward_order]
         return [(flat, slot) for flat in flats for slot in reversed(range(len(self.layouts[flat].slots)))]
 
     @property
     def backward_names(self) -> list[str]:
-        return [self.layouts[flat].slots[slot].spec.name for flat, slot in self.places]
+        return [self.layouts[flat].slots[slot].spec.name for flat, slot in self.backward_slots]
 
 
 @functools.cache
-def model(world: int, low: torch.dtype) -> Model:
+def model(world: int, dtype: torch.dtype) -> Model:
     def weights(group: str) -> list[ParamSpec]:
         return [
-            ParamSpec(f"{group}.weight", (30, 50), low, True),
-            ParamSpec(f"{group}.gate", (70,), low, True),
-            ParamSpec(f"{group}.bias", (30,), low, False),
+            ParamSpec(f"{group}.weight", (30, 50), dtype, True),
+            ParamSpec(f"{group}.gate", (70,), dtype, True),
+            ParamSpec(f"{group}.bias", (30,), dtype, False),
         ]
 
     root = [
-        ParamSpec("embedding", (13, 100), low, True),
+        ParamSpec("embedding", (13, 100), dtype, True),
         ParamSpec("norm", (9,), torch.float32, False),
         ParamSpec("scale", (), torch.float32, False),
     ]
     groups = {"": root, "blocks.0": weights("blocks.0"), "blocks.1": weights("blocks.1")}
     layouts = [layout for name, specs in groups.items() for layout in flat_layouts(name, specs, world)]
     generator = torch.Generator().manual_seed(world)
-    leaves = []
+    gradients = []
     for layout in layouts:
-        leaf = torch.zeros(MAX_MICRO_BATCHES, world, layout.numel)
+        gradient = torch.zeros(MAX_MICRO_BATCHES, world, layout.numel)
         for slot in layout.slots:
-            part = leaf[..., slot.start : slot.stop]
+            part = gradient[..., slot.start : slot.stop]
             part.copy_(1e-2 * torch.randn(part.shape, generator=generator))
-        leaves.append(leaf.to(layout.dtype))
-    return Model(tuple(layouts), tuple(leaves))
+        gradients.append(gradient.to(layout.dtype))
+    return Model(tuple(layouts), tuple(gradients))
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Poke:
-    """One element of one parameter's gradient, as the backward of one micro-batch leaves it on one rank."""
+class BadElement:
+    """One element of one parameter's gradient from one micro-batch of one rank."""
 
     micro_batch: int
     rank: int
@@ -121,20 +121,20 @@ class Poke:
 
 @dataclass
 class Trial:
-    """One step: what each rank sees of it, and whether the sums are canonical."""
+    """One step: the losses, weights and faults of each rank."""
 
     world: int
     num_micro_batches: int
-    low: torch.dtype
+    dtype: torch.dtype
     sharded: bool
     canonical: bool
     losses: list[list[float]]  # [rank][micro-batch]
     weights: list[list[float]]
-    pokes: list[Poke] = field(default_factory=list)
-    differs: dict[str, Any] = field(default_factory=dict)  # fields of the record of ``odd_rank``
+    bad_elements: list[BadElement] = field(default_factory=list)
+    differs: dict[str, Any] = field(default_factory=dict)  # fields of ``odd_rank``'s record that differ
     odd_rank: int = 0
-    stop: int | None = None  # the rank that wants to stop
-    failed_save: int | None = None  # the rank whose save has failed
+    stop: int | None = None  # rank that requests a stop
+    failed_save: int | None = None  # rank whose save has failed
 
     @property
     def measures(self) -> bool:
@@ -142,103 +142,103 @@ class Trial:
         return self.world == 2 and self.num_micro_batches == 1
 
     @staticmethod
-    def clean(dice: random.Random) -> Trial:
-        world, number = dice.randint(1, 4), dice.randint(1, MAX_MICRO_BATCHES)
+    def clean(rng: random.Random) -> Trial:
+        world, number = rng.randint(1, 4), rng.randint(1, MAX_MICRO_BATCHES)
         return Trial(
             world,
             number,
-            dice.choice([torch.bfloat16, torch.float16, torch.float32]),
-            dice.random() < 0.7,
-            dice.random() < 0.3,
-            [[dice.uniform(1, 4) for _ in range(number)] for _ in range(world)],
-            [[float(dice.randint(1, 5)) for _ in range(number)] for _ in range(world)],
-            stop=dice.randrange(world) if dice.random() < 0.1 else None,
-            failed_save=dice.randrange(world) if dice.random() < 0.1 else None,
+            rng.choice([torch.bfloat16, torch.float16, torch.float32]),
+            rng.random() < 0.7,
+            rng.random() < 0.3,
+            [[rng.uniform(1, 4) for _ in range(number)] for _ in range(world)],
+            [[float(rng.randint(1, 5)) for _ in range(number)] for _ in range(world)],
+            stop=rng.randrange(world) if rng.random() < 0.1 else None,
+            failed_save=rng.randrange(world) if rng.random() < 0.1 else None,
         )
 
     @property
     def model(self) -> Model:
-        return model(self.world, self.low)
+        return model(self.world, self.dtype)
 
     @property
-    def last_pokes(self) -> list[Poke]:
-        """Without those that others overwrite."""
-        return list({(p.micro_batch, p.rank, p.flat, p.slot, p.element): p for p in self.pokes}.values())
+    def effective_bad_elements(self) -> list[BadElement]:
+        """Bad elements that no later one overwrites."""
+        return list({(p.micro_batch, p.rank, p.flat, p.slot, p.element): p for p in self.bad_elements}.values())
 
-    def place(self, dice: random.Random) -> tuple[int, int]:
-        """(micro-batch, rank)."""
-        return dice.randrange(self.num_micro_batches), dice.randrange(self.world)
+    def micro_batch_and_rank(self, rng: random.Random) -> tuple[int, int]:
+        """Returns a random (micro-batch, rank)."""
+        return rng.randrange(self.num_micro_batches), rng.randrange(self.world)
 
-    def element(self, dice: random.Random) -> tuple[int, int, int]:
-        """(flat, slot, element); often the first or last."""
-        flat = dice.randrange(len(self.model.layouts))
-        slot = dice.randrange(len(self.model.layouts[flat].slots))
+    def element(self, rng: random.Random) -> tuple[int, int, int]:
+        """Returns a random (flat, slot, element), often the first or last element."""
+        flat = rng.randrange(len(self.model.layouts))
+        slot = rng.randrange(len(self.model.layouts[flat].slots))
         numel = self.model.layouts[flat].slots[slot].spec.numel
-        return flat, slot, dice.choice([0, numel - 1, dice.randrange(numel)])
+        return flat, slot, rng.choice([0, numel - 1, rng.randrange(numel)])
 
 
-def bad_losses(trial: Trial, dice: random.Random) -> None:
-    for _ in range(dice.randint(1, 3)):
-        micro_batch, rank = trial.place(dice)
-        trial.losses[rank][micro_batch] = dice.choice([math.inf, -math.inf, math.nan])
+def bad_losses(trial: Trial, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 3)):
+        micro_batch, rank = trial.micro_batch_and_rank(rng)
+        trial.losses[rank][micro_batch] = rng.choice([math.inf, -math.inf, math.nan])
 
 
-def bad_gradients(trial: Trial, dice: random.Random) -> None:
-    for _ in range(dice.randint(1, 3)):
-        value = dice.choice([math.inf, -math.inf, math.nan])
-        trial.pokes.append(Poke(*trial.place(dice), *trial.element(dice), value))
+def bad_gradients(trial: Trial, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 3)):
+        value = rng.choice([math.inf, -math.inf, math.nan])
+        trial.bad_elements.append(BadElement(*trial.micro_batch_and_rank(rng), *trial.element(rng), value))
 
 
-def large_gradients(trial: Trial, dice: random.Random) -> None:
-    """Finite elements: their sum overflows on the way, or only a norm or the sum of a leaf, or nothing does."""
-    if trial.low == torch.float16:
+def large_gradients(trial: Trial, rng: random.Random) -> None:
+    """Finite elements whose sum over ranks, local sum or norm may overflow."""
+    if trial.dtype == torch.float16:
         return
     trial.weights = [[1.0] * trial.num_micro_batches for _ in range(trial.world)]
-    place, element = trial.place(dice), trial.element(dice)
-    value = dice.choice([3e38, 3e38, 2e25, 1e15])
-    trial.pokes.append(Poke(*place, *element, value))
-    if dice.random() < 0.7:
-        trial.pokes.append(Poke(*trial.place(dice), *element, value))
-    elif dice.random() < 0.7:
-        trial.pokes.append(Poke(*place, *trial.element(dice), value))
+    source, element = trial.micro_batch_and_rank(rng), trial.element(rng)
+    value = rng.choice([3e38, 3e38, 2e25, 1e15])
+    trial.bad_elements.append(BadElement(*source, *element, value))
+    if rng.random() < 0.7:
+        trial.bad_elements.append(BadElement(*trial.micro_batch_and_rank(rng), *element, value))
+    elif rng.random() < 0.7:
+        trial.bad_elements.append(BadElement(*source, *trial.element(rng), value))
 
 
-def bad_weights(trial: Trial, dice: random.Random) -> None:
-    for _ in range(dice.randint(1, 2)):
-        micro_batch, rank = trial.place(dice)
-        trial.weights[rank][micro_batch] = dice.choice([math.inf, math.nan, -1.0])
+def bad_weights(trial: Trial, rng: random.Random) -> None:
+    for _ in range(rng.randint(1, 2)):
+        micro_batch, rank = trial.micro_batch_and_rank(rng)
+        trial.weights[rank][micro_batch] = rng.choice([math.inf, math.nan, -1.0])
 
 
-def no_weights(trial: Trial, dice: random.Random) -> None:
+def no_weights(trial: Trial, rng: random.Random) -> None:
     for rank in range(trial.world):
         trial.weights[rank] = [0.0] * trial.num_micro_batches
 
 
-def idle_rank(trial: Trial, dice: random.Random) -> None:
-    trial.weights[dice.randrange(trial.world)] = [0.0] * trial.num_micro_batches
+def idle_rank(trial: Trial, rng: random.Random) -> None:
+    trial.weights[rng.randrange(trial.world)] = [0.0] * trial.num_micro_batches
 
 
-def divergence(trial: Trial, dice: random.Random) -> None:
+def divergence(trial: Trial, rng: random.Random) -> None:
     if trial.world > 1:
-        name = dice.choice(MUST_AGREE)
-        trial.odd_rank = dice.randrange(1, trial.world)
-        trial.differs = {name: dice.choice([13, 1 << 40]) if name not in ("lr", "loss_scale") else 0.125}
+        name = rng.choice(MUST_AGREE)
+        trial.odd_rank = rng.randrange(1, trial.world)
+        trial.differs = {name: rng.choice([13, 1 << 40]) if name not in ("lr", "loss_scale") else 0.125}
 
 
 FAULTS = (bad_losses, bad_gradients, large_gradients, bad_weights, no_weights, idle_rank, divergence)
 
 
 def trials(number: int, seed: int) -> Iterator[Trial]:
-    """One fault most often, none or several now and then."""
-    dice = random.Random(seed)
+    """Yields random trials, most of them with one fault, some with none or several."""
+    rng = random.Random(seed)
     for _ in range(number):
-        trial = Trial.clean(dice)
-        for fault in dice.sample(FAULTS, dice.choice([0, 1, 1, 1, 1, 2, 3])):
-            fault(trial, dice)
+        trial = Trial.clean(rng)
+        for fault in rng.sample(FAULTS, rng.choice([0, 1, 1, 1, 1, 2, 3])):
+            fault(trial, rng)
         yield trial
 
 
-# -- what must come of them --------------------------------------------------------------------------------------------
+# -- expected results -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Expected:
 
 
 def expect(trial: Trial) -> Expected:
-    places = [(m, r) for m in range(trial.num_micro_batches) for r in range(trial.world)]  # earliest first
+    sources = [(m, r) for m in range(trial.num_micro_batches) for r in range(trial.world)]  # earliest first
     known = known_record(trial, 0)
     if trial.differs:
         ((name, value),) = trial.differs.items()
@@ -258,12 +258,12 @@ def expect(trial: Trial) -> Expected:
         if name == "schedule_hash":
             return Expected("diverged", f"number 1 of this step is reduce b on rank 0 and b2 on rank {trial.odd_rank}")
         return Expected("diverged", f"{name} is {getattr(known, name)} on rank 0 and {value} on rank {trial.odd_rank}")
-    weights = {(m, r): trial.weights[r][m] for m, r in places}
-    bad = [place for place in places if not 0 <= weights[place] < math.inf]
+    weights = {(m, r): trial.weights[r][m] for m, r in sources}
+    bad = [source for source in sources if not 0 <= weights[source] < math.inf]
     if bad:
         return Expected("bad_weight", f"micro-batch {bad[0][0]} of step {known.step} on rank {bad[0][1]} ")
-    losses = {(m, r): trial.losses[r][m] for m, r in places}
-    bad = [place for place in places if not math.isfinite(losses[place])]
+    losses = {(m, r): trial.losses[r][m] for m, r in sources}
+    bad = [source for source in sources if not math.isfinite(losses[source])]
     if bad:
         infinite = int(math.isinf(losses[bad[0]]))
         counts = {"num_inf": infinite, "num_nan": 1 - infinite, "num_bad_losses": len(bad)}
@@ -276,27 +276,27 @@ def expect(trial: Trial) -> Expected:
 
 
 def reduced(trial: Trial) -> dict[tuple[int, int, int], float]:
-    """The poked elements of the main grads: (flat, slot, element) -> value."""
+    """Returns the bad elements of the main grads: (flat, slot, element) -> value."""
     sums: dict[tuple[int, int, int], float] = {}
-    for poke in trial.last_pokes:
-        key = (poke.flat, poke.slot, poke.element)
-        total = sums.get(key, 0.0) + trial.weights[poke.rank][poke.micro_batch] * poke.value
+    for bad_element in trial.effective_bad_elements:
+        key = (bad_element.flat, bad_element.slot, bad_element.element)
+        total = sums.get(key, 0.0) + trial.weights[bad_element.rank][bad_element.micro_batch] * bad_element.value
         sums[key] = total if abs(total) <= FP32_MAX else total * math.inf
     return sums
 
 
 def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Culprit:
-    order = trial.model.places
+    order = trial.model.backward_slots
     totals: dict[tuple[int, int, int], float] = {}
-    for poke in trial.last_pokes:
-        gradient = (poke.micro_batch, order.index((poke.flat, poke.slot)), poke.rank)
-        totals[gradient] = totals.get(gradient, 0.0) + poke.value
+    for bad_element in trial.effective_bad_elements:
+        gradient = (bad_element.micro_batch, order.index((bad_element.flat, bad_element.slot)), bad_element.rank)
+        totals[gradient] = totals.get(gradient, 0.0) + bad_element.value
     first = min((gradient for gradient, total in totals.items() if not abs(total) <= FP32_MAX), default=None)
     if trial.world == trial.num_micro_batches == 1:
         first = (0, -1, 0)
     bad = [key for key, total in sums.items() if not math.isfinite(total)]
     wanted = [order[first[1]], *order] if first and first[1] >= 0 else order
-    flat, slot = next((place for place in wanted if any(key[:2] == place for key in bad)), (None, None))
+    flat, slot = next((key for key in wanted if any(other[:2] == key for other in bad)), (None, None))
     phase = "local gradient" if first else "reduced gradient"
     where = {"step": known_record(trial, 0).step, "phase": phase, "micro_batch": first[0] if first else None}
     if flat is None or slot is None:
@@ -320,12 +320,12 @@ def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Cu
 # -- the ranks ---------------------------------------------------------------------------------------------------------
 
 
-class Said(Exception):
-    """What a rank tells the others, who are asked later."""
+class PendingText(Exception):
+    """Carries the text that a rank exchanges; the other ranks' texts are supplied later."""
 
 
-class Link(Communicator):
-    """One rank's end of the simulated collectives."""
+class SimulatedCommunicator(Communicator):
+    """The simulated collectives of one rank."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(None, CPU)
@@ -335,7 +335,7 @@ class Link(Communicator):
 
     def exchange_text(self, text: str) -> list[str]:
         if self.texts is None:
-            raise Said(text)
+            raise PendingText(text)
         assert self.texts[self.rank] == text
         return self.texts
 
@@ -354,7 +354,7 @@ def known_record(trial: Trial, rank: int) -> VoteRecord:
 
 
 class Rank:
-    """What a rank holds when it votes; borrows from engine and state how records are made of it."""
+    """A simulated rank; its records are computed by methods of the engine and the sharded state."""
 
     chunk_squares = ShardedState.chunk_squares
     canonical_sum = ShardedState.canonical_sum
@@ -362,8 +362,12 @@ class Rank:
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts = trial.model.layouts
-        self.link = self._comm = Link(rank, trial.world)
-        self._losses, self.monitor, self.state = LossAccumulator(), GradientMonitor(len(trial.model.places)), self
+        self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
+        self._losses, self.monitor, self.state = (
+            LossAccumulator(),
+            GradientMonitor(len(trial.model.backward_slots)),
+            self,
+        )
         arena = ArenaLayout.of(self.layouts, rank, sharded=trial.sharded)
         self.main_grads = [
             full[segment.flat_start : segment.flat_start + segment.numel]
@@ -372,7 +376,7 @@ class Rank:
         self.segments = arena.segments
         self.known = known_record(trial, rank)
         self.finalizer = StepFinalizer(
-            self.link,
+            self.comm,
             LossScale("calibrated", init=SCALE, calibration_steps=2).start(),
             SkipCounter(limit=2),
             CulpritSearch(self.search, self.monitor.clear, trial.model.backward_names),
@@ -380,8 +384,8 @@ class Rank:
             is_synchronous=False,
         )
 
-    def backward(self, leaves: dict[str, Tensor]) -> None:
-        """All micro-batches: losses into the tally, leaves past the watch."""
+    def backward(self, gradients: dict[str, Tensor]) -> None:
+        """Records the losses and gradients of all micro-batches."""
         trial = self.trial
         for micro_batch in range(trial.num_micro_batches):
             loss, weight = (table[self.rank][micro_batch] for table in (trial.losses, trial.weights))
@@ -390,7 +394,7 @@ class Rank:
             self.monitor.records_magnitude = trial.measures
             first = 0
             for layout in trial.model.backward_order:
-                grads = slot_views(leaves[layout.name][micro_batch, self.rank], layout)[::-1]
+                grads = slot_views(gradients[layout.name][micro_batch, self.rank], layout)[::-1]
                 for grad in grads:
                     self.monitor.record_magnitude(grad)
                 self.monitor.record_finiteness(micro_batch, first, grads)
@@ -412,10 +416,10 @@ class Rank:
         ]
 
     def decide(self, rows: Tensor, squares: Tensor) -> None:
-        """From this rank's own copy of the records."""
+        """Decides from this rank's copy of the records."""
         sums: dict[str, Tensor] = {}
         if self.trial.canonical:
-            self.link.rows = squares
+            self.comm.rows = squares
             weights = torch.tensor(self.trial.weights).T.flatten().double().sum()
             sums = {"sum_squares": self.canonical_sum(squares[self.rank]), "sum_weights": weights}
         self.decision = decide(rows, max_grad_norm=MAX_GRAD_NORM, **sums)
@@ -423,48 +427,52 @@ class Rank:
         self.finalizer.post(self.decision, rows, self.known, ("reduce a", "b2" if odd else "reduce b"))
 
     def finalize_step(self) -> StepOutcome | tuple[type, str] | str:
-        """The outcome, the error that ends the run, or what this rank has to tell first."""
+        """Returns the outcome, the error that ends the run, or the text that this rank exchanges first."""
         try:
             self.finalizer.finalize_step()
-        except Said as said:
-            return str(said)
+        except PendingText as pending:
+            return str(pending)
         except (DivergenceError, UsageError) as error:
             return type(error), str(error)
         return self.finalizer.outcome()
 
 
 @contextmanager
-def poked(trial: Trial) -> Iterator[None]:
-    """The leaves with the faults in them."""
+def faulty_gradients(trial: Trial) -> Iterator[None]:
+    """Writes the bad elements into the model's gradients while the block runs."""
     clean = []
-    for poke in trial.last_pokes:
-        place = trial.model.layouts[poke.flat].slots[poke.slot].start + poke.element
-        element = trial.model.leaves[poke.flat][poke.micro_batch, poke.rank, place]
+    for bad_element in trial.effective_bad_elements:
+        index = trial.model.layouts[bad_element.flat].slots[bad_element.slot].start + bad_element.element
+        element = trial.model.gradients[bad_element.flat][bad_element.micro_batch, bad_element.rank, index]
         clean.append((element, element.clone()))
-        element.fill_(poke.value)
+        element.fill_(bad_element.value)
     yield
     for element, value in clean:
         element.copy_(value)
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What is to come out of those of a step, still scaled: the norm of their sum, and the largest if measured."""
+class GradientStatistics:
+    """Scaled results of a step: the norm of the summed gradient, and the largest element if recorded."""
 
     norm: float
     largest: float
 
 
-def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradients, list[Rank], list[Any]]:
-    """One step on all ranks; the field ``ignored`` of the records holds rank 0's value everywhere."""
-    leaves = {layout.name: leaf for layout, leaf in zip(trial.model.layouts, trial.model.leaves, strict=True)}
+def run_step(trial: Trial, ignored: str | None = None) -> tuple[Expected, GradientStatistics, list[Rank], list[Any]]:
+    """Runs one step on all ranks; the record field ``ignored`` has rank 0's value on all ranks."""
+    gradients = {
+        layout.name: gradient for layout, gradient in zip(trial.model.layouts, trial.model.gradients, strict=True)
+    }
     factors = torch.tensor(trial.weights).T.unsqueeze(-1)
-    with poked(trial):
-        main_grads = [(leaf[: trial.num_micro_batches].float() * factors).sum((0, 1)) for leaf in leaves.values()]
+    with faulty_gradients(trial):
+        main_grads = [
+            (gradient[: trial.num_micro_batches].float() * factors).sum((0, 1)) for gradient in gradients.values()
+        ]
         ranks = [Rank(rank, trial, main_grads) for rank in range(trial.world)]
         for rank in ranks:
-            rank.backward(leaves)
-        largest = max(leaf[0].abs().max().item() for leaf in leaves.values()) if trial.measures else 0.0
+            rank.backward(gradients)
+        largest = max(gradient[0].abs().max().item() for gradient in gradients.values()) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares() for rank in ranks])
     rows = torch.stack(
         [fill(rank.known, rank._losses.observe(rank.monitor, own)) for rank, own in zip(ranks, squares, strict=True)]
@@ -477,15 +485,15 @@ def take(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradients,
     results = [rank.finalize_step() for rank in ranks]
     if isinstance(results[0], str):
         for rank in ranks:
-            rank.link.texts = results
+            rank.comm.texts = results
         results = [rank.finalize_step() for rank in ranks]
     norm = math.sqrt(sum(grad.double().square().sum().item() for grad in main_grads))
-    return expect(trial), Gradients(norm, largest), ranks, results
+    return expect(trial), GradientStatistics(norm, largest), ranks, results
 
 
 def check(trial: Trial, ignored: str | None = None) -> str | None:
-    """Asserts that one step ends as it must; returns the reason."""
-    expected, gradients, ranks, results = take(trial, ignored)
+    """Asserts that one step ends as expected; returns the reason."""
+    expected, gradients, ranks, results = run_step(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
     assert len({repr((rank.finalizer.scale, rank.finalizer.applied_steps)) for rank in ranks}) == 1
     assert [rank.finalizer.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
@@ -532,7 +540,7 @@ def test_ranks_never_disagree_and_the_culprit_is_right(share: int) -> None:
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in fields(VoteRecord)])
-def test_no_field_of_the_record_can_be_missed(name: str) -> None:
-    """Were a field not sent, some trial would end otherwise than it must."""
+def test_every_field_of_the_record_is_needed(name: str) -> None:
+    """Without any one field, some trial ends differently than expected."""
     with pytest.raises(AssertionError):
         check_all(trials(1000, seed=99), ignored=name)

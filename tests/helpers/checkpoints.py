@@ -1,4 +1,4 @@
-"""Ranks as threads, and small tensors cut into uneven shards, for the tests of checkpoints."""
+"""Ranks as threads, and small unevenly sharded tensors, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALONE = Communicator(None, torch.device("cpu"))
 
 
 class ThreadCommunicator(Communicator):
-    """One of several ranks that are threads of this process; it exchanges text and nothing else."""
+    """One of several ranks that are threads of this process; supports ``exchange_text`` only."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[str]) -> None:
         super().__init__(None, torch.device("cpu"))
@@ -36,8 +36,8 @@ class ThreadCommunicator(Communicator):
 
 
 def on_threads(world: int, fn: Callable[[Communicator], Any]) -> list[Any]:
-    """What ``fn(comm)`` returned, or the exception that it raised, on each of ``world`` ranks."""
-    barrier, board = threading.Barrier(world, timeout=30), [""] * world
+    """Calls ``fn(comm)`` on ``world`` ranks; returns each rank's result or exception."""
+    barrier, board = threading.Barrier(world, timeout=120), [""] * world
 
     def call(rank: int) -> Any:
         try:
@@ -50,7 +50,7 @@ def on_threads(world: int, fn: Callable[[Communicator], Any]) -> list[Any]:
 
 
 def make_tensors(seed: int = 0) -> dict[tuple[str, str], Tensor]:
-    """Tensors of several kinds, dtypes and shapes (one empty, one scalar), by (kind, name)."""
+    """Returns (kind, name) -> tensor, of several kinds, dtypes and shapes (one empty, one scalar)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -66,7 +66,7 @@ def make_tensors(seed: int = 0) -> dict[tuple[str, str], Tensor]:
 
 
 def even_cuts(numel: int, world: int) -> list[int]:
-    """Bounds of ``world`` intervals, the first ones one element longer."""
+    """Returns the bounds of ``world`` intervals of nearly equal length."""
     return [round(numel * rank / world) for rank in range(world + 1)]
 
 
@@ -76,7 +76,7 @@ def shard(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> Tensor
 
 
 def shards_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[TensorShard, ...]:
-    """This rank's shards: sharded kinds cut evenly (or at ``cuts``, as far as the tensor goes), the rest on rank 0."""
+    """Returns a rank's shards: sharded kinds cut evenly (or at ``cuts``), the other kinds whole on rank 0."""
     shards = []
     for key, tensor in tensors.items():
         numel = tensor.numel()
@@ -90,7 +90,7 @@ def shards_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | Non
 
 
 def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None = None, **options: Any) -> list[Any]:
-    """Saves ``make_tensors(seed)`` (the step by default) from ``world`` threads; what each rank got, or raised."""
+    """Saves ``make_tensors(seed)`` (seed: the step by default) from ``world`` threads; returns each result or error."""
     tensors = make_tensors(step if seed is None else seed)
 
     def work(comm: Communicator) -> Path:
@@ -101,14 +101,14 @@ def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None
 
 
 def save_good(directory: Path, step: int, world: int = 2, **options: Any) -> Path:
-    """As :func:`save_threads`, where every rank succeeds."""
+    """As :func:`save_threads`, asserting that every rank succeeds; returns the path."""
     results = save_threads(directory, step, world, **options)
     assert all(isinstance(result, Path) for result in results), results
     return results[0]
 
 
 def assert_holds(reader: Any, tensors: Tensors) -> None:
-    """Every tensor comes back with its dtype, shape and bits, and there are no others."""
+    """Asserts that the reader holds exactly ``tensors``, with their dtypes, shapes and bits."""
     assert {(tensor.kind, tensor.name) for tensor in reader.tensors} == set(tensors)
     for entry in reader.tensors:
         expected = tensors[entry.kind, entry.name]

@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint: its bytes alone, or with what vouches for them too."""
+"""Damages to a checkpoint: of bytes alone, or with the hashes that cover them updated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Damage = Callable[[Path], None]
 
 
 def change(file: str, edit: Callable[[bytearray], Any]) -> Damage:
-    """Edits the bytes of one file, and nothing that vouches for them."""
+    """Edits the bytes of one file and no hash."""
 
     def apply(path: Path) -> None:
         data = bytearray((path / file).read_bytes())
@@ -33,7 +33,7 @@ def flip(file: str, where: float) -> Damage:
 
 
 def sealed(edit: Callable[[dict[str, Any]], Any]) -> Damage:
-    """Edits the manifest and gives it the right hash."""
+    """Edits the manifest and updates its hash."""
 
     def apply(path: Path) -> None:
         manifest = json.loads((path / MANIFEST).read_bytes().partition(b"\n")[2])
@@ -45,7 +45,7 @@ def sealed(edit: Callable[[dict[str, Any]], Any]) -> Damage:
 
 
 def vouched(file: str, edit: Callable[[bytes], bytes]) -> Damage:
-    """Edits a data file and gives the manifest its new size and hash: only what the bytes mean is wrong."""
+    """Edits a data file and updates its size and hash in the manifest."""
 
     def apply(path: Path) -> None:
         data = edit((path / file).read_bytes())
@@ -61,7 +61,7 @@ def vouched(file: str, edit: Callable[[bytes], bytes]) -> Damage:
 
 
 def header(edit: Callable[[dict[str, Any]], Any], file: str = R0) -> Damage:
-    """Edits the JSON header of a data file for which everything else vouches."""
+    """Edits the JSON header of a data file and updates all hashes."""
 
     def rewrite(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
@@ -77,5 +77,5 @@ def tensor(manifest: dict[str, Any], kind: str = "master", name: str = "weight")
     return next(entry for entry in manifest["tensors"] if (entry["kind"], entry["name"]) == (kind, name))
 
 
-def put(place: dict[str, Any], **values: Any) -> None:
-    place.update(values)
+def put(fields: dict[str, Any], **values: Any) -> None:
+    fields.update(values)

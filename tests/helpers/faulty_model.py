@@ -1,6 +1,6 @@
-"""A model factory with a fault that shows only under an engine: ``model.factory=tests.helpers.faulty_model:build``.
+"""A model factory with a fault on rank 1 of a process group: ``model.factory=tests.helpers.faulty_model:build``.
 
-The oracle of ``dtrain parity`` trains the same model without it, because it has no process group.
+The oracle of ``dtrain parity`` has no process group, so it trains the same model without the fault.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FACTORY = "model.factory=tests.helpers.faulty_model:build"
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """The default model; ``model.args`` says what goes wrong on rank 1.
+    """Returns the default model; ``model.args`` selects the fault of rank 1.
 
     ``flip=NAME``: the gradient of that parameter has the wrong sign. ``die=true``: the process is killed.
     """

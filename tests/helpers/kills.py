@@ -1,7 +1,6 @@
-"""A model factory whose process dies by SIGKILL: at a named call, or some time after one.
+"""A model factory whose process is killed by SIGKILL, at a named call or some time after it.
 
-``tests.helpers.mishap`` is its like for the tests that read_lease at one place closely; this one knows any function, and
-kills any ranks.
+``tests.helpers.mishap`` injects other faults at a few functions; this module kills any ranks at any function.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _KILL = "DTRAIN_TEST_KILL"
 
 @dataclass(frozen=True)
 class Kill:
-    """How some ranks die.
+    """A SIGKILL of some ranks.
 
     Attributes:
-        ranks: which.
-        place: ``package.module:function`` or ``package.module:Class.function``; empty: the building of the model.
-        count: at which call of it, from 1, before it does its work; half of the bytes of a ``write`` are written.
-        after_s: seconds after that instead.
+        ranks: the ranks that are killed.
+        place: ``package.module:function`` or ``package.module:Class.function``; empty: when the model is built.
+        count: number of the call, from 1; the kill precedes its work, but half of the bytes of a ``write`` are written.
+        after_s: seconds from that call to the kill.
     """
 
     ranks: tuple[int, ...]
@@ -43,7 +42,7 @@ class Kill:
     after_s: float = 0.0
 
     def env(self) -> dict[str, str]:
-        """The environment of a process that it may happen to."""
+        """Returns the environment of a process that may be killed."""
         return {_KILL: json.dumps(asdict(self))}
 
 

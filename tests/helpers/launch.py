@@ -1,4 +1,4 @@
-"""Whole training runs in real processes: started by torchrun, by python, or forked; and what they leave behind."""
+"""Whole training runs in real processes, started by torchrun, by python or by a fork, and readers of their files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ from tests.helpers.ranks import RankFailure, run_ranks
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
+PATIENCE = 240.0  # seconds; every wait ends as soon as its condition holds, and a busy machine may need minutes
 _TOKEN = "DTRAIN_TEST_JOB"
 LAUNCHER = (
     "RANK",
@@ -71,7 +73,7 @@ CORE = (
 # and a loss scale that grows on the way, so that its state matters
 SMALL = (
     *CORE,
-    "precision=bf16",
+    "precision=fp32",  # BF16 is slow on a CPU without its instructions
     "precision.loss_scale.mode=dynamic",
     "precision.loss_scale.init=1024",
     "precision.loss_scale.growth_interval=5",
@@ -88,12 +90,12 @@ def write_samples(folder: Path) -> str:
     return f"data.files={folder / 'samples.txt'}"
 
 
-# -- what a run leaves -------------------------------------------------------------------------------------------------
+# -- files of a run -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Record:
-    """All that must be equal, bit by bit, in two runs that are the same."""
+    """Everything that must be equal, bit by bit, in two equal runs."""
 
     curve: list[dict[str, Any]]
     step: int
@@ -168,10 +170,13 @@ def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, s
     return code
 
 
+_composed = cache(compose)
+
+
 def train(
     run_dir: Path, *overrides: str, world: int = 1, env: Mapping[str, str] | None = None, alarm: float = 0.0
 ) -> list[int] | None:
-    """Trains in ``world`` forked processes, which append what they say to ``<run_dir>.log``.
+    """Trains in ``world`` forked processes, whose standard error is appended to ``<run_dir>.log``.
 
     Args:
         run_dir: the run directory.
@@ -183,17 +188,17 @@ def train(
     Returns:
         The exit code of each rank; None where one of them died.
     """
-    config = compose([f"run_dir={run_dir}", *overrides])  # here and not there: it takes as long as the training
+    config = replace(_composed(overrides), run_dir=str(run_dir))  # here: it takes as long as a short training
     try:
         return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm)
     except RankFailure as failure:
-        if "the process died without a word" not in str(failure):
+        if "the process died without a result" not in str(failure):
             raise
         return None
 
 
 def command_line(log: Path, *argv: str, env: Mapping[str, str] | None = None) -> int:
-    """The exit code of ``dtrain train ARGV`` in a forked process, which appends what it says to ``log``."""
+    """The exit code of ``dtrain train ARGV`` in a forked process, whose standard error is appended to ``log``."""
     codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0)
     return codes[0]
 
@@ -208,8 +213,8 @@ def give_up_override() -> None:
     assert libc.capset(header, sets) == 0
 
 
-def said(run_dir: Path) -> str:
-    """What the forked ranks of a run have said so far."""
+def log_of(run_dir: Path) -> str:
+    """Standard error of the forked ranks of a run so far."""
     return Path(f"{run_dir}.log").read_text(encoding="utf-8")
 
 
@@ -217,11 +222,11 @@ def said(run_dir: Path) -> str:
 
 
 class Job:
-    """A command and all that it starts; whatever is left of it is killed when the ``with`` block ends.
+    """A command and all processes that it starts; what still runs when the ``with`` block ends is killed.
 
     Args:
-        command: what to run.
-        folder: where it runs and what it says is kept.
+        command: the command line.
+        folder: the working directory, which also gets the log.
         env: added to the environment.
     """
 
@@ -240,11 +245,11 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """Of the command itself."""
+        """Process id of the command itself."""
         return self._process.pid
 
     @property
-    def said(self) -> str:
+    def log_of(self) -> str:
         """Standard output and standard error of all processes."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
@@ -284,28 +289,28 @@ class Job:
             except ProcessLookupError:
                 continue
 
-    def wait(self, timeout: float = 60.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """Waits for the command to end; returns its exit code."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
-            pytest.fail(f"still running after {timeout:g} s; it said:\n{self.said}")
+            pytest.fail(f"still running after {timeout:g} s; its output:\n{self.output}")
 
-    def gone(self, timeout: float) -> bool:
-        """Whether all that the command started has ended by itself within ``timeout`` seconds."""
+    def gone(self, timeout: float = PATIENCE) -> bool:
+        """Whether all that the command started ends by itself within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self.processes()
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
         """Waits until ``condition()`` while the command runs."""
         deadline = time.monotonic() + timeout
         while not condition():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                pytest.fail(f"it ended or took more than {timeout:g} s; it said:\n{self.said}")
+                pytest.fail(f"it ended or took more than {timeout:g} s; its output:\n{self.output}")
             time.sleep(0.02)
 
     def wait_for_step(self, run_dir: Path, step: int) -> None:

@@ -1,7 +1,7 @@
-"""A model factory whose processes meet with a mishap at a chosen place, and write down the samples they train on.
+"""A model factory that injects a fault at a chosen function and records the samples that are trained on.
 
-The product has no hooks for tests: ``model.factory=tests.helpers.mishap:build`` builds the default model, and wraps one
-function of this process as the environment says.
+The product has no hooks for tests: ``model.factory=tests.helpers.mishap:build`` builds the default model and wraps one
+function of this process, as environment variables tell it to.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ FACTORY = "model.factory=tests.helpers.mishap:build"
 _MISHAP = "DTRAIN_TEST_MISHAP"
 _SAMPLES = "DTRAIN_TEST_SAMPLES"
 
-PLACES = {
+FUNCTIONS = {
     "forward": "dtrain.models.transformer:Attention.forward",
-    "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient comes back to its output
+    "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient reaches its output
     "reduction": "dtrain.distributed.communicator:Communicator.all_to_all_single",
     "vote": "dtrain.engine.native:NativeEngine._vote",
-    "update": "dtrain.optim.adamw:FlatAdamW.update",
+    "update": "dtrain.optim.flat:FlatAdamW.update",
     "gather": "dtrain.distributed.communicator:Communicator.all_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
@@ -48,30 +48,34 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Mishap:
-    """What happens at the ``count``-th call (from 1, in each process) of a function, before it does its work.
+    """A fault at the ``count``-th call (from 1, in each process) of a function, before the call does its work.
 
     Attributes:
-        place: a key of ``PLACES``; at ``write`` and ``metrics`` half of the bytes are written first.
-        count: which call.
-        action: the name of a signal that the process sends itself, ``raise``, ``sleep``, ``linger``: SIGKILL after
-            0.2 s, while other threads go on, or ``stop and fail``: SIGTERM and, 0.2 s later, an error of the disk.
-        rank: the rank it happens on; None: on all.
+        place: key of ``FUNCTIONS``; at ``write`` and ``metrics`` half of the bytes are written first.
+        count: number of the call.
+        action: name of a signal that the process sends itself, or ``raise``, ``sleep`` (60 s, at ``summary`` 1.5 s),
+            ``linger`` (SIGKILL after 0.2 s, while other threads continue), ``stop and fail`` (SIGTERM, then EIO).
+        rank: the rank with the fault; None: all ranks.
+        until: file whose existence ends a ``sleep`` of 60 s anywhere; empty: none.
     """
 
     place: str
     count: int
     action: str = "SIGKILL"
     rank: int | None = None
+    until: str = ""
 
     def env(self) -> dict[str, str]:
-        """The environment of a process that meets with it."""
+        """Returns the environment of a process with this fault."""
         return {_MISHAP: json.dumps(asdict(self))}
 
     def happen(self) -> None:
         if self.action == "raise":
             raise RuntimeError("the model broke")
         if self.action == "sleep":
-            time.sleep(1.5 if self.place == "summary" else 60)
+            deadline = time.monotonic() + (1.5 if self.place == "summary" and not self.until else 60)
+            while time.monotonic() < deadline and not (self.until and os.path.exists(self.until)):
+                time.sleep(0.02)
         elif self.action == "linger":
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -84,7 +88,7 @@ class Mishap:
 
 
 def recording(file: Path) -> dict[str, str]:
-    """The environment of a process that appends a line ``step sample`` to ``file`` for each sample it trains on."""
+    """Returns the environment of a process that appends ``step sample`` to ``file`` for each sample it trains on."""
     return {_SAMPLES: str(file)}
 
 
@@ -98,7 +102,7 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 def find(place: str) -> tuple[Any, str]:
-    """Who holds a function, given as ``module:path.to.it``, and its name there."""
+    """Returns the owner of a function given as ``module:path.to.it``, and its name there."""
     module, path = place.split(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
@@ -108,7 +112,7 @@ def find(place: str) -> tuple[Any, str]:
 
 
 def _install(mishap: Mishap) -> None:
-    owner, name = find(PLACES[mishap.place])
+    owner, name = find(FUNCTIONS[mishap.place])
     real: Callable[..., Any] = getattr(owner, name)
     calls = 0
 

@@ -1,11 +1,11 @@
-"""What a disk may hold after a power cut: a record of every change to the file system, and a model of what of it lasts.
+"""States of a disk after a power cut: a recorder of file system changes, and a model of which of them are durable.
 
-The record is of the calls of ``dtrain.checkpoint.storage``. The model keeps what POSIX promises and nothing more:
+The recorder wraps ``dtrain.checkpoint.storage``. The model keeps what POSIX promises and nothing more:
 
-- What was written to a file and not fsynced may be there, lost, torn at any byte, or zeros in any of its blocks, even
-  where the file has its full length.
-- The names made or removed in a directory since its own last fsync may each be as before or as after, whatever
-  happened to the others; an fsync of a file does not make its name last. Only a rename is whole, or not there at all.
+- Bytes written to a file but not fsynced may be present, lost, torn at any byte, or zeros in any block, even if the
+  file has its full length.
+- Each name created or removed in a directory since its last fsync may be as before or as after, independently of the
+  others; an fsync of a file does not make its name durable. A rename is atomic.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dtrain.checkpoint import storage
 FUNCTIONS = tuple(name for name, value in vars(storage).items() if isfunction(value) and not name.startswith("_"))
 _BLOCKS = (512, 4096)
 State = dict[str, "bytes | None"]
-"""What is on the disk: the bytes of each file by its path below the root; None for a directory."""
+"""Content of a disk: path below the root -> bytes of the file; None for a directory."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that succeeded: of a function of the seam, or ``returned``, of a save, with its step as ``data``."""
+    """A successful call of ``storage``, or ``returned`` when a save returned, with its step as ``data``."""
 
     name: str
     paths: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Call:
 
 
 class Recorder:
-    """Records what happens below ``root``, by any number of threads, in the order in which it happens."""
+    """Records all changes below ``root``, by any thread, in order."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[Call] = []
@@ -55,7 +55,7 @@ class Recorder:
             patch.setattr(storage, name, self._wrap(name, getattr(storage, name)))
 
     def returned(self, step: int) -> None:
-        """A save of ``step`` has told its caller that it is durable."""
+        """Records that a save of ``step`` has returned."""
         self.calls.append(Call("returned", data=str(step).encode()))
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +72,7 @@ class Recorder:
         return call
 
     def _paths(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """The paths of a call below the root; none where another job's thread made it."""
+        """Returns the paths of a call below the root; none if it concerns another directory."""
         if isinstance(args[0], int):
             return (self._open[args[0]],) if args[0] in self._open else ()
         return tuple(str(path.relative_to(self._root)) for path in args if path.is_relative_to(self._root))
@@ -80,7 +80,7 @@ class Recorder:
 
 @contextmanager
 def recorded(root: Path) -> Iterator[Recorder]:
-    """Records every change that is made below ``root`` while the block runs."""
+    """Records the changes below ``root`` while the block runs."""
     with pytest.MonkeyPatch.context() as patch:
         yield Recorder(root, patch)
 
@@ -99,7 +99,7 @@ class _Directory:
 
 @dataclass(frozen=True)
 class _Change:
-    """A name that a node gets or loses; a rename is both at once. Not durable until its directories are fsynced."""
+    """A name that a node gains, loses, or both (a rename); durable once its directories are fsynced."""
 
     node: int
     old: tuple[int, str] | None
@@ -107,10 +107,10 @@ class _Change:
 
 
 class Disk:
-    """A directory tree to which recorded calls are applied; tells what a power cut may leave of it.
+    """A directory tree to which recorded calls are applied, with the states that a power cut may leave.
 
     Args:
-        root: the tree as it was, all of it durable, before the first call.
+        root: the tree before the first call, all of it durable.
     """
 
     def __init__(self, root: Path) -> None:
@@ -129,13 +129,13 @@ class Disk:
         return number
 
     def apply(self, call: Call) -> None:
-        """Does what a recorded call has done."""
+        """Applies a recorded call."""
         getattr(self, f"_{call.name}")(call)
 
     def would_change(self, sync: Call) -> bool:
-        """Whether an fsync of a file or a directory makes anything durable that was not."""
+        """Whether an fsync makes anything durable that was not."""
         number = self._find(sync.paths[0]) if sync.name == "sync_directory" else -1
-        return sync.name == "sync" or any(number in _places(change) for change in self._pending)
+        return sync.name == "sync" or any(number in _directories(change) for change in self._pending)
 
     def _returned(self, call: Call) -> None:
         pass
@@ -161,7 +161,7 @@ class Disk:
 
     def _sync_directory(self, call: Call) -> None:
         number = self._find(call.paths[0])
-        for change in [change for change in self._pending if number in _places(change)]:
+        for change in [change for change in self._pending if number in _directories(change)]:
             _move(self._nodes, change, lambda directory: directory.durable)
             self._pending.remove(change)
 
@@ -203,10 +203,10 @@ class Disk:
         assert isinstance(file, _File)
         return file
 
-    # -- what a power cut leaves ---------------------------------------------------------------------------------------
+    # -- states after a power cut -------------------------------------------------------------------------------------
 
     def plain_states(self) -> Iterator[State]:
-        """Nothing of what is pending, all of it, all but one name, or one name alone; each with data kept and lost."""
+        """Yields states with none, all, all but one, or one of the pending names; each with data kept and lost."""
         count = len(self._pending)
         everything = frozenset(range(count))
         subsets = {frozenset(), everything}
@@ -216,7 +216,7 @@ class Disk:
             yield self._state(kept, lambda file: file.durable)
 
     def random_state(self, rng: random.Random) -> State:
-        """Any names of what is pending, and of each file what ``torn`` leaves."""
+        """Returns a state with random pending names and randomly torn files."""
         share = rng.choice((0.1, 0.5, 0.9))
         kept = frozenset(index for index in range(len(self._pending)) if rng.random() < share)
         return self._state(kept, lambda file: torn(file.durable, file.live, rng))
@@ -240,12 +240,12 @@ class Disk:
         return state
 
 
-def _places(change: _Change) -> set[int]:
-    return {place[0] for place in (change.old, change.new) if place is not None}
+def _directories(change: _Change) -> set[int]:
+    return {entry[0] for entry in (change.old, change.new) if entry is not None}
 
 
 def _move(nodes: Any, change: _Change, table: Callable[[_Directory], dict[str, int]]) -> None:
-    """Applies a change to the tables of names, whether or not those before it were applied."""
+    """Applies a change to the tables of names, even if earlier changes were lost."""
     if change.old is not None:
         names = table(nodes[change.old[0]])
         is_there = names.get(change.old[1]) == change.node
@@ -253,13 +253,13 @@ def _move(nodes: Any, change: _Change, table: Callable[[_Directory], dict[str, i
             del names[change.old[1]]
         elif change.new is not None and isinstance(nodes.get(change.node), _Directory):
             for name in [name for name, number in names.items() if number == change.node]:
-                del names[name]  # a directory has one name, here that of before a rename that was lost
+                del names[name]  # a directory has one name: here the one before a lost rename
     if change.new is not None:
         table(nodes[change.new[0]])[change.new[1]] = change.node
 
 
 def torn(durable: bytes, live: bytes, rng: random.Random) -> bytes:
-    """What may be left of a file whose last bytes were written and not fsynced, or written over others."""
+    """Returns possible content of a file whose last writes were not fsynced."""
     kind = rng.choice(("all", "none", "cut", "zeros", "blocks"))
     if kind == "all" or live == durable:
         return live
@@ -273,12 +273,12 @@ def torn(durable: bytes, live: bytes, rng: random.Random) -> bytes:
     if kind == "zeros":
         return live[:begin] + bytes(end - begin)
     block = rng.choice(_BLOCKS)
-    shards = (live[start : min(start + block, end)] for start in range(begin, end, block))
-    return live[:begin] + b"".join(bytes(len(shard)) if rng.random() < 0.5 else shard for shard in shards)
+    blocks = (live[start : min(start + block, end)] for start in range(begin, end, block))
+    return live[:begin] + b"".join(bytes(len(item)) if rng.random() < 0.5 else item for item in blocks)
 
 
 def write_state(state: State, root: Path) -> None:
-    """Makes the files and directories of a state below ``root``, which does not exist yet."""
+    """Creates the files and directories of a state below ``root``, which does not exist yet."""
     for path, data in state.items():  # a directory comes before what is in it
         if data is None:
             (root / path).mkdir()
@@ -287,7 +287,7 @@ def write_state(state: State, root: Path) -> None:
 
 
 def cuts(start: Path, calls: Sequence[Call]) -> Iterator[tuple[int, int, Disk]]:
-    """For a power cut before the first call and after each: the number of calls, the last step returned (-1), the disk.
+    """Yields (number of calls, last step returned or -1, disk) for a power cut before the first call and after each.
 
     ``start`` is the tree before the first call.
     """

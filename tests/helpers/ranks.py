@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 _ENGINES = [f"dtrain.engine.{name}" for name in ("native", "fsdp2", "ddp", "deepspeed")]
-_context.set_forkserver_preload(["tests.helpers.preload", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks"])
+_context.set_forkserver_preload(
+    ["tests.helpers.preload", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks", "tests.helpers.launch"]
+)
 
 
 class RankFailure(AssertionError):
@@ -39,11 +41,11 @@ def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[...,
             dist.destroy_process_group()
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, grace: float = 2.0) -> list[Any]:
-    """Calls ``fn(rank, world, *args)`` on ``world`` processes and returns what each returned, in rank order.
+def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, grace: float = 2.0) -> list[Any]:
+    """Calls ``fn(rank, world, *args)`` on ``world`` processes and returns their results in rank order.
 
     ``fn`` is a module-level function; it finds a gloo process group (none at world 1) and one thread. Once a rank has
-    failed, each of the others has ``grace`` seconds to say what it saw; then it is killed.
+    failed, each of the others has ``grace`` seconds to return or raise; then it is killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -70,7 +72,7 @@ def _collect(pipes: list[Connection], timeout: float, grace: float) -> list[Any]
     deadline = time.monotonic() + timeout
     while len(results) + len(failures) < len(pipes):
         pending = [p for i, p in enumerate(pipes) if i not in results and i not in failures]
-        remaining = min(deadline - time.monotonic(), grace if failures else timeout)  # others may wait for it for ever
+        remaining = min(deadline - time.monotonic(), grace if failures else timeout)  # others may wait for it forever
         ready = wait(pending, timeout=max(remaining, 0))
         if not ready:
             break
@@ -79,7 +81,7 @@ def _collect(pipes: list[Connection], timeout: float, grace: float) -> list[Any]
             try:
                 ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                ok, value = False, "the process died without a word"
+                ok, value = False, "the process died without a result"
             (results if ok else failures)[index] = value
     if failures:
         raise RankFailure("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))

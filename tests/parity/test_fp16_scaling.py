@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dtrain
 from dtrain.engine.native import NativeEngine
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, forward_backward, start
 
 STEPS = 60
 
@@ -39,7 +44,7 @@ def train(precision: str, loss_scale: str | float) -> tuple[list[float], float, 
     return losses, zeros, engine.loss_scale.scale
 
 
-def test_underflow_is_cured_by_scaling() -> None:
+def test_underflow_is_fixed_by_scaling() -> None:
     exact, _, _ = train("fp32", "none")
     bare, bare_zeros, _ = train("fp16", "none")
     scaled, scaled_zeros, _ = train("fp16", "dynamic")
@@ -51,3 +56,39 @@ def test_underflow_is_cured_by_scaling() -> None:
     assert abs(scaled[-1] - exact[-1]) < 0.05 * exact[0], "the scaled FP16 run matches FP32"
     assert abs(calibrated[-1] - exact[-1]) < 0.05 * exact[0], "so does the one whose scale was measured"
     assert scale == 2.0**24, "gradients so small want the largest scale there may be"
+
+
+def state(engine: Any) -> list[Tensor]:
+    return [shard.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for shard in engine.local_shards(kind)]
+
+
+def overflow_then_recover(rank: int, world: int, engines: list[str]) -> list[list[tuple[dtrain.StepOutcome, bool]]]:
+    """A scale so large that FP16 gradients overflow until it has backed off far enough."""
+    found = []
+    for name in engines:
+        run = Run("transformer", accumulation=2, unequal_weights=True, options={"engine": name, "precision": "fp16"})
+        engine = start(run, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
+        seen = []
+        for step in range(12):
+            before = state(engine)
+            forward_backward(engine, run, step)
+            outcome = engine.step()
+            seen.append((outcome, all(map(torch.equal, before, state(engine)))))
+        found.append(seen)
+    return found
+
+
+@pytest.mark.processes
+def test_fp16_backs_off_until_steps_apply() -> None:
+    engines = ["ddp", "fsdp2"]
+    for engine, first, second in zip(engines, *run_ranks(2, overflow_then_recover, engines), strict=True):
+        applied = [outcome.applied for outcome, _ in first]
+        assert not applied[0], engine
+        assert all(applied[applied.index(True) :]), engine
+        for number, ((outcome, kept), (other, also_kept)) in enumerate(zip(first, second, strict=True)):
+            assert repr(outcome) == repr(other)
+            assert kept is also_kept is not outcome.applied
+            if not outcome.applied:
+                assert outcome.loss_scale == 2.0 ** (24 - number)
+                assert outcome.culprit is not None
+                assert outcome.culprit.phase == "local gradient"

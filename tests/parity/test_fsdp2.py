@@ -1,4 +1,4 @@
-"""The FSDP2 engine follows the oracle at both stages, whatever the model; its own guards and economies."""
+"""The FSDP2 engine: its collectives, sharded FP32 modules, shared weights, evaluation, culprits and guards."""
 
 from __future__ import annotations
 
@@ -16,57 +16,27 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.engine.fsdp2 import units as fsdp2_units
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError, UsageError
-from tests.helpers.library_runs import (
-    assert_follows_the_oracle,
-    assert_odd_models_follow,
-    start,
-    train,
-    train_all,
-)
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Result, Run, forward_backward
-from tests.helpers.zoo import ZOO
+from tests.helpers.runs import Result, Run, forward_backward, start, train, train_engine
 
 pytestmark = pytest.mark.processes
 
 
 def fsdp2(model: str = "transformer", precision: str = "bf16", stage: int = 3, **run: Any) -> Run:
     options = {"engine": "fsdp2", "precision": precision, "zero_stage": stage}
-    if precision == "fp16":
-        options["loss_scale"] = 256.0  # the dynamic one skips its first steps
     return Run(model, options=options, **{"accumulation": 2, "unequal_weights": True, **run})
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_follows_the_oracle(world: int) -> None:
-    runs = [
-        fsdp2(precision=precision, stage=stage, steps=10) for precision in ("fp32", "bf16", "fp16") for stage in (2, 3)
-    ]
-    assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
-
-
-def test_odd_models_follow_the_oracle() -> None:
-    runs = [fsdp2(name, "fp32", 2, steps=4) for name in sorted(ZOO)] + [fsdp2(name, steps=4) for name in sorted(ZOO)]
-    assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
-
-
-def test_shards_of_unequal_size_and_none() -> None:
-    """Rows that three ranks do not divide, and two rows, of which the third rank has none."""
-    runs = [fsdp2(name, "fp32", steps=4) for name in ("conv_group_norm", "odd_sizes", "tied")]
-    runs += [fsdp2(name, steps=4) for name in ("odd_sizes", "tied")]
-    assert_odd_models_follow(run_ranks(3, train_all, runs), runs)
-
-
-def train_with_sharded_islands(rank: int, world: int, run: Run) -> tuple[Result, Result, list[int]]:
-    whole = train(run)
+def train_with_sharded_fp32_modules(rank: int, world: int, run: Run) -> tuple[Result, Result, list[int]]:
+    whole = train(rank, world, run)
     fsdp2_units.LARGE_NUMEL = 1
     sharded = start(run)
-    return whole, train(run), sharded.memory_formula()["master"]
+    return whole, train_engine(sharded, run), sharded.memory_formula()["master"]
 
 
 def test_large_fp32_modules_are_sharded() -> None:
     """Norms are whole on every rank; as large as a unit, they are shards, and nothing else changes."""
-    results = run_ranks(2, train_with_sharded_islands, fsdp2(steps=4))
+    results = run_ranks(2, train_with_sharded_fp32_modules, fsdp2(steps=4))
     whole, sharded, held = results[0]
     num_parameters = sum(master.numel() for master in whole.masters.values())
     assert held == 2 * num_parameters, "4 bytes an element, on two ranks"
@@ -76,7 +46,7 @@ def test_large_fp32_modules_are_sharded() -> None:
 
 def train_over_sockets(rank: int, world: int, run: Run) -> tuple[Result, Result]:
     sockets = Communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
-    return train(run), train(run, comm=sockets)
+    return train(rank, world, run), train_engine(start(run, comm=sockets), run)
 
 
 def test_sockets_give_the_bits_of_shared_memory() -> None:
@@ -89,7 +59,7 @@ def test_sockets_give_the_bits_of_shared_memory() -> None:
 def collectives_of_a_step(rank: int, world: int, run: Run) -> Counter[str]:
     engine = start(run)
     for step in range(2):
-        forward_backward(engine, run, step)  # type: ignore[arg-type]
+        forward_backward(engine, run, step)
         log = list(engine.comm.schedule_log)
         engine.step()
     assert engine.memory()["unsharded"] == 0, "no gathered weight outlives the step"
@@ -105,36 +75,6 @@ def test_stage_2_gathers_once_a_step(stage: int, gathers: int) -> None:
     assert log["all_to_all_single(gradients of blocks.0"] == 2
 
 
-def overflow_then_recover(rank: int, world: int, run: Run) -> list[tuple[dtrain.StepOutcome, bool]]:
-    """A scale so large that FP16 gradients overflow until it has backed off far enough."""
-    engine = start(run, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
-    seen = []
-    for step in range(12):
-        before = state(engine)
-        forward_backward(engine, run, step)  # type: ignore[arg-type]
-        outcome = engine.step()
-        seen.append((outcome, all(map(torch.equal, before, state(engine)))))
-    return seen
-
-
-def state(engine: StepEngine) -> list[Tensor]:
-    return [p.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for p in engine.local_shards(kind)]
-
-
-def test_fp16_backs_off_until_steps_apply() -> None:
-    first, second = run_ranks(2, overflow_then_recover, fsdp2(precision="fp16"))
-    applied = [outcome.applied for outcome, _ in first]
-    assert not applied[0]
-    assert all(applied[applied.index(True) :])
-    for number, ((outcome, kept), (other, also_kept)) in enumerate(zip(first, second, strict=True)):
-        assert repr(outcome) == repr(other)
-        assert kept is also_kept is not outcome.applied
-        if not outcome.applied:
-            assert outcome.loss_scale == 2.0 ** (24 - number)
-            assert outcome.culprit is not None
-            assert outcome.culprit.phase == "local gradient"
-
-
 def nan_on_rank_1(rank: int, world: int, run: Run) -> list[dtrain.Culprit | None]:
     engine = start(run)
     found = []
@@ -143,13 +83,13 @@ def nan_on_rank_1(rank: int, world: int, run: Run) -> list[dtrain.Culprit | None
         handle = None
         if rank == 1:
             handle = module.register_forward_hook(lambda _, args, output: poisoned(output, engine))
-        forward_backward(engine, run, engine.attempted_steps)  # type: ignore[arg-type]
+        forward_backward(engine, run, engine.attempted_steps)
         outcome = engine.step()
         assert not outcome.applied
         found.append(outcome.culprit)
         if handle is not None:
             handle.remove()
-    forward_backward(engine, run, engine.attempted_steps)  # type: ignore[arg-type]
+    forward_backward(engine, run, engine.attempted_steps)
     assert engine.step().applied
     return found
 

@@ -228,7 +228,7 @@ class _Values:
         return value
 
     def require(self, key: str, expected: object) -> None:
-        """Refuses any value but the one that dtrain's models implement, which is also meant where there is none."""
+        """Raises unless the value is absent or the one that dtrain's models implement."""
         value = self.values.get(key)
         if value is not None and (value != expected or isinstance(value, bool) != isinstance(expected, bool)):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A checkpoint's masters as a folder that Hugging Face's `transformers` loads."""
+"""Export of a checkpoint's masters as a folder that Hugging Face's `transformers` loads."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _model_of(manifest: Manifest, checkpoint: Path) -> tuple[ModelConfig, ModelM
 
 
 def _size(shape: Sequence[int] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
+    return "absent" if shape is None else str(list(shape))
 
 
 def _weights(manifest: Manifest) -> dict[str, TensorEntry]:
@@ -145,7 +145,7 @@ def _commit(temporary: Path, out: Path) -> None:
     try:
         storage.sync_directory(out.parent)
     except OSError:
-        storage.rename(out, temporary)  # a failed export leaves nothing under its name
+        storage.rename(out, temporary)  # a failed export keeps nothing under its name
         raise
 
 

@@ -1,4 +1,4 @@
-"""The file that says which process may write in a directory of checkpoints: ``lease-00000001.json``.
+"""The lease file ``lease-00000001.json``: it names the process that may write in a directory of checkpoints.
 
 The file with the highest token counts. It names its holder, which increments its heartbeat counter every few seconds.
 Anyone who can write to the directory can write such a file, so it is parsed strictly, and a damaged one only makes

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, generated from ours, so that nothing in it contradicts the contract."""
+"""Generates DeepSpeed's configuration from the request, so that it cannot contradict the contract."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _BUCKET = 50_000_000
 """Gradients reduced together, in elements: DeepSpeed allocates such a buffer in each backward, whatever the model."""
 
 PERSISTENT = 100_000
-"""Elements up to which a parameter stays gathered at stage 3: DeepSpeed's own default."""
+"""Elements up to which a parameter stays unsharded at stage 3: DeepSpeed's own default."""
 
 
 def generate(request: EngineRequest) -> dict[str, Any]:
-    """The configuration for ``deepspeed.initialize``: plain values, as they would stand in its JSON file.
+    """Returns the configuration for ``deepspeed.initialize``: plain values, as in its JSON file.
 
-    What the engine decides itself is off there: clipping, loss scale, learning rate, the number of micro-batches.
+    Whatever the engine decides itself is off: clipping, loss scale, learning rate, the number of micro-batches.
     """
     stage, device = request.step.zero_stage, request.comm.device
     config: dict[str, Any] = {
@@ -29,17 +29,17 @@ def generate(request: EngineRequest) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
-        # it has no other way at stage 3
+        # stage 3 supports the mean only; the state multiplies it by the world size
         "gradient_allreduce_op": "mean" if stage == 3 else "sum",
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
     }
-    held = weights_dtype(request.contract, stage)
-    if held == torch.bfloat16:
-        # its own check comes after the vote, which has seen every Inf and NaN
+    dtype = weights_dtype(request.contract, stage)
+    if dtype == torch.bfloat16:
+        # the vote has found every Inf and NaN before DeepSpeed would check for them
         config["bf16"] = {"enabled": True, "check_grad_overflow": False}
-    elif held == torch.float16:
+    elif dtype == torch.float16:
         config["fp16"] = {"enabled": True, "loss_scale": 1.0}
     if stage:
         config["zero_optimization"] |= {
@@ -53,16 +53,17 @@ def generate(request: EngineRequest) -> dict[str, Any]:
     offloads = request.engine.offload == "cpu"
     if offloads:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
-    if not offloads and (stage == 2 or (stage == 1 and held != torch.bfloat16)):
-        # the vote carries the norm; elsewhere DeepSpeed insists on one of its own
+    if not offloads and (stage == 2 or (stage == 1 and dtype != torch.bfloat16)):
+        # the vote carries the norm; the other optimizers of DeepSpeed cannot leave theirs out
         config["zero_optimization"]["compute_grad_norm"] = False
     return config
 
 
 def weights_dtype(contract: Contract, stage: int) -> torch.dtype:
-    """Of all trainable weights in DeepSpeed's hands; frozen ones follow.
+    """Returns the dtype of all trainable weights under DeepSpeed; frozen ones follow.
 
-    Below stage 1 it has no low weights with FP32 sums of gradients: they are FP32 and cast by autocast.
+    At stage 0 DeepSpeed cannot sum gradients of low-precision weights in FP32, so weights are FP32 and autocast casts
+    them.
     """
     return contract.policy.compute_dtype if stage else torch.float32
 

@@ -1,9 +1,9 @@
-"""DeepSpeed ZeRO under dtrain's vote: it shards, gathers and reduces; what a step is and whether it counts is ours."""
+"""DeepSpeed ZeRO under dtrain's vote: DeepSpeed shards, gathers and reduces; dtrain votes and computes the update."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -20,40 +20,44 @@ from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.step import MAIN_GRAD, MASTER, StepEngine
+from dtrain.engine.state import MAIN_GRAD, MASTER
+from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.parameters.groups import decayed_names
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 
-_STRETCH = 1 << 16
-"""Elements whose norm is taken at once, in FP32; the sum over stretches is FP64."""
+_NORM_CHUNK = 1 << 16
+"""Elements whose norm is computed at once, in FP32; the sum over chunks is FP64."""
 
 
 def build(request: EngineRequest) -> Engine:
-    """The engine; DeepSpeed takes the model's parameters over.
+    """Returns the engine; DeepSpeed manages the model's parameters from then on.
 
     Raises:
         ConfigError: DeepSpeed was loaded for another kind of device.
         ModelError: a parameter or a compiled module that fails at the stage.
     """
     _check_model(request)
-    held = deepspeed_config.weights_dtype(request.contract, request.step.zero_stage)
+    weights_dtype = deepspeed_config.weights_dtype(request.contract, request.step.zero_stage)
     trained = {name for name, p in request.model.named_parameters() if p.requires_grad}
-    dtypes = {name: held if name in trained else dtype for name, dtype in request.contract.replica_dtypes.items()}
-    return DeepSpeedEngine(replace(request, contract=replace(request.contract, replica_dtypes=dtypes)))
+    replica_dtypes = {
+        name: weights_dtype if name in trained else dtype for name, dtype in request.contract.replica_dtypes.items()
+    }
+    return DeepSpeedEngine(replace(request, contract=replace(request.contract, replica_dtypes=replica_dtypes)))
 
 
 class DeepSpeedEngine(StepEngine):
     """See :class:`dtrain.engine.step.StepEngine`.
 
-    A micro-batch's weight multiplies its loss, in FP32: DeepSpeed has no place between backward and reduction where it
-    could multiply the gradient. So weights of thousands take range from FP16.
+    A micro-batch's weight multiplies its loss, in FP32, because DeepSpeed has no hook between backward and reduction
+    that could multiply the gradient. So large weights reduce the usable range of FP16.
 
     Args:
-        request: what ``initialize`` has decided.
+        request: the validated arguments of ``initialize``.
     """
 
     name = "deepspeed"
@@ -66,38 +70,42 @@ class DeepSpeedEngine(StepEngine):
         self.forward_communicates = stage == 3
         self.library_config = deepspeed_config.generate(request)
         for parameter in model.parameters():
-            # DeepSpeed takes no other memory format; a size of 1 hides one from contiguous()
+            # DeepSpeed supports row-major parameters only; contiguous() misses strides of dimensions of size 1
             parameter.data = parameter.data.reshape(-1).view(parameter.shape)
+        # before DeepSpeed rounds the weights and makes its masters from the rounded ones
         originals = self._originals(trained)
-        self._order: list[int] = []  # the numbers of this micro-batch's gradients as they were made
-        self._watch_gradients(trained)
+        decayed = decayed_names(model)
+        dtypes = self.contract.replica_dtypes
+        specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed) for name, p in trained.items()}
+        self._order: list[int] = []  # numbers of this micro-batch's gradients in the order of backward
+        self._record_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
-        self._optimizer = ScaledAdamW(self.options.optimizer, *_decay_classes(model, trained))
+        self._optimizer = ScaledAdamW(self.options.optimizer, *_decay_classes(trained, decayed))
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
-        self._zero = zero_state(self._deepspeed, {id(p): name for name, p in trained.items()})
+        self._zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
-            self._deepspeed.enable_backward_allreduce = False  # once, when the step ends
+            self._deepspeed.enable_backward_allreduce = False  # reduced once, at the end of the step
         self._optimizer.add_moments(self._zero.partitions)
-        for piece in self.local_shards(MASTER) if originals else ():
-            piece.data.copy_(originals[piece.name][piece.start : piece.stop])
-        self._trained = {name: (p, self._lies_in(p)) for name, p in trained.items()}  # with where its values lie
+        for shard in self.local_shards(MASTER) if originals else ():
+            shard.data.copy_(originals[shard.name][shard.start : shard.stop])
+        self._trained = {name: (p, self._updated_values(p)) for name, p in trained.items()}
         self.check_contract()
 
     def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-        """The weights before DeepSpeed rounds them: from those it would make its masters."""
+        """Returns FP32 copies of weights that DeepSpeed rounds."""
         if self.options.zero_stage == 0 or not self.policy.is_reduced_precision:
             return {}
         return {name: p.detach().to("cpu", torch.float32, copy=True).flatten() for name, p in trained.items()}
 
-    def _watch_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
-        def look(number: int, grad: Tensor) -> None:
+    def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
+        def record(number: int, grad: Tensor) -> None:
             self._order.append(number)
             self.monitor.record_magnitude(grad)
             self.monitor.record_finiteness(self._micro_batch, number, [grad])
 
         for number, name in enumerate(self.backward_names):
-            trained[name].register_hook(partial(look, number))
+            trained[name].register_hook(partial(record, number))
 
     @property
     def dummies_need_graph(self) -> bool:
@@ -119,15 +127,15 @@ class DeepSpeedEngine(StepEngine):
         with self._observed():
             self._deepspeed.backward(scaled if weight.is_one else scaled * weight.value, scale_wrt_gas=False)
         if self._zero.reduces_each:
-            # it fills its buckets in this order, and gloo would add up two orders without a word
+            # DeepSpeed fills its buckets in this order; gloo would sum two different orders silently
             order = zlib.crc32(repr(self._order).encode())
             self.comm.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
 
     def _observed(self) -> Any:
-        wire = self._reduce_dtype_check
-        if wire is None:
+        check = self._reduce_dtype_check
+        if check is None:
             return nullcontext()
-        return deepspeed_library.observed_reductions(lambda tensor: wire.record("all", tensor))
+        return deepspeed_library.observed_reductions(lambda tensor: check.record("all", tensor))
 
     def finish_gradients(self) -> None:
         """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
@@ -141,17 +149,20 @@ class DeepSpeedEngine(StepEngine):
         self._is_finished = True
 
     def _squares(self) -> Tensor:
-        """As the base says, but infinite where DeepSpeed's own norm, in FP32, would overflow: then no rank steps."""
+        """See the base class; infinite if DeepSpeed's own FP32 norm would overflow, so that no rank updates."""
         if self.options.zero_stage:
-            stretches = [part for grad in self._zero.main_grads() for part in grad.split(_STRETCH)]
-            squares = torch.stack(torch._foreach_norm(stretches)).double().square_().to(self.device)
+            chunks = [chunk for grad in self._zero.main_grads() for chunk in grad.split(_NORM_CHUNK)]
+            squares = torch.stack(torch._foreach_norm(chunks)).double().square_().to(self.device)
         else:
             squares = super()._squares()
         limit = torch.finfo(torch.float32).max / (4 * self.world_size)
         return squares.masked_fill(squares.sum() > limit, torch.inf)
 
     def _update(self, scalars: UpdateScalars) -> None:
-        """Not launched after a veto: DeepSpeed would update, or decide for itself."""
+        """See the base class; waits for the decision, because DeepSpeed would ignore ``found_inf``.
+
+        This is the exception to [Note: the update is always launched] in :mod:`dtrain.engine.step`.
+        """
         if scalars.found_inf.item():
             return
         device = self._zero.partitions[0].master.device
@@ -162,7 +173,7 @@ class DeepSpeedEngine(StepEngine):
         if not self._deepspeed.was_step_applied():
             raise ContractError(
                 f"DeepSpeed skipped step {self.attempted_steps}, which all ranks had voted to apply; they may have "
-                f"parted, so load a checkpoint"
+                f"diverged, so load a checkpoint"
             )
 
     def _refresh(self) -> None:
@@ -175,36 +186,36 @@ class DeepSpeedEngine(StepEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def _check_live(self) -> None:
-        self._reduce_dtype_check = ReduceDtypeCheck(self.policy)  # a new one after each load
+        self._reduce_dtype_check = ReduceDtypeCheck(self.policy)  # rebuilt after each load
 
     def _check_step(self) -> None:
         super()._check_step()
         self.contract.check_parameters(self.module)
         for name, (parameter, weights) in self._trained.items():
-            check_in_place(name, parameter, self._lies_in(parameter), weights)
+            check_in_place(name, parameter, self._updated_values(parameter), weights)
 
-    def _lies_in(self, parameter: nn.Parameter) -> Tensor:
-        """What DeepSpeed updates: a parameter's values, or at stage 3 this rank's part of them."""
+    def _updated_values(self, parameter: nn.Parameter) -> Tensor:
+        """Returns the values that DeepSpeed updates: the parameter's own, or at stage 3 this rank's shard of them."""
         values: Any = parameter
         return (values.ds_tensor if self.options.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """This rank's partition of ``kind``; at stage 0, where all hold all, an equal share of each parameter."""
-        for piece in self.local_shards(kind):
+        """Yields this rank's partition of ``kind``; at stage 0, where nothing is sharded, an equal share of each."""
+        for shard in self.local_shards(kind):
             if self.options.zero_stage:
-                yield piece
+                yield shard
                 continue
-            start, stop = (piece.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            yield replace(piece, start=start, stop=stop, data=piece.data[start:stop])
+            start, stop = (shard.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            yield replace(shard, start=start, stop=stop, data=shard.data[start:stop])
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """All of ``kind`` that lies on this rank."""
+        """Yields all of ``kind`` that lies on this rank."""
         partitions = self._zero.partitions
         for partition, values in zip(partitions, self._values(kind, partitions), strict=True):
             flat = values.detach().view(-1)
-            for part in partition.parts:
-                data = flat[part.place : part.place + part.stop - part.start]
-                yield TensorShard(part.name, kind, self.shapes[part.name], torch.float32, part.start, part.stop, data)
+            for found in partition.intervals:
+                data = flat[found.offset : found.offset + found.stop - found.start]
+                yield TensorShard(found.spec.name, kind, found.spec.shape, torch.float32, found.start, found.stop, data)
 
     def _values(self, kind: str, partitions: tuple[Partition, ...]) -> list[Tensor]:
         if kind == MASTER:
@@ -220,13 +231,13 @@ class DeepSpeedEngine(StepEngine):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """See :meth:`dtrain.engine.interface.Engine.load`."""
-        self._zero.release()  # else the next forwards would compute with the weights from before
+        self._zero.release()  # else the next forwards would compute with the old unsharded weights
         with self._whole_frozen():
             return super().load(path)
 
     @contextmanager
     def _whole_frozen(self) -> Iterator[None]:
-        """Inside, frozen parameters are whole on every rank; DeepSpeed cuts them too at stage 3."""
+        """Inside, frozen parameters are whole on every rank; at stage 3 DeepSpeed shards them too."""
         if self.options.zero_stage < 3 or not self._frozen:
             yield
             return
@@ -284,9 +295,9 @@ def _check_model(request: EngineRequest) -> None:
         full = next((other for other in request.contract.fp32_modules if _overlap(name, other)), None)
         if full is not None:
             raise ModelError(
-                f"the module '{name}' is compiled and '{full}' computes in FP32, on copies of the low weights that "
-                f"engine=deepspeed holds from stage 1 on; torch.compile does not see these copies. Compile only "
-                f"modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
+                f"the module '{name}' is compiled and '{full}' computes in FP32, on copies of the low-precision "
+                f"weights that engine=deepspeed holds from stage 1 on; torch.compile does not see them. Compile "
+                f"only modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
             )
 
 
@@ -297,9 +308,8 @@ def _overlap(name: str, other: str) -> bool:
 
 
 def _decay_classes(
-    model: nn.Module, trained: Mapping[str, nn.Parameter]
+    trained: Mapping[str, nn.Parameter], decayed: Collection[str]
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters with weight decay and without; those without elements are in neither."""
-    names = decayed_names(model)
-    held = {name: p for name, p in trained.items() if p.numel()}
-    return [p for name, p in held.items() if name in names], [p for name, p in held.items() if name not in names]
+    """Returns the parameters with weight decay and those without; parameters without elements are in neither."""
+    filled = [(name in decayed, p) for name, p in trained.items() if p.numel()]
+    return [p for decays, p in filled if decays], [p for decays, p in filled if not decays]

@@ -1,4 +1,4 @@
-"""Bringing the DeepSpeed library up: its accelerator, its process group, its logger."""
+"""Sets up the DeepSpeed library: its accelerator, its process group, its logger."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dtrain.distributed.setup import ensure_process_group
 from dtrain.errors import ConfigError
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_to_all_single")
-"""The calls of its backend that carry gradients."""
+"""The calls of DeepSpeed's backend that carry gradients."""
 
 
 def load(device: torch.device) -> ModuleType:
-    """Imports DeepSpeed for ``device`` and lets it speak over the process group; one rank gets a group of its own.
+    """Imports DeepSpeed for ``device`` and connects it to the process group; a single rank gets a group of its own.
 
     Raises:
-        ConfigError: it was imported for another kind of device before.
+        ConfigError: DeepSpeed was imported for another kind of device before.
     """
     is_chosen = "DS_ACCELERATOR" in os.environ
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read when it is imported
@@ -37,15 +37,15 @@ def load(device: torch.device) -> ModuleType:
 
     accelerator = get_accelerator().device_name()
     if not is_chosen:
-        del os.environ["DS_ACCELERATOR"]  # children may choose another
+        del os.environ["DS_ACCELERATOR"]  # child processes may choose another one
     if accelerator != device.type:
         raise ConfigError(
             f"DeepSpeed was loaded for {accelerator}, but this rank trains on {device}; set DS_ACCELERATOR="
             f"{device.type} before anything imports deepspeed"
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)  # its calls, not ours
-    # it asks for one as it runs, at stage 3 in forwards, and not every launcher gives it
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)  # calls of DeepSpeed
+    # DeepSpeed reads it while it runs, at stage 3 in forwards, and not every launcher sets it
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     ensure_process_group(device)
     _join(deepspeed)
@@ -58,15 +58,15 @@ def _join(deepspeed: ModuleType) -> None:
 
     known = groups._WORLD_GROUP
     if known is not None and known not in dist.distributed_c10d._world.pg_map:
-        # of a process group that has ended: it keeps the groups it made over that one
+        # that process group was destroyed, but DeepSpeed keeps the subgroups it built from it
         groups._release_process_group_references()
-    # it would compile shared-memory collectives for a CPU, of which training uses none
+    # else DeepSpeed compiles shared-memory collectives for CPU, which training does not use
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 
 def start(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device) -> Any:
-    """DeepSpeed's engine for ``model``, whose values are equal on all ranks; ``optimizer`` holds what it trains.
+    """Returns DeepSpeed's engine for ``model``, whose values are equal on all ranks.
 
     Raises:
         ConfigError: see :func:`load`.
@@ -74,13 +74,13 @@ def start(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[st
     library = load(device)
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of an optimizer that it has not tested
+    logger.setLevel(logging.ERROR)  # DeepSpeed warns of an optimizer that it has not tested
     broadcast = library.DeepSpeedEngine._broadcast_model
-    # done already, and its own fails on a parameter without dimensions
+    # dtrain.initialize has broadcast the model, and DeepSpeed's broadcast fails on a parameter without dimensions
     library.DeepSpeedEngine._broadcast_model = lambda engine: None
-    gc.freeze()  # it collects garbage at every turn, which takes a second or two of all that is loaded
+    gc.freeze()  # DeepSpeed collects garbage repeatedly, which takes a second or two for all loaded modules
     try:
-        with redirect_stdout(StringIO()):  # and prints its memory
+        with redirect_stdout(StringIO()):  # DeepSpeed prints memory statistics
             engine, *_ = library.initialize(
                 args=SimpleNamespace(device_rank=device.index or 0),
                 model=model,
@@ -95,8 +95,8 @@ def start(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[st
 
 
 @contextmanager
-def observed_reductions(look: Callable[[Tensor], None]) -> Iterator[None]:
-    """Inside, shows ``look`` every floating tensor that DeepSpeed sends in order to reduce it."""
+def observed_reductions(record: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, calls ``record`` with every floating-point tensor that DeepSpeed sends to reduce it."""
     from deepspeed.comm import comm
 
     backend = comm.cdb
@@ -104,7 +104,7 @@ def observed_reductions(look: Callable[[Tensor], None]) -> Iterator[None]:
     def send(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point():
-                look(value)
+                record(value)
         return real(*args, **kwargs)
 
     for name in _REDUCTIONS:

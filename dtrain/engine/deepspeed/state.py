@@ -1,8 +1,8 @@
-"""What DeepSpeed's optimizers hold of the model on this rank, stage by stage: masters, gradients, compute weights.
+"""The model states in DeepSpeed's optimizers on this rank, by stage: masters, gradients, compute weights.
 
-DeepSpeed lays the parameters of each weight-decay class end to end and cuts the whole among the ranks (stages 1 and 2),
-or cuts each parameter (stage 3). Here every such stretch is a :class:`Partition` of named intervals, so that the engine
-need not know which optimizer it talks to.
+DeepSpeed concatenates the parameters of each weight-decay class and splits the result among the ranks (stages 1 and 2),
+or splits each parameter (stage 3). Each local tensor becomes a :class:`Partition` with the intervals of parameters in
+it, so that the engine is the same for every optimizer of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,46 +17,39 @@ from torch import Tensor, nn
 
 from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
 from dtrain.optim.fused import ParameterListAdamW
-
-
-@dataclass(frozen=True)
-class Part:
-    """The elements ``start`` to ``stop`` of a parameter, and where they lie in a partition."""
-
-    name: str
-    start: int
-    stop: int
-    place: int
+from dtrain.sharding.layout import ParamSpec, ShardInterval
 
 
 @dataclass(frozen=True)
 class Partition:
-    """One stretch of this rank's masters.
+    """One tensor of this rank's masters.
 
     Attributes:
-        master: FP32, what the optimizer updates; of any shape where it is one whole parameter.
-        parts: what lies in it, in row-major order.
+        master: FP32, updated by the optimizer; of any shape if it is one whole parameter.
+        intervals: the intervals of parameters in it, in row-major order.
     """
 
     master: Tensor
-    parts: tuple[Part, ...]
+    intervals: tuple[ShardInterval, ...]
 
 
 class ScaledAdamW(torch.optim.Optimizer):
-    """The optimizer that DeepSpeed wraps: our AdamW on whatever partition it is given.
+    """The optimizer that DeepSpeed wraps: dtrain's AdamW on any partition.
 
     Args:
         rule: hyper-parameters.
         decayed: parameters with weight decay; either list may be empty.
-        plain: parameters without.
+        plain: parameters without weight decay.
 
     Attributes:
-        scalars: of the next update; to be set before it.
+        scalars: of the next update; set before it.
     """
 
     def __init__(self, rule: AdamW, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]) -> None:
         groups = [
-            {"params": list(held), "decayed": decays} for held, decays in ((decayed, True), (plain, False)) if held
+            {"params": list(chosen), "decayed": decays}
+            for chosen, decays in ((decayed, True), (plain, False))
+            if chosen
         ]
         super().__init__(groups, {"lr": rule.lr})
         self._rule = rule
@@ -68,24 +61,25 @@ class ScaledAdamW(torch.optim.Optimizer):
             self.state[partition.master] = {kind: torch.zeros_like(partition.master.data) for kind in _MOMENTS}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates what its groups hold now; DeepSpeed puts one partition after the other there."""
+        """Updates the parameters now in its groups; DeepSpeed assigns one partition after the other."""
         assert self.scalars is not None, "DeepSpeed updates outside of engine.step"
         for group in self.param_groups:
-            held = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in held]
-            update = UpdateGroup(group["decayed"], held, *([state[kind] for state in states] for kind in _MOMENTS))
-            ParameterListAdamW(self._rule, [update]).update([[p.grad for p in held]] if held else [], self.scalars)
+            masters = [p for p in group["params"] if p.grad is not None]
+            states = [self.state[p] for p in masters]
+            update = UpdateGroup(group["decayed"], masters, *([state[kind] for state in states] for kind in _MOMENTS))
+            grads = [[p.grad for p in masters]] if masters else []
+            ParameterListAdamW(self._rule, [update]).update(grads, self.scalars)
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroState(ABC):
-    """This rank's part of the model states, in the hands of one of DeepSpeed's optimizers.
+    """View of this rank's model states in one of DeepSpeed's optimizers.
 
     Args:
-        engine: DeepSpeed's.
-        names: of the trainable parameters, by their identity.
+        engine: DeepSpeed's engine.
+        specs: the trainable parameters by ``id``.
 
     Attributes:
         partitions: all of this rank's masters.
@@ -94,56 +88,56 @@ class ZeroState(ABC):
 
     reduces_each = False
 
-    def __init__(self, engine: Any, names: Mapping[int, str]) -> None:
+    def __init__(self, engine: Any, specs: Mapping[int, ParamSpec]) -> None:
         self.engine = engine
         self.optimizer = engine.optimizer
-        self.names = names
+        self.specs = specs
         self.partitions = tuple(self._cut())
 
     @abstractmethod
     def _cut(self) -> Iterator[Partition]:
-        """The partitions as they lie in the optimizer."""
+        """Yields the partitions in the order of the optimizer."""
 
     def begin_backward(self) -> None:  # noqa: B027 - most have nothing to drop
-        """Drops what of an earlier micro-batch this one's gradients would be added to by mistake."""
+        """Drops gradients of an earlier micro-batch that DeepSpeed would add to those of this one by mistake."""
 
     def reduce(self) -> None:
-        """Reduces the sums of a step, where the backward passes have not done so."""
+        """Reduces the sums of a step, unless the backward passes have done so."""
         self.engine.set_gradient_accumulation_boundary(True)
         self.engine.allreduce_gradients()
 
-    def release(self) -> None:  # noqa: B027 - only stage 3 gathers
-        """Frees the weights that forwards have left gathered."""
+    def release(self) -> None:  # noqa: B027 - only stage 3 unshards
+        """Frees the weights that forwards have left unsharded."""
 
     @abstractmethod
     def main_grads(self) -> list[Tensor]:
-        """The reduced gradient of each partition, FP32 [its elements]: live storage that the update will read."""
+        """Returns the reduced gradient of each partition, FP32 [its elements]: the storage that the update reads."""
 
     @abstractmethod
     def clear(self, *, stepped: bool) -> None:
-        """Drops all gradients; where DeepSpeed has ``stepped``, what its step leaves behind."""
+        """Drops all gradients; if DeepSpeed has ``stepped``, those that its step leaves behind."""
 
     @abstractmethod
     def refresh(self) -> None:
-        """Casts the masters into the compute weights, of all ranks."""
+        """Casts the masters into the compute weights of all ranks."""
 
     @abstractmethod
     def weights(self) -> list[Tensor]:
-        """The compute weights on this rank, where they are not the masters themselves."""
+        """Returns the compute weights on this rank, unless they are the masters themselves."""
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """The FP32 tensors that hold gradients now."""
+        """Returns the FP32 tensors that hold gradients now."""
 
 
-def zero_state(engine: Any, names: Mapping[int, str]) -> ZeroState:
-    """The view of the optimizer that DeepSpeed has chosen for the stage and the dtypes."""
+def zero_state(engine: Any, specs: Mapping[int, ParamSpec]) -> ZeroState:
+    """Returns the view of the optimizer that DeepSpeed has chosen for the stage and the dtypes."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
-        return _Replicated(engine, names)
+        return _Replicated(engine, specs)
     if stage == 3:
-        return _Sharded(engine, names)
-    return _FlatSums(engine, names) if hasattr(engine.optimizer, "bf16_groups_flat") else _Flat(engine, names)
+        return _Sharded(engine, specs)
+    return _FlatSums(engine, specs) if hasattr(engine.optimizer, "bf16_groups_flat") else _Flat(engine, specs)
 
 
 class _Replicated(ZeroState):
@@ -152,7 +146,7 @@ class _Replicated(ZeroState):
     def _cut(self) -> Iterator[Partition]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                yield Partition(parameter, (Part(self.names[id(parameter)], 0, parameter.numel(), 0),))
+                yield Partition(parameter, (ShardInterval(self.specs[id(parameter)], 0, parameter.numel(), 0),))
 
     def main_grads(self) -> list[Tensor]:
         return [partition.master.grad.view(-1) for partition in self.partitions if partition.master.grad is not None]
@@ -162,7 +156,7 @@ class _Replicated(ZeroState):
             self.engine.zero_grad()
 
     def refresh(self) -> None:
-        """They are the masters."""
+        """Does nothing: the compute weights are the masters."""
 
     def weights(self) -> list[Tensor]:
         return []
@@ -172,30 +166,30 @@ class _Replicated(ZeroState):
 
 
 class _FlatSums(ZeroState):
-    """Stage 1 in BF16: every rank sums whole FP32 gradients, and owns a stretch of masters and moments."""
+    """Stage 1 in BF16: every rank sums whole FP32 gradients, and owns a part of the masters and moments."""
 
     def _cut(self) -> Iterator[Partition]:
         optimizer = self.optimizer
         for parameters, master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            yield Partition(master, self._parts(parameters, master.numel()))
+            yield Partition(master, self._intervals(parameters, master.numel()))
 
-    def _parts(self, parameters: Iterable[nn.Parameter], size: int) -> tuple[Part, ...]:
-        """What lies in this rank's stretch, of ``size`` elements, of parameters laid end to end."""
+    def _intervals(self, parameters: Iterable[nn.Parameter], size: int) -> tuple[ShardInterval, ...]:
+        """Returns the intervals in this rank's ``size`` elements of the concatenated parameters."""
         start = self.engine.global_rank * size
-        parts, offset = [], 0
+        found, offset = [], 0
         for parameter in parameters:
             low, high = max(start, offset), min(start + size, offset + parameter.numel())
             if low < high:
-                parts.append(Part(self.names[id(parameter)], low - offset, high - offset, low - start))
+                found.append(ShardInterval(self.specs[id(parameter)], low - offset, high - offset, low - start))
             offset += parameter.numel()
-        return tuple(parts)
+        return tuple(found)
 
     def begin_backward(self) -> None:
-        # in FP32 they are summed already; it does this itself from a hook on the forward's output, where it finds one
+        # they are summed in FP32 already; DeepSpeed clears them itself only if its hook finds a tensor in the output
         self.optimizer.clear_lp_grads()
 
     def reduce(self) -> None:
-        # a rank whose micro-batches were all dummies takes part in its norm as well
+        # DeepSpeed's norm is a collective that a rank with only dummy micro-batches must join
         self.optimizer.fp32_groups_has_gradients = [[True] * len(group) for group in self.optimizer.bf16_groups]
         super().reduce()
 
@@ -217,19 +211,19 @@ class _FlatSums(ZeroState):
 
 
 class _Flat(_FlatSums):
-    """Stages 1 and 2 otherwise: DeepSpeed makes the reduced gradients of this rank's stretch anew in each step."""
+    """Stages 1 and 2 otherwise: DeepSpeed allocates the reduced gradients of this rank in each step."""
 
-    def __init__(self, engine: Any, names: Mapping[int, str]) -> None:
-        super().__init__(engine, names)
+    def __init__(self, engine: Any, specs: Mapping[int, ParamSpec]) -> None:
+        super().__init__(engine, specs)
         self.reduces_each = self.optimizer.partition_gradients
 
     def _cut(self) -> Iterator[Partition]:
         optimizer = self.optimizer
         for parameters, master in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-            yield Partition(master, self._parts(parameters, master.numel()))
+            yield Partition(master, self._intervals(parameters, master.numel()))
 
     def begin_backward(self) -> None:
-        """Nothing: it means to add to what it keeps."""
+        """Drops nothing: DeepSpeed accumulates into the gradients that it keeps."""
 
     def reduce(self) -> None:
         optimizer = self.optimizer
@@ -237,13 +231,13 @@ class _Flat(_FlatSums):
             self._fill_gaps()
             ZeroState.reduce(self)
         elif optimizer.cpu_offload or not optimizer.is_gradient_accumulation_boundary():
-            # the last backward has not finished what it did not use, or anything where the loop was left before it
+            # the last backward has not reduced unused parameters, or nothing at all if the loop ended before it
             self.engine.set_gradient_accumulation_boundary(True)
             optimizer.finalize_gradient_accumulation_boundary()
         optimizer._wait_for_offload_copies()
 
     def _fill_gaps(self) -> None:
-        """It leaves out what has no gradient on this rank, and would then add up different parameters of the ranks."""
+        """Gives parameters without a gradient zeros: DeepSpeed skips them, and ranks would sum different parameters."""
         self.optimizer.setup_buckets()
         for group in self.optimizer.bit16_groups:
             for parameter in group:
@@ -271,15 +265,15 @@ class _Flat(_FlatSums):
         optimizer = self.optimizer
         if not stepped:
             optimizer.zero_grad()
-            for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-                for number in held:
-                    held[number] = None  # else the next backward adds to them
+            for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                for number in gradients:
+                    gradients[number] = None  # else the next backward adds to them
             optimizer.micro_step_id = -1  # as before the first backward
             if optimizer.cpu_offload:
                 optimizer.reset_cpu_buffers()
                 optimizer._offload_accumulated_param_ids = set()
         if optimizer.cpu_offload:
-            # of a parameter that the next step does not use, what is here now would be taken for its gradient
+            # else a parameter that the next step does not use would keep this step's gradient
             for buffer in (*optimizer.accumulated_grads_in_cpu.values(), *self.main_grads()):
                 buffer.zero_()
 
@@ -289,31 +283,31 @@ class _Flat(_FlatSums):
     def gradients(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
             return self.main_grads()
-        return [g for held in self.optimizer.averaged_gradients.values() if held is not None for g in held]
+        return [g for grads in self.optimizer.averaged_gradients.values() if grads is not None for g in grads]
 
 
 class _Sharded(ZeroState):
-    """Stage 3: each parameter is cut among the ranks."""
+    """Stage 3: each parameter is split among the ranks."""
 
     reduces_each = True
 
     def _cut(self) -> Iterator[Partition]:
         optimizer, rank = self.optimizer, self.engine.global_rank
         for parameters, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            parts, place = [], 0
+            found, offset = [], 0
             for parameter in parameters:
                 size = parameter.partition_numel()
                 start, stop = (min(bound, parameter.ds_numel) for bound in (rank * size, (rank + 1) * size))
                 if start < stop:
-                    parts.append(Part(self.names[id(parameter)], start, stop, place))
-                place += size
-            yield Partition(master, tuple(parts))
+                    found.append(ShardInterval(self.specs[id(parameter)], start, stop, offset))
+                offset += size
+            yield Partition(master, tuple(found))
 
     def reduce(self) -> None:
         # as at stage 2
         self.engine.set_gradient_accumulation_boundary(True)
         self.optimizer.finalize_gradient_accumulation_boundary()
-        # DeepSpeed has taken the mean
+        # DeepSpeed forms the mean, the vote and the update expect the sum
         for grad in self.main_grads():
             grad.mul_(self.engine.world_size)
 
@@ -330,7 +324,7 @@ class _Sharded(ZeroState):
             optimizer.averaged_gradients = {}
             optimizer.reset_cpu_buffers()
             optimizer._offload_boundary_param_ids = set()
-        # of a parameter that the next step does not use, what is here now would be taken for its gradient
+        # else a parameter that the next step does not use would keep this step's gradient
         for buffer in (optimizer.grad_partitions_flat_buffer, *self.main_grads()):
             buffer.zero_()
 
@@ -338,7 +332,7 @@ class _Sharded(ZeroState):
     def refresh(self) -> None:
         for weights, partition in zip(self.weights(), self.partitions, strict=True):
             weights.copy_(partition.master)
-        # small ones stay gathered
+        # small parameters stay unsharded, so their full copies are stale
         kept = [p for p in self.optimizer.persistent_parameters if p.requires_grad]
         if kept:
             kept[0].all_gather(kept)

@@ -1,7 +1,7 @@
 """Custom collectives of ``fully_shard``: FP32 sums of weighted gradients, and all-gathers, through the communicator.
 
-``fully_shard`` allocates twice in each reduction: first the send buffer, [world_size * n], then the receive buffer, [n].
-The first receive buffer of a step is the main grad itself; later sums are added to it.
+``fully_shard`` allocates twice in each reduction: first the send buffer, [world_size * n], then the receive buffer,
+[n]. The first receive buffer of a step is the main grad itself; later sums are added to it.
 
 [Note: two send buffers] On CPU the ranks read the send buffers from each other's memory, which takes a tenth of the
 time of gloo's reduce-scatter. Two buffers alternate. A rank writes one only after its reduction from the other is
@@ -94,7 +94,7 @@ class BackwardState:
         """Keeps a reduction that the next one waits for; on a GPU the current stream waits for it now."""
         self._pending = pending
         if self.buffers:
-            self.comm.send_ready_message()
+            self.comm.send_ready_message()  # now, or the others would wait until this rank waits
         else:
             pending.wait()
 
@@ -140,6 +140,7 @@ class UnitGradient:
         if self._send_buffer is None:
             expected = self.numel * self._world_size
             if int(size[0]) != expected or dtype != torch.float32:
+                # a parameter that was frozen is the likely reason
                 for name, parameter in self._parameters.items():
                     require_trained(name, parameter)
                 raise ContractError(
@@ -160,7 +161,7 @@ class UnitGradient:
         weight = self._record(input_tensor)
         if self._state.reduce_dtype_check is not None:
             self._state.reduce_dtype_check.record(self._label, input_tensor)
-        if not weight.is_one:
+        if not weight.is_one:  # in FP32 and before the sum: ranks may have different weights
             input_tensor.mul_(weight.value)
         pending = self._state.comm.reduce_scatter_sum(output_tensor, input_tensor, label=self._label)
         if not self.is_fresh:

@@ -1,7 +1,7 @@
 """PyTorch's ``fully_shard`` (FSDP2) under dtrain's contract, reduction, vote and update.
 
-``fully_shard`` unshards weights and calls a reduction when the gradients of a unit are complete. The reduction itself is
-dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighted and in FP32.
+``fully_shard`` unshards weights and calls a reduction when the gradients of a unit are complete. The reduction itself
+is dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighted and in FP32.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class Fsdp2Engine(StepEngine):
         self._state.begin(weight, self._micro_batch)
         self._is_finished = False
         for unit in self._units:
+            # stage 2 keeps weights unsharded over the micro-batches of a step
             unit.module.set_reshard_after_backward(self._reshards or self._is_last, recurse=False)
         (loss * self.loss_scale.scale).backward()
         self._state.end()
@@ -121,7 +122,7 @@ class Fsdp2Engine(StepEngine):
         if self._is_finished:
             return
         self._is_finished = True
-        self._state.finish_reduction()
+        self._state.finish_reduction()  # each reduction waits for the one before it, so the last one is enough
         for unit in self._units:
             unit.gradient.finish()
         self._replicated.finish()
@@ -223,6 +224,7 @@ class _ShardedUnit:
             ignored_params=set(model.parameters()) - set(unit.parameters.values()),
         )
         self.module = cast(FSDPModule, unit.module)
+        # read again: fully_shard has replaced the parameters by DTensors
         self._parameters = {name: model.get_parameter(name) for name in unit.parameters}
         self._locals = [cast(DTensor, p).to_local().detach().view(-1) for p in self._parameters.values()]
         self.gradient = UnitGradient(unit.name, self._parameters, shapes, backward_state)

@@ -48,6 +48,7 @@ class ReplicatedParameters:
         self.local_shards: list[LocalShard] = []
         for layout in flat_layouts("replicated", specs, comm.world_size):
             master = torch.zeros(layout.real_numel, device=comm.device)
+            # shared memory on CPU: the ranks read each other's gradients in the all-reduce
             main_grad = comm.allocate(layout.numel, torch.float32)
             gradient = UnshardedGradient(layout, comm, main_grad, True, None)
             for number, (slot, view) in enumerate(zip(layout.slots, slot_views(master, layout), strict=True)):
@@ -67,7 +68,7 @@ class ReplicatedParameters:
 
     def _install_hook(self, parameter: nn.Parameter, name: str, gradient: UnshardedGradient, slot: int) -> None:
         def on_gradient(_: Tensor) -> None:
-            grad, parameter.grad = parameter.grad, None
+            grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             assert grad is not None
             gradient.receive(slot, grad, self._on_gradient(name, grad))
 

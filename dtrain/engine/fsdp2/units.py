@@ -63,6 +63,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
     modules = {
         id(part): part for group in groups if group.name for part in callable_parts(model.get_submodule(group.name))
     }
+    # inner modules first, because fully_shard leaves out what an inner call has taken
     nested = _large_fp32_modules(model, list(modules.values()), contract)
     names = {id(module): name for name, module in model.named_modules()}
     chosen = {id(module): module for module in (*nested, *modules.values(), model)}
@@ -77,6 +78,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
     for unit in units:
         for p in dict.fromkeys(_visible(unit.module, chosen)):
             own = seen_by[id(p)]
+            # what the root sees too is the root's, which gathers before every unit
             if id(p) not in trainable or (unit is not root and root in own):
                 continue
             name = trainable[id(p)]
@@ -86,12 +88,13 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
                 unit.parameters[name] = p
     is_reduced_precision, dtypes = contract.policy.is_reduced_precision, contract.replica_dtypes
     for unit in units:
-        fp32_modules = [name for name in unit.parameters if dtypes[name] == torch.float32]
-        if len(fp32_modules) < len(unit.parameters):
+        # fully_shard casts a whole unit to one dtype
+        fp32_names = [name for name in unit.parameters if dtypes[name] == torch.float32]
+        if len(fp32_names) < len(unit.parameters):
             unit.dtype = contract.policy.compute_dtype
         elif not is_reduced_precision or sum(p.numel() for p in unit.parameters.values()) >= LARGE_NUMEL:
             continue
-        for name in fp32_modules:
+        for name in fp32_names:
             replicated[name] = unit.parameters.pop(name)
     in_order = (name for name in trainable.values() if name in replicated)
     return UnitPlan(

@@ -50,6 +50,7 @@ def find_nonfinite(name: str, rank: int, start: int, values: Tensor) -> list[Fin
 
 def gather_findings(comm: Communicator, own: Sequence[Finding]) -> list[Finding]:
     """Returns the findings of all ranks, in rank order; all ranks call."""
+    # text, because the number of findings differs from rank to rank
     texts = comm.exchange_text(json.dumps([asdict(finding) for finding in own]))
     return [Finding(**values) for text in texts for values in json.loads(text)]
 
@@ -57,7 +58,7 @@ def gather_findings(comm: Communicator, own: Sequence[Finding]) -> list[Finding]
 def locate_bad_loss(decision: DecodedDecision) -> Culprit:
     """Returns the first micro-batch, in the order of the global index, whose loss was not finite."""
     bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(decision.records) if r.num_bad_losses]
-    micro_batch, rank = min(bad)
+    micro_batch, rank = min(bad)  # global index = micro-batch x world size + rank
     is_nan = math.isnan(decision.records[rank].bad_loss)
     return Culprit(
         rank=rank,

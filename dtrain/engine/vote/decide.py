@@ -16,7 +16,7 @@ from torch import Tensor
 from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, VoteRecord, float_of
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
-"""Why a step is not applied, by code from 1; the highest code wins, because it explains more. The last two end the run."""
+"""Why a step is not applied, by code from 1; the highest code explains most and wins. The last two end the run."""
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,21 @@ def decide(
     totals = rows[:, DEVICE_FLOATS].view(torch.float64).sum(dim=0)
     weights = totals[0] if sum_weights is None else sum_weights
     squares = totals[2] if sum_squares is None else sum_squares
+    # the one division of a step: gradients are summed as they are, times loss scale and weight
     column = COLUMNS["loss_scale"]
     divisor = rows[0, column : column + 1].view(torch.float64)[0] * weights
     norm = squares.sqrt() / divisor
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_
     clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     vetoes = (
-        ~(weights > 0),
+        ~(weights > 0),  # also if NaN
         ~squares.isfinite(),
         (rows[:, COLUMNS["num_bad_losses"]] > 0).any(),
         (rows[:, COLUMNS["bad_weight"]] >= 0).any(),
         diverged,
     )
     codes = torch.arange(1.0, 1.0 + len(REASONS), dtype=torch.float64, device=rows.device)
-    code = (torch.stack(vetoes) * codes).amax()
+    code = (torch.stack(vetoes) * codes).amax()  # 0 if no veto, else the highest
     return Decision(code, totals[1] / weights, norm, divisor / clip)
 
 

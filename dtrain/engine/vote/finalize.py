@@ -12,7 +12,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
 from dtrain.engine.vote.culprit import Finding, gather_findings, locate_bad_gradient, locate_bad_loss
-from dtrain.engine.vote.decide import DecodedDecision, Decision
+from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.engine.vote.divergence import explain, find_disagreement
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import VoteRecord
@@ -101,7 +101,9 @@ class StepFinalizer:
         if self.is_synchronous:
             return self._finalized_outcome(step)
         return LazyOutcome(
-            lambda: step.outcome or _outcome(step.peek(), step.known, None), lambda: self._finalized_outcome(step)
+            # once finalized, the ring buffer of the decision may be written again
+            lambda: step.outcome or _outcome(step.peek(), step.known, None),
+            lambda: self._finalized_outcome(step),
         )
 
     def _finalized_outcome(self, step: _PostedStep) -> StepOutcome:
@@ -125,6 +127,7 @@ class StepFinalizer:
             raise step.divergence  # permanently: an engine whose ranks have diverged must not save or train again
         decision = step.peek()
         self.save_failed = self.save_failed or decision.save_failed
+        # an error of the caller and not of the numbers: neither the scale nor the skips change
         if decision.reason == "bad_weight":
             step.outcome = _outcome(decision, step.known, None)
             self.culprit_search.clear()
@@ -155,6 +158,7 @@ class StepFinalizer:
         if decision.reason != "overflow":
             return None
         is_only_backward = self.comm.world_size == 1 and decision.records[0].num_micro_batches == 1
+        # every rank comes here, because all derived the same reason
         findings = gather_findings(self.comm, self.culprit_search.find_nonfinite())
         return locate_bad_gradient(
             decision, findings, self.culprit_search.backward_names, is_only_backward=is_only_backward

@@ -47,6 +47,7 @@ class LossAccumulator:
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
         """
         device = squares.device
+        # FP64, so that the order of ranks and micro-batches hardly matters
         losses, weights = torch.stack((*self._losses, *self._weights)).double().view(2, len(self)).unbind()
         bad_losses = ~losses.isfinite()
         bad_weights = ~weights.isfinite() | (weights < 0)

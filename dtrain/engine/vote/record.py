@@ -112,6 +112,7 @@ class Observations:
 
 def fill(known: VoteRecord, observed: Observations) -> Tensor:
     """Returns int64 [number of fields] on the device: the host's fields of ``known``, and the device's ``observed``."""
+    # float bits travel as int64: one dtype, one all-gather
     host = upload(known.to_row()[:_NUM_HOST], observed.floats.device)
     return torch.cat((host, observed.floats.view(torch.int64), observed.integers))
 
@@ -120,6 +121,7 @@ def upload(values: Sequence[int], device: torch.device) -> Tensor:
     """Returns int64 [n] on ``device`` without waiting for it."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=torch.int64)
+    # a copy from pageable memory would wait for the device
     return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 

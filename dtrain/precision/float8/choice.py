@@ -122,7 +122,7 @@ def _times(
     candidate: Float8Candidate, options: Float8Options, device: torch.device, casts_each_time: bool
 ) -> tuple[float, float]:
     """Returns the milliseconds of forward and both gradients in BF16 and in FP8: medians of alternating rounds."""
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state untouched
+    generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
     x, grad, weight = (
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         for shape in (

@@ -1,4 +1,4 @@
-"""The engines against each other, from the table that also checks every configuration."""
+"""Tables of the engines, generated from the table that also checks every configuration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dtrain.tools.tables import Table
 
 
 def engine_table() -> Table:
-    """What each engine can do; the README holds its Markdown."""
+    """Returns the capabilities of each engine; the README contains the Markdown."""
     return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), [(row.title, *row.cells) for row in table()])
 
 
 def engine_tables() -> list[Table]:
-    """What each engine can do, why it cannot do the rest, and which of them can be used here."""
-    here = [(f"`{name}`", _usable(engine)) for name, engine in CAPABILITIES.items()]
+    """Returns the capabilities, the reasons of all refusals, and which engines can run on this machine."""
+    usable = [(f"`{name}`", _usable(engine)) for name, engine in CAPABILITIES.items()]
     owners: dict[tuple[str, str], list[str]] = {}
     for name, what, why in reasons():
         owners.setdefault((what, why), []).append(f"`{name}`")
@@ -23,7 +23,7 @@ def engine_tables() -> list[Table]:
     return [
         engine_table(),
         Table("What is refused, and why", ("refused", "by", "because"), refused),
-        Table("On this machine", ("engine", "can be used"), here),
+        Table("On this machine", ("engine", "can be used"), usable),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Tables of this machine: software, devices, dtypes and their speed, launchers, trackers. Nothing leaves it."""
+"""Tables of this machine: software, devices, dtypes and their speed, launchers, trackers. Nothing is sent anywhere."""
 
 from __future__ import annotations
 

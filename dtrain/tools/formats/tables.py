@@ -68,8 +68,8 @@ def notes() -> list[str]:
     sources = {gpu.source: gpu.url for gpu in GPUS}
     return [
         f"Needs scaling: the smallest number is above 2^{exponent}, and gradients down to there mattered to a network "
-        f"of Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. dtrain scales the loss for FP16, and "
-        f"each tensor or each row for FP8.",
+        f"of Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. dtrain scales the loss for FP16, "
+        f"and each tensor or each row for FP8.",
         "TF32 is a mode of FP32 matmuls, not a tensor dtype: only the operands are rounded, here to nearest; a Tensor "
         "Core that truncates has twice the error.",
         "Rates: published by NVIDIA, dense (half the sparse rate if only that is published), sums in FP32; fp32 "

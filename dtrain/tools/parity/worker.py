@@ -17,10 +17,9 @@ from torch import Tensor
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, TextDataset, load_dataset
-from dtrain.distributed.setup import connect_by_file
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
-from dtrain.distributed.setup import choose_device, connect, disconnect
+from dtrain.distributed.setup import choose_device, connect, connect_by_file, disconnect
 from dtrain.engine.rng import rng_key
 from dtrain.errors import DtrainError
 from dtrain.models import build_model

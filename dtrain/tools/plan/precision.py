@@ -25,7 +25,7 @@ from dtrain.train.setup import check_patterns, check_precision, make_policy
 
 _INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # an index within a module's name
 _PLACEHOLDER = "#"
-_TO_BE_TIMED = "where timed faster than BF16 at the start"
+_TO_BE_TIMED = "if timed faster than BF16 at the start"
 
 
 def show_plan(config: RunConfig, *, folded: bool) -> None:

@@ -61,7 +61,7 @@ def test_any_tensor_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, w
         assert flag, name
 
 
-def test_nothing_else_is_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_bytes_are_read_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, bytes_read = saved(tmp_path, 2), []
     found.read("master", "w")  # the headers
     real = reader.read_into
@@ -114,8 +114,8 @@ WORLDS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 40), max_
 
 @settings(deadline=None, max_examples=20)
 @given(WORLDS)
-def test_fingerprints_stay_however_often_a_state_is_cut_anew(chain: list[tuple[int, list[int]]]) -> None:
-    """Saved by 1 rank, loaded and saved again by others, each in intervals of their own."""
+def test_fingerprints_are_unchanged_by_resharding(chain: list[tuple[int, list[int]]]) -> None:
+    """Saved by 1 rank, then loaded and saved by other numbers of ranks, each with its own intervals."""
     tensors = make_tensors(3)
     with tempfile.TemporaryDirectory() as folder:
         before = saved(Path(folder, "0"), 1, tensors)

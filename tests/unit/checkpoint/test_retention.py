@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention rules: which checkpoints stay."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LOSSES: dict[int, float | None] = {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0,
         (Retention(1, keep_every=20), [20, 40, 60]),
         (Retention(1, keep_every=7), [60]),
         (Retention(1, keep_best=1), [20, 60]),
-        (Retention(1, keep_best=2), [20, 50, 60]),  # of equal ones the newer
-        (Retention(1, keep_best=9), [10, 20, 40, 50, 60]),  # one without a loss is not among the best
+        (Retention(1, keep_best=2), [20, 50, 60]),  # the newer of equal losses
+        (Retention(1, keep_best=9), [10, 20, 40, 50, 60]),  # a checkpoint without a loss is not among the best
         (Retention(2, keep_every=30, keep_best=1), [20, 30, 50, 60]),
     ],
 )
-def test_by_hand(retention: Retention, kept: list[int]) -> None:
+def test_rules_on_examples(retention: Retention, kept: list[int]) -> None:
     assert [step for step in LOSSES if step not in retention.expired(LOSSES)] == kept
 
 
@@ -50,9 +50,9 @@ def test_each_rule_alone_keeps_what_it_names(losses: dict[int, float | None], ru
     assert expired == sorted(set(losses) - kept)
     assert set(sorted(losses)[-rule.keep_last :]) <= kept
     assert not rule.keep_every or {step for step in losses if step % rule.keep_every == 0} <= kept
-    judged = [loss for loss in losses.values() if loss is not None]
+    scored = [loss for loss in losses.values() if loss is not None]
     best = [loss for step in kept if (loss := losses[step]) is not None]
-    assert sorted(best)[: rule.keep_best] == sorted(judged)[: rule.keep_best]
+    assert sorted(best)[: rule.keep_best] == sorted(scored)[: rule.keep_best]
     # and what is kept is kept by one of them: without it, the same again
     for step in kept:
         alone = Retention(rule.keep_last), Retention(1, rule.keep_every), Retention(1, 0, rule.keep_best)
@@ -60,10 +60,10 @@ def test_each_rule_alone_keeps_what_it_names(losses: dict[int, float | None], ru
 
 
 @given(runs, rules, st.integers(401, 500), st.none() | st.floats(-5, 5))
-def test_retiring_as_one_goes_is_retiring_at_once(
+def test_deleting_after_each_save_equals_deleting_once(
     losses: dict[int, float | None], rule: Retention, step: int, loss: float | None
 ) -> None:
-    """What is gone would have gone later too: a save may delete_checkpoint after each commit."""
+    """A checkpoint deleted early would be deleted later too, so each save may delete."""
     left = {number: losses[number] for number in losses if number not in rule.expired(losses)}
     at_once = rule.expired({**losses, step: loss})
     assert set(left) | {step} >= set({**losses, step: loss}) - set(at_once)
@@ -97,10 +97,10 @@ def test_a_save_deletes_what_no_rule_keeps(tmp_path: Path, caplog: pytest.LogCap
     ]
 
 
-def test_one_that_cannot_be_read_ends_nothing(
+def test_unreadable_checkpoint_does_not_stop_retention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It stays and does not count, and the disk does not fill."""
+    """It stays and does not count, and older ones are still deleted."""
     for step in (1, 2, 3, 4):
         _save(tmp_path, step, Retention(keep_last=9))
 

@@ -49,12 +49,12 @@ def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int)
 
     def load(comm: Communicator) -> CheckpointReader:
         reader = open_newest(tmp_path / "run", comm)
-        placed = []
+        loaded_shards = []
         for held in shards_of(tensors, comm.rank, loaded):
             data = reader.read(held.kind, held.name, held.start, held.stop)
             assert torch.equal(data, held.data)
-            placed.append(TensorShard(held.name, held.kind, held.shape, held.dtype, held.start, held.stop, data))
-        reader.check_fingerprints(placed, comm)
+            loaded_shards.append(TensorShard(held.name, held.kind, held.shape, held.dtype, held.start, held.stop, data))
+        reader.check_fingerprints(loaded_shards, comm)
         return reader
 
     for reader in on_threads(loaded, load):
@@ -146,7 +146,7 @@ def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
     on_threads(2, lambda comm: assert_holds(open_newest(tmp_path, comm), make_tensors(1)))
     assert seen == []
     pickle.loads(pickle.dumps(Path))
-    assert seen == ["pickle.find_class"]  # so the hook would have heard it
+    assert seen == ["pickle.find_class"]  # the hook works
     watching = False
 
 
@@ -160,7 +160,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000045", "step-00000050"]
 
 
-def test_damaged_checkpoints_neither_count_nor_vanish(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (10, 20):
         save_good(tmp_path, step, 1)
     (tmp_path / "step-00000020" / "r0000.safetensors").unlink()
@@ -170,7 +170,7 @@ def test_damaged_checkpoints_neither_count_nor_vanish(tmp_path: Path, caplog: py
 
 
 def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
-    """Neither one in a directory nor one in its place, as of a leftover that somebody has put elsewhere."""
+    """Neither inside a directory nor in its place."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine").write_text("keep")
     (tmp_path / "tree").mkdir()
@@ -182,7 +182,7 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "mine").read_text() == "keep"
 
 
-def test_a_system_without_advice_to_its_cache_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saving_works_without_posix_fadvise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.posix_fadvise")
     save_good(tmp_path, 100)
     assert open_newest(tmp_path, ALONE).step == 100
@@ -206,7 +206,7 @@ def test_good_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000010"]
 
 
-def test_damaged_checkpoint_gives_way_to_a_new_one_of_its_step(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_reloaded_shards_by_a_new_one_of_its_step(tmp_path: Path) -> None:
     path = save_good(tmp_path, 10)
     (path / "r0001.safetensors").write_bytes(b"")
     save_good(tmp_path, 10)
@@ -258,7 +258,7 @@ def test_bad_state_and_bad_options_fail_before_anything_is_written(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_checkpoint_at_all_is_told_apart_from_none_that_verifies(tmp_path: Path) -> None:
+def test_no_checkpoint_differs_from_none_that_verifies(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         for error in on_threads(2, lambda comm, path=path: open_newest(path, comm)):
             assert isinstance(error, NoCheckpointError)
@@ -273,7 +273,7 @@ def test_no_checkpoint_at_all_is_told_apart_from_none_that_verifies(tmp_path: Pa
         assert not isinstance(error.value, NoCheckpointError)
 
 
-def test_one_checkpoint_asked_for_is_used_or_refused_alone(tmp_path: Path) -> None:
+def test_requested_checkpoint_is_used_or_refused_without_fallback(tmp_path: Path) -> None:
     for step in (10, 20):
         save_good(tmp_path, step)
     assert open_newest(tmp_path / "step-00000010", ALONE).step == 10
@@ -359,7 +359,7 @@ def test_fingerprints_detect_wrongly_loaded_values(tmp_path: Path) -> None:
         assert all(isinstance(error, CheckpointError) and message in str(error) for error in errors), (message, errors)
 
 
-def test_what_is_used_and_what_is_refused_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_used_and_refused_checkpoints_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (10, 20):
         save_good(tmp_path, step)
     (tmp_path / "step-00000020" / "extra.bin").write_bytes(b"")

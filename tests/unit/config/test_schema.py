@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
 from dtrain.config.fields import check_fields
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
+from dtrain.config.schema import (
+    GROUP_OPTIONS,
+    ConstantConfig,
+    CosineConfig,
+    LinearConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 from dtrain.errors import ConfigError
+from dtrain.train.setup import make_schedule
 
 
 def records(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -54,6 +63,16 @@ def test_a_value_passes_exactly_inside_its_range(bounded: tuple[Any, Any], value
     else:
         with pytest.raises(ConfigError, match=f"{item.name}="):
             check_fields(changed)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 100_000), st.sampled_from([CosineConfig(), LinearConfig(), ConstantConfig()]))
+def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: ScheduleConfig) -> None:
+    config = replace(RunConfig(), train=TrainConfig(steps=steps), schedule=schedule)
+    check_config(config, 1)
+    factors = make_schedule(schedule, steps)
+    assert factors.factor(0) > 0
+    assert schedule.resolve_warmup_steps(steps) == (20 if steps >= 200 else steps // 10)
 
 
 @settings(deadline=None, max_examples=200)

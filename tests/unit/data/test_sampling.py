@@ -34,13 +34,13 @@ def epoch_order(seed: int, epoch: int, num_samples: int) -> list[int]:
 
 @quick
 @given(st.integers(0, 2**70), st.integers(0, 10**6), st.integers(1, 3000))
-def test_each_sample_comes_exactly_once_an_epoch(seed: int, epoch: int, num_samples: int) -> None:
+def test_each_sample_is_used_exactly_once_per_epoch(seed: int, epoch: int, num_samples: int) -> None:
     assert sorted(epoch_order(seed, epoch, num_samples)) == list(range(num_samples))
 
 
 @quick
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 10**9))
-def test_one_index_at_a_time_gives_the_vectorised_order(seed: int, first: int, num_samples: int) -> None:
+def test_one_index_at_a_time_gives_the_vectorized_order(seed: int, first: int, num_samples: int) -> None:
     indices = np.arange(first, first + 7)
     assert [sample_id(seed, int(i), num_samples) for i in indices] == sample_ids(seed, indices, num_samples).tolist()
 
@@ -58,7 +58,7 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 
 def test_the_order_is_well_shuffled() -> None:
     order = np.array(epoch_order(0, 0, 4096))
-    # neighbours of a random order are a third of the range apart on average; standard error 15
+    # neighbors of a random order are a third of the range apart on average; standard error 15
     assert abs(np.abs(np.diff(order)).mean() - 4096 / 3) < 75
     # as many descents as ascents; standard deviation 18
     assert abs((np.diff(order) < 0).sum() - 2048) < 95
@@ -91,7 +91,7 @@ BILLION = 10**9
 
 
 @pytest.mark.parametrize("cursor", [0, BILLION - 12, BILLION, 7 * BILLION - 1, 10**15 + 5], ids=str)
-def test_a_loader_goes_on_at_any_cursor_of_a_billion_samples_at_once(cursor: int) -> None:
+def test_a_loader_resumes_at_any_cursor_of_a_billion_samples_at_once(cursor: int) -> None:
     """An epoch ends at some of them. To shuffle or to skip would take minutes, and gigabytes."""
     tracemalloc.start()
     began = time.process_time()

@@ -71,7 +71,7 @@ def test_windows_overlap_by_one_token_and_targets_are_one_ahead(tmp_path: Path) 
     assert last["targets"].shape == (1, 8)
 
 
-def test_files_are_split_by_name_whole_and_for_good(tmp_path: Path) -> None:
+def test_files_are_split_whole_by_name_permanently(tmp_path: Path) -> None:
     write(tmp_path)
     data = load(tmp_path / "**" / "*.txt")
     train, validation = files_in(data.train.tokens), files_in(data.validation.tokens)
@@ -85,7 +85,7 @@ def test_files_are_split_by_name_whole_and_for_good(tmp_path: Path) -> None:
     assert files_in(grown.validation.tokens) - {99} == validation
 
 
-def test_the_split_does_not_depend_on_where_the_files_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_split_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("one", "two/deeper"):
         (tmp_path / folder).mkdir(parents=True)
         write(tmp_path / folder)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.checkpoint import CheckpointReader, open_newest
+from dtrain.checkpoint import CheckpointReader, ReadTarget, open_newest
 from dtrain.errors import CheckpointError, UsageError
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
@@ -33,7 +33,7 @@ def saved_by(path: Path, **options: Any) -> Path:
     return Path(engine.save(path))
 
 
-def test_frozen_weights_widen_exactly(tmp_path: Path) -> None:
+def test_frozen_bf16_weights_load_exactly_in_fp32(tmp_path: Path) -> None:
     path = saved_by(tmp_path, precision="bf16")
     engine = start(with_frozen(torch.zeros(5)), precision="fp32")
     engine.load(path)
@@ -50,7 +50,7 @@ def test_frozen_weights_narrow_as_at_the_start(tmp_path: Path) -> None:
     assert train_step(engine).applied
 
 
-def test_a_cast_that_was_not_placed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_tensor_that_differs_after_the_cast_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved_by(tmp_path, precision="bf16")
     engine = start(with_frozen(torch.zeros(5)), precision="fp32")
     copy = torch.Tensor.copy_
@@ -64,7 +64,7 @@ def test_a_cast_that_was_not_placed_is_noticed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("kind", ["buffer", "frozen"])
-def test_another_dtype_is_refused_before_anything_is_overwritten(tmp_path: Path, kind: str) -> None:
+def test_other_dtype_is_refused_before_anything_is_overwritten(tmp_path: Path, kind: str) -> None:
     def model(dtype: torch.dtype) -> nn.Module:
         built = build()
         tensor = torch.arange(3).to(dtype)
@@ -91,12 +91,12 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
     engine = start(with_frozen(torch.full((5,), 0.1)))
     train_step(engine)
     path = engine.save(folder)
-    said = []
+    messages = []
     read_into = CheckpointReader.read_into
 
-    def broken(self: CheckpointReader, places: Iterable[Place]) -> None:
-        wanted = list(places)
-        if rank == world - 1 and any(place.kind == "frozen" for place in wanted):
+    def broken(self: CheckpointReader, targets: Iterable[ReadTarget]) -> None:
+        wanted = list(targets)
+        if rank == world - 1 and any(target.kind == "frozen" for target in wanted):
             raise OSError(5, "Input/output error")
         read_into(self, wanted)
 
@@ -104,27 +104,27 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
     with pytest.raises(CheckpointError) as failure:
         engine.load(path)
     CheckpointReader.read_into = read_into  # type: ignore[method-assign]
-    said.append(str(failure.value))
+    messages.append(str(failure.value))
     with pytest.raises(UsageError) as refusal:
         train_step(engine)
-    said.append(str(refusal.value))
+    messages.append(str(refusal.value))
     with pytest.raises(UsageError) as refusal:
         engine.save(folder)
-    said.append(str(refusal.value))
+    messages.append(str(refusal.value))
     engine.load(path)
     assert train_step(engine).applied
-    return said
+    return messages
 
 
 @pytest.mark.processes
-def test_an_error_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
-    for said in run_ranks(2, fails_on_one, str(tmp_path)):
-        assert "failed on rank 1: Input/output error" in said[0]
-        assert "engine.backward after an engine.load that failed half-way" in said[1]
-        assert "engine.save after an engine.load that failed half-way" in said[2]
+def test_load_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    for messages in run_ranks(2, fails_on_one, str(tmp_path)):
+        assert "failed on rank 1: Input/output error" in messages[0]
+        assert "engine.backward after an engine.load that failed half-way" in messages[1]
+        assert "engine.save after an engine.load that failed half-way" in messages[2]
 
 
-def test_a_checkpoint_names_the_config_it_was_given(tmp_path: Path) -> None:
+def test_checkpoint_has_the_hash_of_its_config(tmp_path: Path) -> None:
     engine = start()
     train_step(engine)
     engine.save(tmp_path, config={"b": 1, "api_key": "hidden"})
@@ -134,7 +134,7 @@ def test_a_checkpoint_names_the_config_it_was_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_another_way_to_update_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool) -> None:
+def test_load_warns_of_another_update(tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool) -> None:
     engine = start()
     train_step(engine)
     rule = replace(engine.options.optimizer, compile=saved)
@@ -145,12 +145,12 @@ def test_another_way_to_update_is_said(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_other_formats_than_the_saved_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
-    low = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
-    engine = start(precision=low)
+def test_load_warns_of_other_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
+    policy = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
+    engine = start(precision=policy)
     train_step(engine)
     path = engine.save(tmp_path)
-    start(precision=low if same else "fp32").load(path)
+    start(precision=policy if same else "fp32").load(path)
     message = "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"
     assert (message in caplog.text) is not same
 
@@ -164,7 +164,7 @@ def test_other_formats_than_the_saved_are_said(tmp_path: Path, caplog: pytest.Lo
         ({"recipe": "rowwise"}, "was saved with float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
     ],
 )
-def test_other_float8_options_than_the_saved_are_said(
+def test_load_warns_of_other_float8_options(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], message: str
 ) -> None:
     start_float8().save(tmp_path)

@@ -1,4 +1,4 @@
-"""The contract is asserted on the first forward, its gradients and its reductions: what is broken is seen."""
+"""The contract is checked on the first forward, its gradients and its reductions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import full_precision
 from tests.helpers.zoo import ZOO, make
 
-LOW = torch.bfloat16
+BF16 = torch.bfloat16
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -28,7 +28,7 @@ def policy(name: str) -> PrecisionPolicy:
 
 
 def all_in(contract: Contract, dtype: torch.dtype) -> Contract:
-    """As engines have it that hold every weight in one dtype."""
+    """The contract of engines that hold every weight in one dtype."""
     return replace(contract, replica_dtypes=dict.fromkeys(contract.replica_dtypes, dtype))
 
 
@@ -80,7 +80,7 @@ def test_odd_models_keep_the_contract(name: str) -> None:
         assert num_hooks(model) == own_hooks
 
 
-def test_a_weight_that_is_cast_on_the_way_is_seen() -> None:
+def test_weight_cast_before_its_module_is_an_error() -> None:
     model, contract, autocast = prepared(mlp())
 
     def unshard(module: nn.Module, _: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_weight_that_is_cast_on_the_way_is_seen() -> None:
     assert num_hooks(model) == 1  # the one above
 
 
-def test_products_in_fp32_are_seen() -> None:
+def test_products_in_fp32_are_an_error() -> None:
     model, contract, _ = prepared(mlp(), change=lambda contract: all_in(contract, torch.float32))
     with pytest.raises(
         ContractError, match=r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"
@@ -100,12 +100,12 @@ def test_products_in_fp32_are_seen() -> None:
         run(model, contract, nullcontext)
 
 
-def test_products_in_low_precision_are_seen() -> None:
+def test_products_in_low_precision_are_an_error() -> None:
     model, contract, _ = prepared(mlp(), "fp32")
 
     @contextmanager
     def autocast() -> Iterator[None]:
-        with torch.autocast("cpu", dtype=LOW):
+        with torch.autocast("cpu", dtype=BF16):
             yield
 
     with pytest.raises(
@@ -114,13 +114,13 @@ def test_products_in_low_precision_are_seen() -> None:
         run(model, contract, autocast)
 
 
-def test_a_norm_that_runs_low_is_seen() -> None:
+def test_norm_in_low_precision_is_an_error() -> None:
     model, contract, _ = prepared(mlp())
     del model[1].forward  # what casts its inputs
 
     @contextmanager
     def autocast() -> Iterator[None]:
-        with torch.autocast("cpu", dtype=LOW):
+        with torch.autocast("cpu", dtype=BF16):
             yield
 
     model[1].float()
@@ -128,10 +128,10 @@ def test_a_norm_that_runs_low_is_seen() -> None:
         run(model, contract, autocast)
 
 
-def test_a_norm_that_a_rule_makes_low_and_that_is_not_is_seen() -> None:
+def test_norm_that_ignores_its_low_precision_rule_is_an_error() -> None:
     ruled = PrecisionPolicy.named("bf16", rules={"1": "bf16"}).reducing("auto", reduces_every_micro_batch=True)
     model, contract, autocast = prepared(mlp(), ruled)
-    assert run(model, contract, autocast).dtype == LOW
+    assert run(model, contract, autocast).dtype == BF16
     del model[1].forward
     with pytest.raises(
         ContractError, match=r"module '1' \(LayerNorm\) is called with another forward than the one that"
@@ -139,7 +139,7 @@ def test_a_norm_that_a_rule_makes_low_and_that_is_not_is_seen() -> None:
         run(model, contract, autocast)
 
 
-def test_a_gradient_of_another_dtype_is_seen_in_the_first_backward_only() -> None:
+def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> None:
     model, contract, autocast = prepared(mlp())
     model[0].weight.grad_dtype = torch.float32
     with pytest.raises(
@@ -152,7 +152,7 @@ def test_a_gradient_of_another_dtype_is_seen_in_the_first_backward_only() -> Non
     later.float().sum().backward()
 
 
-def test_what_hooks_of_the_user_return_is_theirs() -> None:
+def test_outputs_changed_by_user_hooks_are_not_checked() -> None:
     model, contract, autocast = prepared(mlp())
     model[2].register_forward_hook(lambda module, args, output: output.float())
     assert run(model, contract, autocast).dtype == torch.float32
@@ -177,7 +177,7 @@ def test_compiled_models_run_and_compile_once(whole: bool) -> None:
     assert len(graphs) == 1
 
 
-def test_scripted_modules_are_left_alone() -> None:
+def test_scripted_modules_are_not_checked() -> None:
     model, contract, autocast = prepared(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 1)), "fp32")
     run(model, contract, autocast).sum().backward()
 
@@ -203,10 +203,10 @@ def test_fp8_modules_keep_the_contract() -> None:
     model, contract, autocast = prepared(wide(), float8())
     assert contract.float8_modules == ("1",)
     run(model, contract, autocast).float().sum().backward()
-    assert model[1]._parameters["weight"].grad.dtype == LOW
+    assert model[1]._parameters["weight"].grad.dtype == BF16
 
 
-def test_a_module_that_does_not_run_in_fp8_is_seen() -> None:
+def test_module_that_does_not_run_in_fp8_is_an_error() -> None:
     model, contract, autocast = prepared(wide(), float8())
     model[1].__class__ = nn.Linear
     with pytest.raises(ContractError, match="module '1' is called as Linear; the contract says that its"):
@@ -214,14 +214,14 @@ def test_a_module_that_does_not_run_in_fp8_is_seen() -> None:
     assert num_hooks(model) == 0
 
 
-def test_fp8_products_of_another_recipe_are_seen() -> None:
+def test_fp8_products_of_another_recipe_are_an_error() -> None:
     model, contract, autocast = prepared(wide(), float8())
     model[1].recipe = replace(model[1].recipe, rowwise=True)
     with pytest.raises(ContractError, match=r"module '1' multiplies by Recipe\(rowwise=True.* the contract"):
         run(model, contract, autocast)
 
 
-def test_fp8_products_that_give_another_dtype_are_seen() -> None:
+def test_fp8_products_of_another_dtype_are_an_error() -> None:
     model, contract, autocast = prepared(wide(), float8())
     own = type(model[1]).forward
     model[1].forward = lambda x: own(model[1], x).float()
@@ -230,18 +230,18 @@ def test_fp8_products_that_give_another_dtype_are_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_modules_of_another_format_keep_the_contract_and_give_what_is_round_them(name: str) -> None:
+def test_modules_of_another_format_keep_the_contract_and_cast_their_output(name: str) -> None:
     rules = {"0": "fp16", "1": "fp32", "3": "bf16"}
     model, contract, autocast = prepared(wide(), PrecisionPolicy.named(name, rules=rules))
     run(model, contract, autocast).float().sum().backward()
     model[0].register_forward_hook(lambda module, args, output: output.to(torch.float64).float())
-    run(model, contract, autocast)  # a hook of the user's comes after
+    run(model, contract, autocast)  # a user's own hook runs after the check
     del model[0].forward
     with pytest.raises(ContractError, match=r"module '0' \(Linear\) is called with another forward .* torch.float16"):
         run(model, contract, autocast)
 
 
-def test_full_precision_is_no_breach_of_the_contract() -> None:
+def test_full_precision_keeps_the_contract() -> None:
     class Exempt(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -255,24 +255,24 @@ def test_full_precision_is_no_breach_of_the_contract() -> None:
     assert run(model, contract, autocast).dtype == torch.float32
 
 
-def test_wire() -> None:
-    wire = ReduceDtypeCheck(policy("bf16"), {"block": LOW, "block fp32": torch.float32})
-    wire.record("vote", torch.zeros(1, dtype=torch.float64))
-    with pytest.raises(ContractError, match="the dtype of 'block' on its way to other ranks was not seen"):
-        wire.require_complete()
-    wire.record("block", torch.zeros(1, dtype=LOW))
-    wire.record("block fp32", torch.zeros(1))
-    wire.require_complete()
-    assert wire.seen == {"block": LOW, "block fp32": torch.float32}
-    with pytest.raises(ContractError, match=r"gradients 'block fp32' travel as torch.bfloat16; .* torch.float32"):
-        wire.record("block fp32", torch.zeros(1, dtype=LOW))
+def test_reduce_dtype_check_by_label() -> None:
+    check = ReduceDtypeCheck(policy("bf16"), {"block": BF16, "block fp32": torch.float32})
+    check.record("vote", torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ContractError, match=r"'block'.*not seen"):
+        check.require_complete()
+    check.record("block", torch.zeros(1, dtype=BF16))
+    check.record("block fp32", torch.zeros(1))
+    check.require_complete()
+    assert check.seen == {"block": BF16, "block fp32": torch.float32}
+    with pytest.raises(ContractError, match=r"'block fp32'.*torch.bfloat16; .* torch.float32"):
+        check.record("block fp32", torch.zeros(1, dtype=BF16))
 
 
-def test_wire_of_engines_that_send_sums() -> None:
-    wire = ReduceDtypeCheck(PrecisionPolicy.named("bf16").reducing("fp32", reduces_every_micro_batch=False))
+def test_reduce_dtype_check_of_fp32_sums() -> None:
+    check = ReduceDtypeCheck(PrecisionPolicy.named("bf16").reducing("fp32", reduces_every_micro_batch=False))
     with pytest.raises(ContractError, match="any gradient"):
-        wire.require_complete()
-    wire.record("bucket 0", torch.zeros(1))
-    wire.require_complete()
-    with pytest.raises(ContractError, match=r"'bucket 1' travel as torch.bfloat16"):
-        wire.record("bucket 1", torch.zeros(1, dtype=LOW))
+        check.require_complete()
+    check.record("bucket 0", torch.zeros(1))
+    check.require_complete()
+    with pytest.raises(ContractError, match=r"'bucket 1'.*torch.bfloat16"):
+        check.record("bucket 1", torch.zeros(1, dtype=BF16))

@@ -1,4 +1,4 @@
-"""Random numbers are keyed by what is computed, and the caller's own are left alone."""
+"""Random numbers are keyed by what is computed, and the caller's generators are restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_keys_of_a_run_all_differ() -> None:
     assert len(keys) == 8 * 64 * 64
 
 
-def test_no_two_numbers_can_change_places() -> None:
+def test_key_depends_on_the_order_of_its_arguments() -> None:
     assert len({rng_key(1, 2, 3), rng_key(1, 3, 2), rng_key(2, 1, 3), rng_key(3, 2, 1), rng_key(6, 0, 0)}) == 5
 
 
@@ -39,13 +39,13 @@ def test_one_bit_of_the_index_changes_about_half_of_the_key(seed: int, step: int
     assert 8 <= changed.bit_count() <= 55  # 63 fair coins fall outside with probability 1e-9
 
 
-def test_keys_stay_what_they_were() -> None:
+def test_keys_equal_those_of_earlier_versions() -> None:
     """Resuming an old run draws the numbers it would have drawn."""
     assert rng_key(0, 0, 0) == KNOWN[0]
     assert rng_key(11, 5, 3) == KNOWN[1]
 
 
-def test_the_callers_state_is_untouched() -> None:
+def test_generator_state_is_restored() -> None:
     torch.manual_seed(5)
     want = torch.rand(4)
     torch.manual_seed(5)
@@ -55,7 +55,7 @@ def test_the_callers_state_is_untouched() -> None:
     assert torch.equal(torch.rand(4), want)
 
 
-def test_the_callers_state_comes_back_after_an_error() -> None:
+def test_generator_state_is_restored_after_an_error() -> None:
     state = torch.get_rng_state()
     with pytest.raises(IndexError), keyed_rng(CPU, 1):
         torch.rand(3)[5]

@@ -43,10 +43,10 @@ def kernels() -> Iterator[None]:
 
 
 def steps_without_reads(rank: int, world: int, options: dict[str, Any]) -> list[bool]:
-    """Clean steps, one that overflows and one that does not: no read in any; the verdicts come out right after all."""
+    """Clean steps, one that overflows and one that does not: no read in any; the outcomes are right in the end."""
     run = Run("transformer", options=options)
     engine = start(run)
-    looks = like_a_gpu(engine)
+    reads = like_a_gpu(engine)
     entry, device_weight = make("transformer"), torch.tensor(2.0)
     outcomes = []
     for step in range(4):
@@ -57,10 +57,10 @@ def steps_without_reads(rank: int, world: int, options: dict[str, Any]) -> list[
                 if step == 2:
                     loss = (loss * 0).sqrt()
                 engine.backward(loss, weight=(3.0, device_weight)[number])
-            # what follows the overflow is settled by the step after it, before its first backward
-            assert looks == list(range(step)), "before the first backward of this step the last one was looked at, once"
+            # what follows the overflow is finalized by the step after it, before its first backward
+            assert reads == list(range(step)), "the last step was read once, before the first backward of this one"
             outcomes.append(engine.step())
-            assert looks == list(range(step)), "in a step nobody looks"
+            assert reads == list(range(step)), "nothing is read in a step"
         if step == 2:  # the search for the culprit reads what it must; it is no part of a step
             assert outcomes[-1].culprit is not None
     return [outcome.applied for outcome in outcomes]
@@ -81,7 +81,7 @@ def test_nothing_is_read_in_a_step(stage: int, options: dict[str, Any]) -> None:
     assert steps_without_reads(0, 1, {"zero_stage": stage, **options}) == [True, True, False, True]
 
 
-def test_nothing_is_read_in_a_step_whose_gradients_are_measured() -> None:
+def test_nothing_is_read_in_a_step_that_records_magnitudes() -> None:
     calibrated = dtrain.LossScale("calibrated", init=64.0, calibration_steps=2)
     assert steps_without_reads(0, 1, {"precision": "fp16", "loss_scale": calibrated}) == [True, True, False, True]
 
@@ -124,7 +124,7 @@ CONTROLS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", sorted(CONTROLS))
-def test_a_planted_read_is_caught(what: str) -> None:
+def test_deliberate_read_is_caught(what: str) -> None:
     engine = start_one(zero_stage=2)
     like_a_gpu(engine)
     with pytest.raises(HostRead), forbidden():
@@ -158,31 +158,31 @@ def states(engine: NativeEngine) -> list[Tensor]:
     return [tensor for kind in ("master", "moments", "compute") for tensor in storages[kind]]
 
 
-def test_on_a_cpu_a_step_is_settled_at_once() -> None:
+def test_on_cpu_a_step_is_finalized_at_once() -> None:
     assert type(train_step(start_one())) is StepOutcome
 
 
 @pytest.mark.parametrize("stage", ALL_STAGES)
-@pytest.mark.parametrize("curiosity", [0.0, 0.5, 1.0])
-def test_looking_late_or_never_changes_no_bit(stage: int, curiosity: float) -> None:
+@pytest.mark.parametrize("read_probability", [0.0, 0.5, 1.0])
+def test_reading_outcomes_late_or_never_changes_no_bit(stage: int, read_probability: float) -> None:
     options: dict[str, Any] = {
         "precision": "bf16",
         "zero_stage": stage,
         "loss_scale": DYNAMIC,
         "schedule": dtrain.Cosine(warmup_steps=5, total_steps=30),
     }
-    prompt, (late, looks) = start_one(**options), lagging(**options)
+    prompt, (late, reads) = start_one(**options), lagging(**options)
     dice = random.Random(stage)
     expected, outcomes = [], []
     for step in range(40):
         kind = dice.choice(KINDS)
         expected.append(attempt(prompt, kind))
         outcomes.append(attempt(late, kind))
-        assert looks.count(step) == 0, "before anyone looks, nothing is read"
-        if dice.random() < curiosity:
+        assert reads.count(step) == 0, "nothing is read before a field is"
+        if dice.random() < read_probability:
             what = dice.choice(["applied", "culprit", "grad_norm", "loss_scale"])
             assert repr(getattr(outcomes[-1], what)) == repr(getattr(expected[-1], what))
-        if dice.random() < curiosity:
+        if dice.random() < read_probability:
             assert late.loss_scale == prompt.loss_scale
             assert late.applied_steps == prompt.applied_steps
     assert {outcome.reason for outcome in expected} == {None, "overflow", "nonfinite_loss", "empty"}
@@ -194,33 +194,33 @@ def test_looking_late_or_never_changes_no_bit(stage: int, curiosity: float) -> N
     assert all(torch.equal(a, b) for a, b in zip(states(late), states(prompt), strict=True))
 
 
-def test_the_verdict_is_drawn_before_the_next_backward() -> None:
-    engine, looks = lagging(loss_scale=DYNAMIC)
+def test_decision_is_read_before_the_next_backward() -> None:
+    engine, reads = lagging(loss_scale=DYNAMIC)
     first = attempt(engine, "clean")
-    assert looks == []
+    assert reads == []
     loss = loss_of(engine)
-    assert looks == [], "the next forward is queued before anyone waits"
+    assert reads == [], "the next forward is queued before anyone waits"
     engine.backward(loss)
-    assert looks == [0]
+    assert reads == [0]
     engine.step()
-    assert looks == [0]
+    assert reads == [0]
     assert first.applied
-    assert looks == [0], "what is settled is not read again"
+    assert reads == [0], "a finalized step is not read again"
     assert engine.applied_steps == 2
-    assert looks == [0, 1]
+    assert reads == [0, 1]
 
 
 @pytest.mark.parametrize("name", StepOutcome.__dataclass_fields__)
-def test_each_field_is_read_when_it_is_looked_at(name: str) -> None:
-    engine, looks = lagging(loss_scale=DYNAMIC)
+def test_each_outcome_field_is_read_lazily(name: str) -> None:
+    engine, reads = lagging(loss_scale=DYNAMIC)
     want = attempt(start_one(loss_scale=DYNAMIC), "gradient")
     got = attempt(engine, "gradient")
-    assert looks == []
+    assert reads == []
     assert repr(getattr(got, name)) == repr(getattr(want, name))
-    assert looks == [0]
+    assert reads == [0]
 
 
-def test_an_outcome_is_what_it_says_it_is() -> None:
+def test_lazy_outcome_equals_its_values() -> None:
     engine, _ = lagging()
     outcome = attempt(engine, "gradient")
     assert isinstance(outcome, StepOutcome)
@@ -231,7 +231,7 @@ def test_an_outcome_is_what_it_says_it_is() -> None:
 
 
 @pytest.mark.parametrize("copied", [lambda o: pickle.loads(pickle.dumps(o)), copy.copy, copy.deepcopy])
-def test_a_copy_of_an_outcome_holds_values(copied: Callable[[StepOutcome], StepOutcome]) -> None:
+def test_copied_or_pickled_outcome_holds_values(copied: Callable[[StepOutcome], StepOutcome]) -> None:
     engine, _ = lagging()
     outcome = attempt(engine, "gradient")
     got = copied(outcome)
@@ -244,8 +244,8 @@ def test_a_copy_of_an_outcome_holds_values(copied: Callable[[StepOutcome], StepO
 # -- the lag of several ranks ------------------------------------------------------------------------------------------
 
 
-def only_one_looks(rank: int, world: int, stage: int) -> list[str]:
-    """Rank 0 asks for the culprit at once, rank 1 goes on and asks when all is over."""
+def only_rank_0_reads(rank: int, world: int, stage: int) -> list[str]:
+    """Rank 0 reads the culprit at once, rank 1 continues and reads it at the end."""
     run = Run("transformer", options={"precision": "bf16", "zero_stage": stage, "loss_scale": DYNAMIC})
     engine = start(run)
     like_a_gpu(engine)
@@ -263,15 +263,15 @@ def only_one_looks(rank: int, world: int, stage: int) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", ALL_STAGES)
-def test_ranks_may_look_at_different_times(stage: int) -> None:
-    first, second = run_ranks(2, only_one_looks, stage)
+def test_ranks_may_read_outcomes_at_different_times(stage: int) -> None:
+    first, second = run_ranks(2, only_rank_0_reads, stage)
     assert first == second
     reasons = [(None, "overflow", "nonfinite_loss")[step % 3] for step in range(6)]
     assert [f"'reason': {reason!r}" in text for reason, text in zip(reasons, first, strict=True)] == [True] * 6
     assert "'phase': 'local gradient', 'micro_batch': 0, 'tensor': 'blocks.1.ffn.2.bias'" in first[1]
 
 
-def parted(rank: int, world: int) -> tuple[str | None, bool, str, bool]:
+def diverge(rank: int, world: int) -> tuple[str | None, bool, str, bool]:
     run = Run("mlp", options={"precision": "fp32"})
     engine = start(run)
     like_a_gpu(engine)
@@ -286,8 +286,8 @@ def parted(rank: int, world: int) -> tuple[str | None, bool, str, bool]:
 
 
 @pytest.mark.processes
-def test_ranks_that_have_parted_stop_at_the_next_backward() -> None:
-    for reason, applied, message, untouched in run_ranks(2, parted):
+def test_diverged_ranks_stop_at_the_next_backward() -> None:
+    for reason, applied, message, untouched in run_ranks(2, diverge):
         assert (reason, applied, untouched) == ("diverged", False, True)
         assert "lr is 0.001 on rank 0 and 0.002 on rank 1" in message
 
@@ -307,10 +307,10 @@ NEXT_CALLS: dict[str, Callable[[NativeEngine, StepOutcome, Path], Any]] = {
 
 @pytest.mark.parametrize("call", sorted(NEXT_CALLS))
 def test_too_many_skips_end_the_run_at_the_next_call(call: str, tmp_path: Path) -> None:
-    engine, looks = lagging(max_consecutive_skips=2)
+    engine, reads = lagging(max_consecutive_skips=2)
     attempt(engine, "gradient")
     outcome = attempt(engine, "gradient")
-    assert looks == [0]
+    assert reads == [0]
     with pytest.raises(NonFiniteError, match="2 steps in a row were skipped"):
         NEXT_CALLS[call](engine, outcome, tmp_path)
     assert engine.applied_steps == 0
@@ -319,7 +319,7 @@ def test_too_many_skips_end_the_run_at_the_next_call(call: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("call", sorted(NEXT_CALLS))
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_weight_that_cannot_weigh_is_refused_at_the_next_call(weight: float, call: str, tmp_path: Path) -> None:
+def test_invalid_weight_tensor_is_refused_at_the_next_call(weight: float, call: str, tmp_path: Path) -> None:
     engine, _ = lagging()
     before = [tensor.clone() for tensor in states(engine)]
     engine.backward(loss_of(engine), weight=torch.tensor(weight))
@@ -330,21 +330,21 @@ def test_a_weight_that_cannot_weigh_is_refused_at_the_next_call(weight: float, c
     assert all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
 
 
-def test_the_model_stays_usable_between_step_and_verdict() -> None:
-    engine, looks = lagging(model=build())
+def test_model_is_usable_before_the_step_is_finalized() -> None:
+    engine, reads = lagging(model=build())
     attempt(engine, "clean")
     engine.module(torch.zeros(1, 4))
-    assert looks == []
-    with engine.eval():  # what is computed inside may be exchanged, so this looks
+    assert reads == []
+    with engine.eval():  # forwards inside may communicate, so the step is finalized first
         assert loss_of(engine).isfinite()
-    assert looks == [0]
+    assert reads == [0]
 
 
-# -- one rank looks early ----------------------------------------------------------------------------------------------
+# -- one rank reads early ----------------------------------------------------------------------------------------------
 
 
-def look_early(rank: int, world: int, what: str, then: str) -> int:
-    """Rank 0 looks at ``what`` right after a skipped step, the other does so at ``then``."""
+def read_early(rank: int, world: int, what: str, then: str) -> int:
+    """Rank 0 reads ``what`` right after a skipped step, the other rank reads it at ``then``."""
     engine = start(Run("transformer", options={"precision": "fp32"}))
     like_a_gpu(engine)
     entry = make("transformer")
@@ -363,5 +363,5 @@ def look_early(rank: int, world: int, what: str, then: str) -> int:
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["applied_steps", "loss_scale"])
 @pytest.mark.parametrize("then", ["master_state", "eval"])
-def test_a_rank_that_looks_early_meets_the_others(what: str, then: str) -> None:
-    assert run_ranks(2, look_early, what, then) == [1, 1]
+def test_rank_that_reads_early_meets_the_others_in_the_search(what: str, then: str) -> None:
+    assert run_ranks(2, read_early, what, then) == [1, 1]

@@ -1,4 +1,4 @@
-"""An engine of one process, used wrongly: every mistake is named, and none of them changes a weight."""
+"""Wrong use of an engine on a single rank: every error is named, and none changes a weight."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_backward_called_on_the_loss_itself(engine: Any) -> None:
         loss_of(engine).backward()
     assert all(p.grad is None for p in engine.module.parameters())
     assert unchanged(engine, before)
-    assert train_step(engine).applied, "and the engine goes on"
+    assert train_step(engine).applied, "and the engine continues"
 
 
 def test_accumulate_called_twice(engine: Any) -> None:
@@ -100,7 +100,7 @@ def test_save_and_load_between_backward_and_step(engine: Any, verb: str, tmp_pat
 
 
 @pytest.mark.parametrize("lr", [math.nan, math.inf, -1.0])
-def test_a_learning_rate_that_is_none(engine: Any, lr: float) -> None:
+def test_invalid_learning_rate_is_refused(engine: Any, lr: float) -> None:
     before = masters(engine)
     engine.backward(loss_of(engine))
     with pytest.raises(UsageError, match="learning rate of step 0 is"):
@@ -112,19 +112,19 @@ def test_a_learning_rate_that_is_none(engine: Any, lr: float) -> None:
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_low_loss_is_refused_with_the_cure() -> None:
+def test_loss_that_is_not_fp32_is_refused_with_the_fix() -> None:
     engine = start(nn.Linear(4, 1), precision="bf16")
-    low = engine.module(X.bfloat16()).square().mean()
-    assert low.dtype == torch.bfloat16
+    loss = engine.module(X.bfloat16()).square().mean()
+    assert loss.dtype == torch.bfloat16
     with pytest.raises(
         ContractError, match=r"the loss is torch\.bfloat16; .* F\.cross_entropy\(logits\.float\(\), tar"
     ):
-        engine.backward(low)
+        engine.backward(loss)
     assert train_step(engine).applied
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         (torch.ones(1), r"of shape \[1\]"),
         (torch.ones(2, 3), r"of shape \[2, 3\]"),
@@ -134,8 +134,8 @@ def test_a_low_loss_is_refused_with_the_cure() -> None:
         ({"lost": torch.tensor(1.0)}, "a dict"),
     ],
 )
-def test_a_loss_that_is_no_scalar(engine: Any, loss: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=f"expected a 0-dim loss tensor.*got one {said}"):
+def test_loss_that_is_no_scalar_is_refused(engine: Any, loss: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=f"expected a 0-dim loss tensor.*got one {message}"):
         engine.backward(loss)
     assert train_step(engine).applied
 
@@ -145,7 +145,7 @@ def test_a_loss_may_come_in_an_output(engine: Any) -> None:
     assert engine.step().loss == pytest.approx(loss_of(start()).item())
 
 
-def test_what_the_caller_does_to_the_loss_afterwards_does_not_count(engine: Any) -> None:
+def test_loss_changed_in_place_after_backward_does_not_count(engine: Any) -> None:
     total = None
     for scale in engine.accumulate([1.0, 2.0]):
         loss = loss_of(engine) * scale
@@ -167,7 +167,7 @@ def test_what_the_caller_does_to_the_loss_afterwards_does_not_count(engine: Any)
     ],
     ids=["half", "double", "to", "data"],
 )
-def test_a_model_changed_behind_the_engine_is_found_at_the_next_step(change: Callable[[nn.Module], Any]) -> None:
+def test_model_changed_after_initialize_is_an_error_at_the_next_step(change: Callable[[nn.Module], Any]) -> None:
     engine = start()
     train_step(engine)
     change(engine.module)
@@ -176,7 +176,7 @@ def test_a_model_changed_behind_the_engine_is_found_at_the_next_step(change: Cal
         engine.step()
 
 
-def test_what_changes_nothing_is_allowed(engine: Any) -> None:
+def test_no_op_changes_of_the_model_are_allowed(engine: Any) -> None:
     engine.module.float().to("cpu").train()
     assert train_step(engine).applied
 
@@ -185,23 +185,23 @@ def test_what_changes_nothing_is_allowed(engine: Any) -> None:
 
 
 def test_eval_consumes_no_micro_batch_number() -> None:
-    def masks(look: bool) -> list[Tensor]:
+    def masks(evaluate: bool) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
         nn.init.ones_(model[0].weight)
         seen: list[Tensor] = []
         model[1].register_forward_hook(lambda module, args, out: seen.append(out.detach()) if module.training else None)
         engine = start(model, optimizer=dtrain.AdamW(lr=0.0, weight_decay=0.0))
         for _ in engine.accumulate(range(3)):
-            if look:
+            if evaluate:
                 with engine.eval():
                     assert not engine(X).requires_grad
             engine.backward(loss_of(engine, torch.ones(8, 4)))
         engine.step()
         return [mask != 0 for mask in seen]
 
-    plain, looked = masks(False), masks(True)
-    assert len(plain) == len(looked) == 3
-    assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
+    plain, evaluated = masks(False), masks(True)
+    assert len(plain) == len(evaluated) == 3
+    assert all(torch.equal(a, b) for a, b in zip(plain, evaluated, strict=True))
     assert not torch.equal(plain[0], plain[1])
 
 
@@ -244,7 +244,7 @@ def two_over_one_storage() -> nn.Module:
     ],
     ids=["meta", "lazy", "float64", "frozen", "empty", "storage"],
 )
-def test_models_that_cannot_be_trained(model: Callable[[], nn.Module], message: str) -> None:
+def test_models_that_cannot_be_trained_are_refused(model: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         start(model())
 
@@ -276,7 +276,7 @@ def kernels() -> Iterator[None]:
         ({"groups": ["block.*"]}, "groups pattern 'block.*' matches no module"),
     ],
 )
-def test_values_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+def test_unsupported_values_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(**options)
 
@@ -290,7 +290,7 @@ def test_batch_norm_cannot_be_reproducible() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_torchs_default_dtype_has_no_say(dtype: torch.dtype, stage: int) -> None:
+def test_torch_default_dtype_has_no_effect(dtype: torch.dtype, stage: int) -> None:
     want = start(zero_stage=stage)
     outcome = train_step(want)
     engine = start(zero_stage=stage)

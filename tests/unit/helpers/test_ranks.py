@@ -1,4 +1,4 @@
-"""The ranks of the tests: what they find, and what is said of one that fails."""
+"""The ranks of the tests: their environment, and the report of a rank that fails."""
 
 from __future__ import annotations
 

@@ -109,6 +109,6 @@ def test_errors_name_the_factory_in_one_line(factory: str, message: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_factory_raises_is_passed_on() -> None:
+def test_exceptions_of_the_factory_propagate() -> None:
     with pytest.raises(RuntimeError, match="the user's own error"):
         build("factory_of_mine:build_broken")

@@ -97,7 +97,7 @@ def test_it_learns_under_an_engine_whose_norms_stay_fp32(options: dict[str, obje
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_inconsistent_sizes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.hidden_dim=30 is not a multiple of model\.num_heads=4"):
         build(replace(SMALL, hidden_dim=30))
     with pytest.raises(ConfigError, match=r"model\.args=\{'depth': 3\} would be ignored"):

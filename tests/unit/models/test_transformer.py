@@ -186,7 +186,7 @@ def test_dropout_is_active_in_training_only() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_runs_under_cpu_autocast_with_low_weights_and_fp32_norms(dtype: torch.dtype, num_kv_heads: int) -> None:
+def test_runs_under_cpu_autocast_with_16_bit_weights_and_fp32_norms(dtype: torch.dtype, num_kv_heads: int) -> None:
     config = replace(SMALL, num_kv_heads=num_kv_heads)
     reference, model = build(config), to_compute_dtype(build(config), dtype)
     tokens, targets = random_tokens(2, 16), random_tokens(2, 16, seed=1)
@@ -203,7 +203,7 @@ def test_runs_under_cpu_autocast_with_low_weights_and_fp32_norms(dtype: torch.dt
         assert relative < (0.03 if dtype == torch.bfloat16 else 0.005), name
 
 
-def test_initialisation_depends_on_the_seed_alone() -> None:
+def test_initialization_depends_on_the_seed_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     first = build(seed=3).state_dict()
@@ -216,7 +216,7 @@ def test_initialisation_depends_on_the_seed_alone() -> None:
     assert torch.equal(deeper[same], first[same])
 
 
-def test_initialisation_scales() -> None:
+def test_initialization_scales() -> None:
     model = build(replace(SMALL, hidden_dim=256, num_layers=8))
     for name, parameter in model.named_parameters():
         if "norm" in name:
@@ -245,7 +245,7 @@ def test_builds_on_meta_and_runs_after_loading() -> None:
         ({"args": {"depth": 3}}, r"model\.args=\{'depth': 3\} would be ignored"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(change: dict[str, object], message: str) -> None:
+def test_inconsistent_sizes_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(replace(SMALL, **change))
 

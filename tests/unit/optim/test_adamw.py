@@ -1,4 +1,4 @@
-"""Both ways of the flat update against AdamW in double precision, and bit for bit against themselves, however cut."""
+"""Both kernels of the flat update: AdamW in double precision is the reference, and any cut gives the same bits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from dtrain.sharding.layout import CHUNK
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
 
-BLOCKED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=False)
+FUSED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=False)
 COMPILED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
 CPU = torch.device("cpu")
 STATES = ("master", "exp_avg", "exp_avg_sq", "replica")
-both_ways = pytest.mark.parametrize(
+both_kernels = pytest.mark.parametrize(
     "rule",
-    [pytest.param(BLOCKED, id="blocked"), pytest.param(COMPILED, id="compiled", marks=pytest.mark.compile)],
+    [pytest.param(FUSED, id="fused"), pytest.param(COMPILED, id="compiled", marks=pytest.mark.compile)],
 )
 
 
@@ -39,7 +39,7 @@ def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -
 
 
 class Arena:
-    """Masters, gradients, moments and replica in one piece, with the classes of its chunks."""
+    """Contiguous masters, gradients, moments and replica, with the classes of the chunks."""
 
     def __init__(self, classes: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -52,13 +52,13 @@ class Arena:
         self._generator = generator
 
     def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
-        """The arena cut where the class changes and at every chunk number of ``cuts``."""
+        """Returns the arena cut where the class changes and at every chunk number of ``cuts``."""
         changes = [i for i in range(1, len(self.classes)) if self.classes[i] != self.classes[i - 1]]
         bounds = sorted({0, len(self.classes), *changes, *cuts})
         tensors = (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq, self.replica)
         return [
-            UpdateSlice(self.classes[low], *(tensor[low * CHUNK : high * CHUNK] for tensor in tensors))
-            for low, high in itertools.pairwise(bounds)
+            UpdateSlice(self.classes[start], *(tensor[start * CHUNK : stop * CHUNK] for tensor in tensors))
+            for start, stop in itertools.pairwise(bounds)
         ]
 
     def new_gradient(self) -> Tensor:
@@ -97,7 +97,7 @@ def same_bits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
     return all(torch.equal(got[name].view(torch.uint8), want[name].view(torch.uint8)) for name in want)
 
 
-@both_ways
+@both_kernels
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
 @pytest.mark.parametrize("divisor", [1.0, 3.0, 65536.0])
 def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, float], divisor: float) -> None:
@@ -115,7 +115,7 @@ def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, floa
     assert torch.equal(arena.replica, arena.master.bfloat16())
 
 
-@both_ways
+@both_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_replica_is_the_masters_cast(rule: AdamW, dtype: torch.dtype) -> None:
     arena = Arena([True, False], dtype=dtype)
@@ -143,7 +143,7 @@ class Float8Arena(Arena):
         ]
 
 
-@both_ways
+@both_kernels
 def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "_BLOCK", CHUNK)
     plain, arena = Arena([True, True, False]), Float8Arena()
@@ -163,14 +163,14 @@ def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monke
     arena.main_grad.fill_(math.inf)
     optimizer.update(0, scalars(4, 0.01, 7.0, found_inf=1.0))
     assert same_bits(arena.states(), before)
-    # an Inf that an update makes is seen in the magnitudes: the cast makes 448 of it
+    # an Inf shows in the largest magnitudes, because the cast makes it 448
     arena.main_grad.zero_()
     arena.master[5] = math.inf
     optimizer.update(0, scalars(4, 0.0, 7.0))
     assert arena.amax.isfinite().tolist() == [False, True]
 
 
-@both_ways
+@both_kernels
 def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
     arena, plain = Arena([True, False]), Arena([True, False])
     got = steps(arena, FlatAdamW(rule, [[replace(part, replica=None) for part in arena.slices()]]))
@@ -180,15 +180,15 @@ def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
 
 
 @pytest.mark.compile
-def test_both_ways_agree_normwise() -> None:
-    blocked, fused = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
-    want = steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()]), number=20)
-    got = steps(fused, FlatAdamW(COMPILED, [fused.slices()]), number=20)
+def test_both_kernels_agree_normwise() -> None:
+    first, second = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
+    want = steps(first, FlatAdamW(FUSED, [first.slices()]), number=20)
+    got = steps(second, FlatAdamW(COMPILED, [second.slices()]), number=20)
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.linalg.vector_norm(got[name] - want[name]) <= 3e-7 * torch.linalg.vector_norm(want[name])
 
 
-@both_ways
+@both_kernels
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
     arena = Arena([True, False, True])
@@ -199,15 +199,15 @@ def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
     assert same_bits(arena.states(), before)
     arena.new_gradient()
     optimizer.update(0, scalars(4, 0.01 / 4, 7.0))
-    untroubled = Arena([True, False, True])
-    assert same_bits(arena.states(), steps(untroubled, FlatAdamW(rule, [untroubled.slices()]), number=4))
+    undisturbed = Arena([True, False, True])
+    assert same_bits(arena.states(), steps(undisturbed, FlatAdamW(rule, [undisturbed.slices()]), number=4))
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_the_host_reads_nothing(found_inf: float) -> None:
-    """Of the compiled way ``fullgraph`` proves it: a read would break the graph."""
+    """``fullgraph`` proves the same for the compiled kernel: a read would break the graph."""
     arena = Arena([True, False])
-    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
+    optimizer = FlatAdamW(FUSED, [arena.slices()])
     divisor, found = torch.tensor(3.0), torch.tensor(found_inf)
     with forbidden():
         shared = UpdateScalars.of(lr=0.1, step=1, grad_divisor=divisor, found_inf=found, device=CPU)
@@ -216,9 +216,9 @@ def test_the_host_reads_nothing(found_inf: float) -> None:
 
 def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, blocked = Arena([True] * 5 + [False] * 2), Arena([True] * 5 + [False] * 2)
-    want = steps(whole, FlatAdamW(BLOCKED, [whole.slices()]))
+    want = steps(whole, FlatAdamW(FUSED, [whole.slices()]))
     monkeypatch.setattr(fused, "_BLOCK", 2 * CHUNK)
-    assert same_bits(steps(blocked, FlatAdamW(BLOCKED, [blocked.slices()])), want)
+    assert same_bits(steps(blocked, FlatAdamW(FUSED, [blocked.slices()])), want)
 
 
 @settings(deadline=None, max_examples=40)
@@ -229,7 +229,7 @@ def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     st.integers(0, 2**31),
     st.sampled_from([1.0, 0.3, 12345.678]),
 )
-@both_ways
+@both_kernels
 def test_any_cut_at_chunks_gives_the_same_bits(
     rule: AdamW, case: tuple[list[bool], set[int]], seed: int, divisor: float
 ) -> None:
@@ -242,28 +242,28 @@ def test_any_cut_at_chunks_gives_the_same_bits(
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(1, 8), st.integers(0, 2**31))
-@both_ways
-def test_shards_of_their_own_memory_give_the_same_bits(rule: AdamW, world: int, seed: int) -> None:
-    """As on ranks: each shard lies in a tensor of its own, at another address."""
+@both_kernels
+def test_shards_in_separate_memory_give_the_same_bits(rule: AdamW, world: int, seed: int) -> None:
+    """Each shard is a separate tensor, as on ranks."""
     classes = [True] * 5 + [False] * 3
     whole = Arena(classes, seed)
     shards = []
     for start in range(0, 8, world):
-        own = Arena(classes[start : start + world])
-        own.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
-        shards.append((start, own, FlatAdamW(rule, [own.slices()])))
+        shard = Arena(classes[start : start + world])
+        shard.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
+        shards.append((start, shard, FlatAdamW(rule, [shard.slices()])))
     optimizer = FlatAdamW(rule, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
         optimizer.update(0, scalars(step, 0.01, 3.0))
-        for start, own, own_optimizer in shards:
-            own.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
-            own_optimizer.update(0, scalars(step, 0.01, 3.0))
-    together = {name: torch.cat([getattr(own, name) for _, own, _ in shards]) for name in ("master", "exp_avg_sq")}
+        for start, shard, shard_optimizer in shards:
+            shard.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
+            shard_optimizer.update(0, scalars(step, 0.01, 3.0))
+    together = {name: torch.cat([getattr(shard, name) for _, shard, _ in shards]) for name in ("master", "exp_avg_sq")}
     assert same_bits(together, {name: getattr(whole, name) for name in together})
 
 
-@both_ways
+@both_kernels
 def test_only_decayed_slices_decay(rule: AdamW) -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
@@ -273,8 +273,8 @@ def test_only_decayed_slices_decay(rule: AdamW) -> None:
 
 
 @pytest.mark.parametrize("classes", [[True], [False], []])
-@both_ways
-def test_one_class_or_nothing_at_all(rule: AdamW, classes: list[bool]) -> None:
+@both_kernels
+def test_one_class_or_no_slices(rule: AdamW, classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
         FlatAdamW(rule, [[]]).update(0, scalars(1, 0.1, 1.0))
@@ -285,10 +285,10 @@ def test_one_class_or_nothing_at_all(rule: AdamW, classes: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
-    want = steps(arena := Arena([True, False]), FlatAdamW(BLOCKED, [arena.slices()]))
+def test_the_update_ignores_torchs_default_dtype(dtype: torch.dtype) -> None:
+    want = steps(arena := Arena([True, False]), FlatAdamW(FUSED, [arena.slices()]))
     arena = Arena([True, False])
-    optimizer = FlatAdamW(BLOCKED, [arena.slices()])
+    optimizer = FlatAdamW(FUSED, [arena.slices()])
     for step in (1, 2, 3):
         arena.new_gradient()
         torch.set_default_dtype(dtype)
@@ -312,18 +312,18 @@ def test_torchs_default_dtype_has_no_say(dtype: torch.dtype) -> None:
         ({"compile": "always"}, "AdamW compile must be True, False or 'auto'; got 'always'"),
     ],
 )
-def test_senseless_hyper_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_hyper_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         AdamW(**fields)
 
 
-def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     assert AdamW().on(CPU).compile is False
     assert AdamW(compile=True).on(CPU).compile is True
-    for there in (True, False):
-        monkeypatch.setattr(adamw, "has_compiler", lambda device, there=there: there)
-        assert AdamW().on(cuda).compile is there
+    for exists in (True, False):
+        monkeypatch.setattr(adamw, "has_compiler", lambda device, exists=exists: exists)
+        assert AdamW().on(cuda).compile is exists
     monkeypatch.setattr(adamw, "has_compiler", lambda device: True)
     for capability, stores_float8 in (((8, 0), False), ((8, 9), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
@@ -337,7 +337,7 @@ def test_which_way_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.compile
-def test_a_graph_a_replica_dtype_and_one_for_the_coefficients() -> None:
+def test_one_graph_for_each_replica_dtype_and_one_for_the_coefficients() -> None:
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -359,9 +359,9 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.compile
-def test_the_way_and_the_seconds_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_kernel_and_the_compile_time_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dtrain"):
-        for rule in (BLOCKED, COMPILED):
+        for rule in (FUSED, COMPILED):
             FlatAdamW(rule, [Arena([True]).slices()])
     assert "torch's fused kernel; optim.compile=true" in caplog.messages[0]
     assert "AdamW compiled in" in caplog.messages[1]

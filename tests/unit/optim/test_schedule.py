@@ -17,7 +17,9 @@ ratios = st.floats(0, 1)
 decaying = st.one_of(
     st.builds(lambda s, r: Cosine(*s, min_ratio=r), steps, ratios),
     st.builds(lambda s, r: Linear(*s, min_ratio=r), steps, ratios),
-    st.builds(lambda s, share, r: WSD(*s, int(share * (s[1] - s[0])), min_ratio=r), steps, st.floats(0, 1), ratios),
+    st.builds(
+        lambda s, fraction, r: WSD(*s, int(fraction * (s[1] - s[0])), min_ratio=r), steps, st.floats(0, 1), ratios
+    ),
 )
 
 
@@ -26,14 +28,14 @@ def curve(schedule: Schedule, stop: int) -> list[float]:
 
 
 @given(decaying)
-def test_warms_up_in_a_line_then_only_falls_to_its_floor(schedule: Cosine | Linear | WSD) -> None:
-    warmup, total, floor = schedule.warmup_steps, schedule.total_steps, schedule.min_ratio
+def test_warms_up_linearly_then_falls_monotonically_to_its_minimum(schedule: Cosine | Linear | WSD) -> None:
+    warmup, total, minimum = schedule.warmup_steps, schedule.total_steps, schedule.min_ratio
     seen = curve(schedule, total + 20)
     assert seen[:warmup] == [(step + 1) / warmup for step in range(warmup)]
     assert seen[warmup] == 1.0
     assert all(after <= before for before, after in itertools.pairwise(seen[warmup:]))
     assert all(0 <= value <= 1 for value in seen)
-    assert seen[total:] == [pytest.approx(floor, abs=1e-12)] * 20
+    assert seen[total:] == [pytest.approx(minimum, abs=1e-12)] * 20
 
 
 @given(
@@ -46,16 +48,16 @@ def test_no_jumps_after_warm_up(schedule: Cosine | Linear) -> None:
     assert max(abs(a - b) for a, b in itertools.pairwise(seen)) <= (1 - schedule.min_ratio) * steepest + 1e-12
 
 
-def test_by_hand() -> None:
+def test_curves_by_hand() -> None:
     assert curve(Constant(), 3) == [1, 1, 1]
     assert curve(Constant(4), 6) == [0.25, 0.5, 0.75, 1, 1, 1]
     assert curve(Linear(2, 6, min_ratio=0.5), 8) == [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
     assert curve(Cosine(0, 4, min_ratio=0.0), 5) == pytest.approx([1, 0.8535533905932737, 0.5, 0.14644660940672627, 0])
-    assert Cosine(10, 110).factor(60) == pytest.approx(0.55)  # half way between the peak and a tenth of it
+    assert Cosine(10, 110).factor(60) == pytest.approx(0.55)  # halfway between the peak and a tenth of it
     assert curve(WSD(2, 8, 4, min_ratio=0.2), 10) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
-def test_a_plateau_without_decay_holds_to_the_end() -> None:
+def test_wsd_without_decay_keeps_the_peak() -> None:
     assert curve(WSD(0, 5, 0), 5) == [1] * 5
 
 
@@ -72,6 +74,6 @@ def test_a_plateau_without_decay_holds_to_the_end() -> None:
         (lambda: WSD(5, 10, -1), "decay_steps=-1 must fit"),
     ],
 )
-def test_senseless_schedules_are_refused(build: object, message: str) -> None:
+def test_invalid_schedules_are_refused(build: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Which parameters make one unit of sharding."""
+"""Parameter groups, their order in backward, and second names of tied parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError, ModelError
-from dtrain.parameters.groups import aliases, find_groups
+from dtrain.parameters.groups import aliases, backward_names, backward_order, find_groups
 from tests.helpers.zoo import ZOO, make
 
 
@@ -60,13 +60,13 @@ def test_auto_without_containers_is_one_group() -> None:
     assert list(names(make("gru").build(0))) == [""]
 
 
-def test_what_two_units_share_is_the_roots() -> None:
+def test_parameter_shared_by_two_units_is_in_the_root_group() -> None:
     model = nn.ModuleList([linear(), linear(), linear()])
     model[2].weight = model[0].weight
     assert names(model) == {"": ["0.weight"], "1": ["1.weight"]}
 
 
-def test_what_a_unit_shares_with_the_rest_is_the_roots() -> None:
+def test_parameter_shared_with_the_rest_is_in_the_root_group() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([linear(), linear()])
     model.head = linear()
@@ -74,12 +74,12 @@ def test_what_a_unit_shares_with_the_rest_is_the_roots() -> None:
     assert names(model) == {"": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]}
 
 
-def test_one_module_in_two_places_is_the_roots() -> None:
+def test_module_in_two_units_is_in_the_root_group() -> None:
     block = linear()
     assert names(nn.ModuleList([block, linear(), block])) == {"": ["0.weight"], "1": ["1.weight"]}
 
 
-def test_a_tie_inside_one_unit_stays_there() -> None:
+def test_tied_parameters_inside_one_unit_stay_in_its_group() -> None:
     model = nn.ModuleList([nn.Sequential(linear(), linear()), linear()])
     model[0][1].weight = model[0][0].weight
     assert names(model) == {"0": ["0.0.weight"], "1": ["1.weight"]}
@@ -124,8 +124,16 @@ def test_empty_parameters_share_nothing() -> None:
     assert names(model) == {"": ["a", "b"]}
 
 
-def test_aliases_name_the_one_that_is_kept() -> None:
+def test_aliases_map_to_the_stored_name() -> None:
     assert aliases(make("tied").build(0)) == {"head.weight": "embedding.weight"}
     assert aliases(make("mlp").build(0)) == {}
     block = nn.Linear(2, 2)
     assert aliases(nn.ModuleList([block, nn.Linear(2, 2), block])) == {"2.weight": "0.weight", "2.bias": "0.bias"}
+
+
+def test_backward_order_is_reverse_definition_with_the_root_group_last() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), linear())
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    groups = find_groups(model)
+    assert [groups[index].name for index in backward_order(groups)] == ["1", "0", ""]
+    assert backward_names(groups) == ["1.weight", "0.bias", "0.weight", "scale"]

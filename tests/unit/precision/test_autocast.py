@@ -1,4 +1,4 @@
-"""The dtypes that a model's operations really run in under a contract."""
+"""The dtypes in which a model's operations run under a contract."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Ops(TorchDispatchMode):
-    """Notes the dtype of the first floating argument of every kernel that runs, casts left out."""
+    """Records the dtype of the first floating argument of every kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,12 @@ def dtypes_of(call: Callable[[], Any], autocast: Autocast) -> tuple[Any, dict[st
     return output, ops.seen
 
 
-def low(*shape: int) -> Tensor:
+def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
 class Free(nn.Module):
-    """Runs ``function`` between nothing."""
+    """A module whose forward is ``function``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Free(nn.Module):
 # -- what really runs --------------------------------------------------------------------------------------------------
 
 
-def test_a_linear_runs_low() -> None:
+def test_a_linear_runs_in_bf16() -> None:
     model = nn.Linear(8, 4)
     autocast, _ = prepared(model)
     output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
@@ -83,7 +83,7 @@ def test_an_fp16_linear_runs_fp16() -> None:
     assert (output.dtype, seen["addmm"]) == (FP16, {FP16})
 
 
-def test_fp32_leaves_everything_alone() -> None:
+def test_fp32_policy_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(-1))
     before = [module.forward for module in model]
     autocast, _ = prepared(model, "fp32")
@@ -109,7 +109,7 @@ NORMS: list[tuple[nn.Module, tuple[int, ...]]] = [
 def test_a_norm_module_computes_in_fp32(module: nn.Module, shape: tuple[int, ...]) -> None:
     model = nn.Sequential(copy.deepcopy(module))
     autocast, _ = prepared(model)
-    x = low(*shape)
+    x = bf16(*shape)
     output, _ = dtypes_of(lambda: model(x), autocast)
     assert output.dtype == FP32
     assert torch.equal(output, module(x.float()))
@@ -136,7 +136,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_function_computes_in_fp32(name: str) -> None:
     function = FUNCTIONS[name]
     autocast, _ = prepared(Free(function))
-    x = low(3, 8)
+    x = bf16(3, 8)
     output, _ = dtypes_of(lambda: function(x), autocast)
     assert output.dtype == FP32
     assert torch.equal(output, function(x.float()))
@@ -149,13 +149,13 @@ def test_softmax_inside_a_composite_function_is_fp32() -> None:
     x = torch.randn(2, 3, 8)
     _, seen = dtypes_of(lambda: attention(x, x, x, need_weights=True), autocast)
     assert seen["_softmax"] == {FP32}
-    _, seen = dtypes_of(lambda: F.gumbel_softmax(low(3, 8)), autocast)
+    _, seen = dtypes_of(lambda: F.gumbel_softmax(bf16(3, 8)), autocast)
     assert seen["_softmax"] == {FP32}
 
 
 def test_outside_the_forward_nothing_is_changed() -> None:
     prepared(nn.Linear(2, 2))
-    assert F.softmax(low(2, 2), -1).dtype == BF16
+    assert F.softmax(bf16(2, 2), -1).dtype == BF16
 
 
 def test_a_function_inside_the_users_own_fp32_region_is_left_alone() -> None:
@@ -164,7 +164,7 @@ def test_a_function_inside_the_users_own_fp32_region_is_left_alone() -> None:
             return F.softmax(x, -1)
 
     autocast, _ = prepared(Free(forward))
-    output, _ = dtypes_of(lambda: forward(low(2, 2)), autocast)
+    output, _ = dtypes_of(lambda: forward(bf16(2, 2)), autocast)
     assert output.dtype == BF16
 
 
@@ -176,7 +176,7 @@ def test_an_fp32_linear_runs_in_fp32_exactly() -> None:
     assert seen["addmm"] == {BF16, FP32}
     hidden = F.linear(x.to(BF16), model[0].weight, model[0].bias).float()
     assert torch.equal(output, F.linear(hidden, model[1].weight, model[1].bias))
-    # a control: what autocast alone makes of it
+    # control: autocast alone
     with torch.autocast("cpu", dtype=BF16):
         assert not torch.equal(F.linear(hidden, model[1].weight, model[1].bias).float(), output)
 
@@ -193,7 +193,7 @@ class Heads(nn.Module):
         return self.heads[0](x) + self.wrapper[0](x)
 
 
-def test_modules_inside_an_fp32_module_run_in_fp32_whoever_calls_them() -> None:
+def test_children_of_an_fp32_module_run_in_fp32_for_any_caller() -> None:
     model = Heads()
     autocast, contract = prepared(model, in_fp32=("heads", "wrapper"))
     assert set(contract.replica_dtypes.values()) == {FP32}
@@ -213,12 +213,12 @@ def test_keyword_and_nested_inputs_of_an_fp32_module_are_cast() -> None:
     autocast, _ = prepared(model, in_fp32=("pair",))
     index = torch.tensor(3)
     with autocast():
-        output = model["pair"]((low(2), low(2)), gain=low(1), index=index)
+        output = model["pair"]((bf16(2), bf16(2)), gain=bf16(1), index=index)
     assert [x.dtype for x in output] == [FP32, FP32, FP32, torch.int64]
     assert output[3] is index
 
 
-def test_gradients_cross_the_islands_in_both_directions() -> None:
+def test_gradients_flow_through_fp32_modules() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
     autocast, contract = prepared(model)
     with autocast():
@@ -230,14 +230,14 @@ def test_gradients_cross_the_islands_in_both_directions() -> None:
         assert parameter.grad.any() or name == "0.bias"
 
 
-def test_a_deep_copy_runs_its_own_weights() -> None:
+def test_a_deep_copy_uses_its_own_weights() -> None:
     """An average of the weights, say, that is evaluated beside the model."""
     model = nn.Sequential(nn.LayerNorm(4))
     prepared(model)
-    twin = copy.deepcopy(model)
-    nn.init.zeros_(twin[0].weight)
-    nn.init.constant_(twin[0].bias, 3.0)
-    assert torch.equal(twin(torch.randn(2, 4)), torch.full((2, 4), 3.0))
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied[0].weight)
+    nn.init.constant_(copied[0].bias, 3.0)
+    assert torch.equal(copied(torch.randn(2, 4)), torch.full((2, 4), 3.0))
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -251,26 +251,26 @@ class Output:
 
 def test_outputs_are_cast_to_fp32() -> None:
     autocast, _ = prepared(nn.Linear(2, 2))
-    assert autocast.cast_output(low(3)).dtype == FP32
-    nested = autocast.cast_output({"a": [low(2), torch.arange(2)], "b": (low(1), None, "text")})
+    assert autocast.cast_output(bf16(3)).dtype == FP32
+    nested = autocast.cast_output({"a": [bf16(2), torch.arange(2)], "b": (bf16(1), None, "text")})
     assert nested["a"][0].dtype == FP32
     assert nested["a"][1].dtype == torch.int64
     assert nested["b"][0].dtype == FP32
     assert nested["b"][1:] == (None, "text")
 
 
-def test_outputs_that_carry_a_loss_are_left_alone() -> None:
+def test_outputs_with_a_loss_are_not_cast() -> None:
     autocast, _ = prepared(nn.Linear(2, 2))
-    for output in ({"loss": torch.tensor(1.0), "logits": low(3)}, Output(torch.tensor(1.0), low(3))):
+    for output in ({"loss": torch.tensor(1.0), "logits": bf16(3)}, Output(torch.tensor(1.0), bf16(3))):
         assert autocast.cast_output(output) is output
 
 
-def test_a_low_loss_is_not_dressed_up() -> None:
+def test_a_reduced_precision_loss_is_not_cast() -> None:
     autocast, _ = prepared(nn.Linear(2, 2))
-    loss = low(3).sum()
+    loss = bf16(3).sum()
     assert autocast.cast_output(loss) is loss
     assert autocast.cast_output({"loss": loss})["loss"].dtype == BF16
-    assert autocast.cast_output((loss, low(3)))[0].dtype == BF16
+    assert autocast.cast_output((loss, bf16(3)))[0].dtype == BF16
 
 
 def test_find_loss() -> None:

@@ -101,7 +101,7 @@ FP32_FUNCTIONS = REDUCTIONS | LINALG | OTHERS
 NOT_FAKE = {"cov", "global average", "lstsq", "householder_product", "instance_norm", "gaussian_nll"}
 """What fake tensors cannot compute."""
 CUDA_DIFFERS = {"matrix_norm 2", "linalg.norm nuc", "einsum that only sums"}
-"""On CUDA's own lists, and there the first two refuse low inputs and the last is a product."""
+"""On CUDA's own lists, and there the first two refuse reduced-precision inputs, and the last is a matmul."""
 
 
 @contextmanager
@@ -122,12 +122,12 @@ def test_reductions_linalg_norms_and_losses_are_fp32(device: str) -> None:
         with autocast(device), autocast_ops.enabled(device):
             left_out = NOT_FAKE | CUDA_DIFFERS if device == "cuda" else set()
             outputs = {name: function(x) for name, function in FP32_FUNCTIONS.items() if name not in left_out}
-    low = {
+    wrong = {
         name: [part.dtype for part in output]
         for name, output in ((n, o if isinstance(o, tuple) else (o,)) for n, o in outputs.items())
         if {part.dtype for part in output} != {FP32}
     }
-    assert not low
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", FP32_FUNCTIONS)
@@ -142,38 +142,38 @@ def test_they_compute_on_fp32_and_not_only_return_it(name: str) -> None:
     for got, want in zip(
         *(value if isinstance(value, tuple) else (value,) for value in (output, expected)), strict=True
     ):
-        # elementwise parts of a function may be low; what is reduced, decomposed or normalised is not
+        # elementwise parts of a function may run in BF16; reductions, decompositions and norms may not
         assert torch.allclose(got, want, rtol=2e-2 if name in ("gaussian_nll", "normalize") else 1e-6, atol=1e-6)
 
 
-def test_products_of_mixed_dtypes_are_low() -> None:
-    low, wide = torch.ones(4, 4, dtype=BF16), torch.ones(4, 4)
+def test_matmuls_of_mixed_dtypes_are_bf16() -> None:
+    narrow, wide = torch.ones(4, 4, dtype=BF16), torch.ones(4, 4)
     products: dict[str, Callable[[], Tensor]] = {
-        "mv": lambda: wide.mv(low[0]),
-        "dot": lambda: wide[0].dot(low[0]),
-        "bilinear": lambda: F.bilinear(low, wide, torch.ones(2, 4, 4)),
-        "multi_dot": lambda: linalg.multi_dot([low, wide, low]),
-        "gru_cell": lambda: torch.gru_cell(low, wide, *[torch.ones(12, 4, dtype=BF16)] * 2),
-        "lstm_cell": lambda: torch.lstm_cell(low, [wide, wide], *[torch.ones(16, 4, dtype=BF16)] * 2)[0],
+        "mv": lambda: wide.mv(narrow[0]),
+        "dot": lambda: wide[0].dot(narrow[0]),
+        "bilinear": lambda: F.bilinear(narrow, wide, torch.ones(2, 4, 4)),
+        "multi_dot": lambda: linalg.multi_dot([narrow, wide, narrow]),
+        "gru_cell": lambda: torch.gru_cell(narrow, wide, *[torch.ones(12, 4, dtype=BF16)] * 2),
+        "lstm_cell": lambda: torch.lstm_cell(narrow, [wide, wide], *[torch.ones(16, 4, dtype=BF16)] * 2)[0],
     }
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         assert {name: product().dtype for name, product in products.items()} == dict.fromkeys(products, BF16)
 
 
-def test_what_is_not_low_is_left_alone() -> None:
+def test_explicit_dtypes_and_elementwise_operations_are_unchanged() -> None:
     integers, doubles = torch.arange(4), torch.eye(2, dtype=torch.float64)
-    low = torch.ones(4, dtype=BF16)
+    narrow = torch.ones(4, dtype=BF16)
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         assert integers.sum().dtype == (integers > 1).sum().dtype == torch.int64
         assert doubles.mean().dtype == linalg.inv(doubles).dtype == torch.float64
         assert torch.dot(doubles[0], doubles[0]).dtype == torch.float64
         # what a user asks for is what he gets
-        assert low.sum(dtype=BF16).dtype == low.softmax(0, dtype=BF16).dtype == BF16
-        assert low.sum(dtype=torch.float64).dtype == torch.float64
-        assert low.cumsum_(0).dtype == BF16
-        assert torch.sum(low, 0, out=torch.empty((), dtype=BF16)).dtype == BF16
-        assert low.amax().dtype == BF16, "it rounds nothing"
-        assert (low + low).dtype == BF16
+        assert narrow.sum(dtype=BF16).dtype == narrow.softmax(0, dtype=BF16).dtype == BF16
+        assert narrow.sum(dtype=torch.float64).dtype == torch.float64
+        assert narrow.cumsum_(0).dtype == BF16
+        assert torch.sum(narrow, 0, out=torch.empty((), dtype=BF16)).dtype == BF16
+        assert narrow.amax().dtype == BF16, "it rounds nothing"
+        assert (narrow + narrow).dtype == BF16
 
 
 def test_a_sum_of_many_does_not_overflow_fp16() -> None:

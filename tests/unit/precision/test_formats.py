@@ -109,7 +109,7 @@ def test_a_sum_of_ones_stops_where_it_is_said_to(floats: FloatFormat) -> None:
 
 
 @pytest.mark.parametrize("floats", [FP8_E4M3, FP8_E5M2], ids=["e4m3", "e5m2"])
-def test_fp8_between_all_neighbours(floats: FloatFormat) -> None:
+def test_fp8_between_all_neighbors(floats: FloatFormat) -> None:
     """Every number, every midpoint, and the FP32 numbers beside them, both signs; then far beyond."""
     values = all_codes(floats)
     finite = values[values.isfinite()].unique()
@@ -140,8 +140,8 @@ def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
     if math.isnan(number):
         assert math.isnan(TF32.rounded(number).value)
         return
-    low = (bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000
-    assert TF32.rounded(number).value == struct.unpack("<f", struct.pack("<I", low))[0]
+    rounded_bits = (bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000
+    assert TF32.rounded(number).value == struct.unpack("<f", struct.pack("<I", rounded_bits))[0]
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_what_happens_is_named(floats: FloatFormat, number: Fraction | float, va
 
 
 def test_a_number_is_rounded_once() -> None:
-    """A hair above a midpoint of FP16 goes up; by way of FP32 the hair is lost, and the tie goes to the even one."""
+    """A number just above a midpoint of FP16 rounds up; rounded to FP32 first it becomes a tie and rounds to even."""
     number = 1 + Fraction(1, 2**11) + Fraction(1, 2**40)
     assert FP16.rounded(number).value == 1 + 2.0**-10
     assert FP16.rounded(FP32.rounded(number).value).value == 1.0
 
 
-def test_gamma_ends_where_it_proves_nothing() -> None:
+def test_gamma_is_inf_if_the_bound_proves_nothing() -> None:
     assert gamma(0, 0.5) == 0
     assert gamma(10, 2.0**-24) == pytest.approx(10 * 2.0**-24, rel=1e-5)
     assert gamma(256, 2.0**-8) == math.inf
@@ -247,7 +247,7 @@ def test_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         (["failure"], "got 'failure'; did you mean 'failures'?"),
         (["0.1", "1e999999999"], "got '1e999999999'"),
         (["0.1", "1/3"], "got '1/3'"),
-        (["failures", "0.1"], "got 'failures'"),
+        (["failures", "0.1"], "cannot read '0.1' after 'failures'"),
         (["picture", "formats.pdf"], "one file that ends in .png; got 'formats.pdf'"),
         (["picture", "nowhere/formats.png"], "there is no folder 'nowhere'"),
     ],
@@ -287,6 +287,6 @@ def test_the_pictures_curve_is_the_worst_of_each_binade(floats: FloatFormat) -> 
     starts, errors = worst_errors(floats, exponents)
     for start, error in zip(starts, errors, strict=True):
         numbers = torch.linspace(start, 2 * start, 4097, dtype=torch.float64)[:-1].float()
-        low = numbers.to(DTYPES[floats]).double()
-        worst = ((low - numbers.double()) / numbers.double()).abs().max()
+        quantized = numbers.to(DTYPES[floats]).double()
+        worst = ((quantized - numbers.double()) / numbers.double()).abs().max()
         assert float(worst) == pytest.approx(error, rel=2e-3)

@@ -44,12 +44,12 @@ def test_backs_off_at_once_and_grows_after_the_interval() -> None:
     assert scales(rule, "x..x....") == [4, 4, 8, 4, 4, 8, 8, 16]
 
 
-def test_an_overflow_starts_the_interval_anew() -> None:
+def test_an_overflow_restarts_the_growth_interval() -> None:
     rule = LossScale("dynamic", init=8.0, growth_interval=3)
     assert scales(rule, "..x...") == [8, 8, 4, 4, 4, 8]
 
 
-def test_stays_between_floor_and_ceiling() -> None:
+def test_scale_stays_between_min_and_max() -> None:
     rule = LossScale("dynamic", init=4.0, growth_interval=1, min=2.0, max=16.0)
     assert scales(rule, "....xxxxx.") == [8, 16, 16, 16, 8, 4, 2, 2, 2, 4]
 
@@ -149,7 +149,7 @@ def test_calibration_backs_off_until_gradients_can_be_measured() -> None:
     assert [state.num_measured for state in states] == [0, 0, 0, 1, 1, 2]
 
 
-def test_an_overflow_lowers_a_calibrated_scale_for_good() -> None:
+def test_an_overflow_lowers_a_calibrated_scale_permanently() -> None:
     states = calibrated([1.0, *[1e-3] * 3, math.inf, *[1e-3] * 5000], calibration_steps=1, growth_interval=1)
     assert states[1].scale == states[4].scale == 2.0**12
     assert {state.scale for state in states[5:]} == {2.0**11}
@@ -179,7 +179,7 @@ def test_a_calibrated_scale_is_the_largest_power_of_two_that_fits(largest: float
 
 
 @given(st.lists(st.one_of(st.just(math.inf), st.just(0.0), st.floats(1e-9, 1e3)), max_size=12), st.integers(0, 12))
-def test_a_calibration_goes_on_where_it_was_saved(steps: list[float], save_after: int) -> None:
+def test_calibration_resumes_from_a_saved_state(steps: list[float], save_after: int) -> None:
     fields: dict[str, Any] = {"calibration_steps": 4, "hysteresis": 2, "growth_interval": 2}
     states = calibrated(steps, **fields)
     rule = LossScale("calibrated", **fields)
@@ -204,7 +204,7 @@ def test_fewer_calibration_steps_after_a_load_end_it_at_the_next() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "says"), [(torch.float16, False), (torch.bfloat16, True)])
-def test_calibration_without_need_is_told(dtype: torch.dtype, says: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_calibration_without_effect_is_logged(dtype: torch.dtype, says: bool, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger=logger.name):
         rule = LossScale("calibrated").resolved(dtype)
     assert rule == LossScale("calibrated")
@@ -230,7 +230,7 @@ def test_of_takes_what_initialize_takes() -> None:
         assert LossScale.of(number).start().scale == number
 
 
-def test_restored_keeps_to_the_rule_in_force() -> None:
+def test_restored_state_follows_the_current_settings() -> None:
     saved = LossScaleState(LossScale("dynamic", hysteresis=2), 2.0**20, 7, 1).to_dict()
     assert LossScale("dynamic", hysteresis=2).start().restored(saved).to_dict() == saved
     narrower = LossScale("dynamic", max=2.0**17)
@@ -261,18 +261,18 @@ def test_restored_keeps_to_the_rule_in_force() -> None:
         ({"margin": math.inf}, "got 10 and inf"),
     ],
 )
-def test_senseless_rules_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LossScale(**{"mode": "dynamic", **fields})
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1024", "of"])
-def test_senseless_values_are_refused(value: Any) -> None:
+def test_invalid_loss_scale_values_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="loss scale"):
         LossScale.of(value)
 
 
-def test_auto_does_not_start_unresolved() -> None:
+def test_auto_must_be_resolved_before_start() -> None:
     with pytest.raises(ConfigError, match="must be resolved"):
         LossScale("auto").start()
 
@@ -289,7 +289,7 @@ def test_auto_does_not_start_unresolved() -> None:
         ("bf16", "none", False),
     ],
 )
-def test_gradients_that_may_vanish_are_announced(
+def test_fp16_without_loss_scale_is_warned_of(
     precision: Any, loss_scale: Any, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     start(precision=precision, loss_scale=loss_scale)

@@ -1,4 +1,4 @@
-"""What every operation of a model really ran in under an engine, against expectations written by hand."""
+"""The dtype in which every operation of a model ran under an engine, against expectations written by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPS = (
     *("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "linalg_qr"),
     *("_linalg_svd", "_linalg_eigh", "linalg_lstsq", "linalg_pinv", "linalg_lu_solve", "linalg_solve_triangular"),
 )
-"""Products, and what is never low; elementwise operations and copies run in what they are given."""
+"""Matmuls, and operations that are always FP32. Elementwise operations and copies keep the dtype of their inputs."""
 
 BF16, FP32 = {"bf16"}, {"fp32"}
 
@@ -107,7 +107,7 @@ EXPECTED: dict[str, tuple[dict[str, set[str]], dict[str, set[str]]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_under_bf16_products_are_low_and_the_rest_is_not(name: str) -> None:
+def test_under_bf16_only_matmuls_are_bf16(name: str) -> None:
     entry = make(name)
     model = entry.build(0)
     engine, micro = start(model, "bf16"), entry.batch(0)
@@ -123,7 +123,7 @@ def test_under_bf16_linalg_and_reductions_are_fp32() -> None:
     ops = recorded(engine, lambda: engine(x))
     assert ops.table(OPS, forward=True) == ALGEBRA
     backward = ops.table(OPS, forward=False)
-    # the gradients of the two products are low; those of linalg are products too, in FP32
+    # the gradients of the two matmuls are BF16; those of linalg are matmuls too, in FP32
     assert backward.pop("mm") == {"bf16", "fp32"}
     assert backward.pop("sum") >= BF16
     assert set().union(*backward.values()) == FP32
@@ -144,7 +144,7 @@ def test_under_fp32_everything_is_fp32(name: str) -> None:
 
 
 def test_tf32_is_refused_where_it_could_not_run() -> None:
-    """Its products take FP32 tensors: that they may round is a mode of the process, refused where there is none."""
+    """TF32 is a mode of the process for FP32 tensors, refused on a device without it."""
     with pytest.raises(ConfigError, match="tf32 needs an NVIDIA GPU"):
         start(nn.Linear(2, 2), "tf32")
 

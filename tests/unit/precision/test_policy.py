@@ -20,7 +20,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def prepared(model: nn.Module) -> Contract:
-    """The BF16 contract of ``model``, whose parameters are cast as it says."""
+    """Returns the BF16 contract of ``model`` after casting its parameters to it."""
     contract = resolve(PrecisionPolicy.named("bf16"), model)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(contract.replica_dtypes[name])
@@ -31,7 +31,7 @@ def prepared(model: nn.Module) -> Contract:
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
-def test_norms_stay_fp32_and_the_rest_is_low() -> None:
+def test_norms_stay_fp32_and_the_rest_is_reduced_precision() -> None:
     contract = resolve(PrecisionPolicy.named("bf16"), make("transformer").build(0))
     for name, dtype in contract.replica_dtypes.items():
         assert dtype == (FP32 if "norm" in name else BF16), name
@@ -51,9 +51,9 @@ def test_names(name: str, compute: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked", "reduces_every_micro_batch", "wire"),
+    ("name", "asked", "reduces_every_micro_batch", "expected"),
     [
-        ("bf16", "auto", True, BF16),  # the leaves are BF16 anyway
+        ("bf16", "auto", True, BF16),  # micro-batch gradients are BF16 anyway
         ("bf16", "auto", False, FP32),  # FP32 sums would be rounded
         ("bf16", "bf16", False, BF16),
         ("bf16", "fp32", True, FP32),
@@ -64,10 +64,10 @@ def test_names(name: str, compute: torch.dtype) -> None:
         ("fp32", "bf16", True, BF16),
     ],
 )
-def test_the_dtype_on_the_wire(name: str, asked: str, reduces_every_micro_batch: bool, wire: torch.dtype) -> None:
+def test_dtype_during_reduction(name: str, asked: str, reduces_every_micro_batch: bool, expected: torch.dtype) -> None:
     policy = PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
-    assert policy.dtype_during_reduction(policy.compute_dtype) == wire
-    assert policy.compute_dtype == FP32 or policy.dtype_during_reduction(FP32) == FP32, "FP32 fp32_modules stay FP32"
+    assert policy.dtype_during_reduction(policy.compute_dtype) == expected
+    assert policy.compute_dtype == FP32 or policy.dtype_during_reduction(FP32) == FP32, "FP32 modules stay FP32"
     assert policy.reducing("auto", reduces_every_micro_batch=reduces_every_micro_batch) == policy, (
         "what was decided stays"
     )
@@ -79,11 +79,11 @@ def test_the_dtype_on_the_wire(name: str, asked: str, reduces_every_micro_batch:
         ("bf16", "fp16", True, "reduce dtype float16 under compute dtype torch.bfloat16: no loss scale .* range"),
         ("bf16", "fp16", False, "no loss scale"),
         ("fp32", "fp16", True, "no loss scale"),
-        ("fp16", "bf16", True, "three bits of each lost"),
+        ("fp16", "bf16", True, "reduce dtype bfloat16 under compute dtype float16: .* three bits of each"),
         ("bf16", "bf61", True, "unknown reduce dtype 'bf61'; did you mean 'bf16'"),
     ],
 )
-def test_a_senseless_dtype_on_the_wire_is_refused(
+def test_an_invalid_reduce_dtype_is_refused(
     name: str, asked: str, reduces_every_micro_batch: bool, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -97,7 +97,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class PreNorm(nn.Module):
-    """The common name of a block that normalises and then does something else."""
+    """The common name of a block that normalizes and then does something else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
         resolve(policy, make("transformer").build(0))
 
 
-def test_a_parameter_tied_between_fp32_and_low_is_fp32() -> None:
+def test_a_parameter_tied_between_fp32_and_bf16_is_fp32() -> None:
     contract = resolve(PrecisionPolicy.named("bf16", rules={"head": "fp32"}), make("tied").build(0))
     assert contract.replica_dtypes["embedding.weight"] == FP32
     assert "head.weight" not in contract.replica_dtypes
@@ -187,13 +187,15 @@ def test_check_parameters_names_the_one_that_was_changed() -> None:
         contract.check_parameters(model)
 
 
-def test_the_contract_says_everything_once() -> None:
+def test_contract_to_dict_and_describe() -> None:
     policy = PrecisionPolicy.named("bf16").reducing("auto", reduces_every_micro_batch=True)
     contract = resolve(policy, make("mlp").build(0))
-    said = contract.to_dict()
+    contract_dict = contract.to_dict()
     kinds = ("precision", "master", "compute", "accumulate", "reduce", "output", "optimizer_state")
-    assert [said[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
-    assert said["replicas"] == dict.fromkeys(["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"], "bf16")
+    assert [contract_dict[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
+    assert contract_dict["replicas"] == dict.fromkeys(
+        ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"], "bf16"
+    )
     assert "parameters computed: 6 in bf16, 0 in fp32" in contract.describe()[-1]
 
 
@@ -264,7 +266,7 @@ def test_matmul_precision_follows_the_policy() -> None:
         (lambda: PrecisionPolicy("x", BF16, reduce_dtype=torch.float64), "reduce dtype must be float32, bfloat16 or"),
     ],
 )
-def test_senseless_policies_are_refused(build: Callable[[], object], message: str) -> None:
+def test_invalid_policies_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
 

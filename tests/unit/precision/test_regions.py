@@ -1,4 +1,4 @@
-"""A region that computes in FP32, whatever is round it."""
+"""``dtrain.full_precision()``: a region of a forward that computes in FP32."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_modules_of_other_kinds(module: nn.Module, dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_code_may_open_one(linear: nn.Linear) -> None:
-    """Also round what a compiler does not trace, as an engine's hooks are."""
+    """Also around code that a compiler does not trace, such as an engine's hooks."""
     linear.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ def test_a_region_in_a_checkpointed_function_is_one_when_it_runs_again(linear: n
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_a_region_round_a_checkpoint_is_not_lost_without_a_word(linear: nn.Linear) -> None:
-    """CPU autocast takes no FP32 when the checkpoint restores it. When this fails, PyTorch has learnt it."""
+def test_a_region_around_a_checkpoint_warns_or_raises(linear: nn.Linear) -> None:
+    """CPU autocast cannot restore FP32 in a checkpoint. If this fails, PyTorch has learned to."""
     x = torch.randn(2, 4, dtype=BF16, requires_grad=True)
     with torch.autocast("cpu", dtype=BF16), dtrain.full_precision():
         y = checkpoint(lambda x: linear(x).sin(), x, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""The rounding-error bound of a product of length n holds in every format, and low-precision sums break it.
+"""The rounding-error bound of a product of length n holds in every format, and reduced-precision sums break it.
 
 |fl(x.y) - x.y| <= ((1 + u)^2 (1 + gamma_n) (1 + v) - 1) |x|.|y|: operands rounded with u, summed in FP32, the sum
 rounded with v. The exact products are those of FP64, whose own error is far below.
@@ -99,20 +99,20 @@ def test_fp8_forward_and_both_gradients(
     layer.weight.data = weight.clone()
     convert(layer, Recipe(rowwise=rowwise, grad_dtype=grad_dtype, out_dtype=torch.float32, emulate=True))
     x = numbers(rows, length, seed=seed, one_sided=one_sided)
-    leaf = x.clone().requires_grad_()
-    y = layer(leaf)
+    inputs = x.clone().requires_grad_()
+    y = layer(inputs)
     grad = numbers(rows, NUM_OUT, seed=seed + 2, one_sided=one_sided)
     y.backward(grad)
     gradients = FP8_E4M3 if grad_dtype == torch.float8_e4m3fn else FP8_E5M2
-    assert leaf.grad is not None
+    assert inputs.grad is not None
     assert layer.weight.grad is not None
     assert share_of_bound(y.detach(), x, weight.t(), product_bound(length, FP8_E4M3)) <= 1
-    assert share_of_bound(leaf.grad, grad, weight, product_bound(NUM_OUT, gradients)) <= 1
+    assert share_of_bound(inputs.grad, grad, weight, product_bound(NUM_OUT, gradients)) <= 1
     assert share_of_bound(layer.weight.grad, grad.t(), x, product_bound(rows, gradients)) <= 1
 
 
 def test_products_are_summed_in_fp32_on_a_gpu_too() -> None:
-    """By default PyTorch lets cuBLAS add the parts of a split product in their own low format."""
+    """By default PyTorch lets cuBLAS add the partial sums of a split matmul in 16 bits."""
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = True
     matmul.allow_fp16_reduced_precision_reduction = True
@@ -153,7 +153,7 @@ def test_low_precision_sums_break_it(floats: FloatFormat, extra: int) -> None:
     assert share_of_bound(ones @ ones.t(), ones, ones.t(), bound) <= 1
 
 
-def test_random_numbers_summed_low_break_it_too() -> None:
+def test_random_numbers_summed_in_reduced_precision_break_it_too() -> None:
     """And hold it, the same products, summed in FP32."""
     length = LENGTHS[-1]
     x, weight = numbers(1, length, seed=1, one_sided=True), numbers(1, length, seed=2, one_sided=True)
@@ -168,8 +168,11 @@ def test_it_is_not_loose(floats: FloatFormat) -> None:
     """A product of the worst numbers of a binade comes near it; of a narrower format it breaks it."""
     worst = 1 + floats.unit_roundoff
     rounded = floats.rounded(worst).value
-    x, low = torch.full((1, 64), worst, dtype=torch.float64), torch.full((1, 64), rounded, dtype=torch.float64)
-    product = (low.float() @ low.float().t()).double()
+    x, rounded_numbers = (
+        torch.full((1, 64), worst, dtype=torch.float64),
+        torch.full((1, 64), rounded, dtype=torch.float64),
+    )
+    product = (rounded_numbers.float() @ rounded_numbers.float().t()).double()
     share: Callable[[float], float] = lambda bound: share_of_bound(product, x, x.t(), bound)  # noqa: E731
     assert 0.7 < share(product_bound(64, floats)) <= 1
     narrower = FloatFormat("one bit more", 8, floats.mantissa_bits + 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dtrain.engine.observation import observe_forward
 from dtrain.errors import ConfigError, ContractError
 from dtrain.precision.contract import Contract, earlier_decisions, float8_candidates, resolve
-from dtrain.precision.float8.choice import Float8Decision, Float8Candidate
+from dtrain.precision.float8.choice import Float8Candidate, Float8Decision
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import Autocast
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A transformer without attention: what rules see of one."""
+    """A transformer without attention."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def resolved(
 
 
 def table(contract: Contract) -> dict[str, str]:
-    """``format: reason`` by module, where something else than the policy decided."""
+    """Returns ``format: reason`` by module, or only the format if the policy alone decided."""
     return {m.name: m.format if m.reason == "policy" else f"{m.format}: {m.reason}" for m in contract.modules}
 
 
@@ -272,7 +272,7 @@ def names_above(name: str) -> Iterator[str]:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_last_rule_that_covers_a_module_decides(rules: list[tuple[str, str]]) -> None:
-    """Against a second writing of the rule of rules, on what no class protects."""
+    """Compares with an independent implementation, on modules that are not FP32 by their class."""
     with torch.device("meta"):
         model = Net()
     contract = resolved(model, "bf16", dict(rules))
@@ -290,15 +290,15 @@ def test_the_last_rule_that_covers_a_module_decides(rules: list[tuple[str, str]]
 @pytest.mark.parametrize(
     ("weights", "fp8", "fp16"), [("quantized", E4M3, FP16), ("policy", BF16, FP32), ("fp32", FP32, FP32)]
 )
-def test_replicas_by_the_way_that_weights_are_held(weights: str, fp8: torch.dtype, fp16: torch.dtype) -> None:
+def test_replica_dtypes_by_storage_of_weights(weights: str, fp8: torch.dtype, fp16: torch.dtype) -> None:
     rules = {"blocks.0.up": "fp8", "blocks.1.up": "fp16", "blocks.2.up": "fp32"}
     contract = resolved(Net(), "bf16", rules, weights)
-    low = FP32 if weights == "fp32" else BF16
+    default = FP32 if weights == "fp32" else BF16
     found = contract.replica_dtypes
     assert [found[f"blocks.{i}.up.weight"] for i in range(3)] == [fp8, fp16, FP32]
-    assert [found[f"blocks.{i}.up.bias"] for i in range(3)] == [low, fp16, FP32], "only the weight is quantized"
-    assert contract.parameter_dtype("blocks.0.up.weight") == low
-    assert found["head.weight"] == low
+    assert [found[f"blocks.{i}.up.bias"] for i in range(3)] == [default, fp16, FP32], "only the weight is quantized"
+    assert contract.parameter_dtype("blocks.0.up.weight") == default
+    assert found["head.weight"] == default
     assert contract.policy.dtype_during_reduction(FP16) == FP32
 
 
@@ -329,7 +329,7 @@ def test_a_model_on_meta_resolves_like_one_with_weights() -> None:
     assert resolved(model, "fp8").to_dict() == resolved(Net(), "fp8").to_dict()
 
 
-def test_the_lines_for_people() -> None:
+def test_describe() -> None:
     lines = resolved(Net(), "fp8", {"blocks.0": "bf16"}, recipe="rowwise").describe()
     assert lines[2:] == [
         "modules: 4 in bf16, 4 in fp32, 4 in fp8",
@@ -382,7 +382,7 @@ def test_an_fp8_rule_on_a_tied_head_says_why_not() -> None:
         resolved(Net(tied=True), "fp8", {"h*": "fp8"})
 
 
-def test_a_part_of_attention_has_no_format_of_its_own() -> None:
+def test_a_rule_for_a_part_of_attention_alone_is_refused() -> None:
     for rules in ({"attend.out_proj": "fp16"}, {"attend.*": "fp32"}, {"*": "fp32", "attend": "bf16", "*proj": "fp32"}):
         with pytest.raises(ConfigError, match=r"'attend.out_proj' cannot be fp.* reads its weights and never calls it"):
             resolved(Energy(), "bf16", rules)
@@ -400,18 +400,24 @@ def test_auto_with_an_fp8_rule_needs_bf16(monkeypatch: pytest.MonkeyPatch) -> No
 # -- decisions ---------------------------------------------------------------------------------------------------------
 
 
-def test_decisions_are_asked_for_what_no_rule_decides() -> None:
+def test_candidates_are_the_linears_that_no_rule_covers() -> None:
     policy = PrecisionPolicy.named("fp8", rules={"blocks.0": "bf16", "blocks.1": "fp8"}).on(CPU)
     model = Net()
-    assert float8_candidates(policy, model) == [Float8Candidate("blocks.2.up", 64, 32), Float8Candidate("blocks.2.down", 32, 64)]
-    decisions = (Float8Decision("blocks.2.up", False, "timed 1.2 of BF16"), Float8Decision("blocks.2.down", True, "timed 0.8"))
+    assert float8_candidates(policy, model) == [
+        Float8Candidate("blocks.2.up", 64, 32),
+        Float8Candidate("blocks.2.down", 32, 64),
+    ]
+    decisions = (
+        Float8Decision("blocks.2.up", False, "timed 1.2 of BF16"),
+        Float8Decision("blocks.2.down", True, "timed 0.8"),
+    )
     found = table(resolve(policy, model, "quantized", decisions))
     assert found["blocks.2.up"] == "bf16: timed 1.2 of BF16"
     assert found["blocks.2.down"] == "fp8: timed 0.8"
     assert found["blocks.1.up"] == "fp8: rule 'blocks.1'"
 
 
-def test_a_run_that_goes_on_keeps_its_decisions() -> None:
+def test_a_resumed_run_keeps_its_decisions() -> None:
     policy = PrecisionPolicy.named("fp8").on(CPU)
     decisions = (Float8Decision("blocks.2.up", False, "timed 1.2 of BF16", 1.0, 1.2),)
     saved = resolve(policy, Net(), "quantized", decisions).to_dict()
@@ -419,6 +425,10 @@ def test_a_run_that_goes_on_keeps_its_decisions() -> None:
     rowwise = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise")).on(CPU)
     assert earlier_decisions(saved, rowwise) == (), "of other products"
     assert earlier_decisions({}, policy) == ()
+    old = [
+        {key: value for key, value in item.items() if key != "bf16_ms"} | {"low_ms": 1.0} for item in saved["decisions"]
+    ]
+    assert earlier_decisions(saved | {"decisions": old}, policy) == decisions, "the key of earlier versions"
     assert earlier_decisions(resolve(PrecisionPolicy.named("bf16"), Net()).to_dict(), policy) == ()
 
 
@@ -446,17 +456,17 @@ def test_regions_of_other_16_bit_formats() -> None:
         half = model.blocks[0].up(inner)
         block = model.blocks[1](inner)
         inside = model.blocks[1].up(inner.float())
-    assert half.dtype == BF16, "as what is round it"
+    assert half.dtype == BF16, "cast back to the format of the parent"
     up = model.blocks[0].up
     want = torch.nn.functional.linear(inner.half(), up.weight.half(), up.bias.half()).to(BF16)
     assert torch.equal(half, want), "computed in FP16"
     assert block.dtype == FP32
     assert inside.dtype == BF16
     with torch.autocast("cpu", enabled=False), autocast.backward():
-        assert model.blocks[1].up(inner.float()).dtype == FP32, "cast back to what is round it"
+        assert model.blocks[1].up(inner.float()).dtype == FP32, "cast back to the format of the parent"
 
 
-def test_low_modules_in_an_fp32_model() -> None:
+def test_bf16_modules_in_an_fp32_model() -> None:
     model = Net()
     autocast, contract = prepared(model, "fp32", {"blocks.1": "bf16"})
     assert contract.is_mixed
@@ -466,23 +476,24 @@ def test_low_modules_in_an_fp32_model() -> None:
     with autocast():
         output = autocast.cast_output(model(tokens))
     assert output.dtype == FP32
+    loss = output.sum()
     plain = Net()
     plain.load_state_dict(reference.state_dict())
-    assert not torch.equal(output, plain(tokens)), "the block is low"
+    assert not torch.equal(output, plain(tokens)), "the block computes in BF16"
     x = torch.randn(2, 32)
     with autocast():
         assert model.blocks[0].up(x).dtype == FP32
-        low = model.blocks[1].up(x)
+        output = model.blocks[1].up(x)
     block = model.blocks[1].up
     want = torch.nn.functional.linear(x.to(BF16), block.weight.to(BF16), block.bias.to(BF16))
-    assert low.dtype == FP32
-    assert torch.equal(low, want.float())
-    output.sum().backward()
+    assert output.dtype == FP32
+    assert torch.equal(output, want.float())
+    loss.backward()
     assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
 
 
 class Heads(nn.Module):
-    """What its class keeps in FP32, with parameters, buffers, without either, and a loss."""
+    """Modules that are FP32 by their class: with parameters, with buffers, with neither, and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,32 +510,34 @@ class Heads(nn.Module):
 
 
 @pytest.mark.parametrize("weights", ["quantized", "policy", "fp32"])
-@pytest.mark.parametrize(("name", "low"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")])
-def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(name: str, low: str, weights: str) -> None:
+@pytest.mark.parametrize(("name", "rule_format"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")])
+def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(
+    name: str, rule_format: str, weights: str
+) -> None:
     model = Heads()
-    rules = dict.fromkeys(("norm", "batch", "soft", "loss"), low)
+    rules = dict.fromkeys(("norm", "batch", "soft", "loss"), rule_format)
     autocast, contract = prepared(model, name, rules, weights)
     assert contract.fp32_class_overrides == tuple(rules)
     x = torch.randn(4, 32)
     with autocast(), observe_forward(model, contract), OpDtypes(model) as ops:
         loss = model(x)
     assert loss.dtype == FP32
-    assert model.between == {"bf16": BF16, "fp32": FP32}[name], "cast back to what is round it"
+    assert model.between == {"bf16": BF16, "fp32": FP32}[name], "cast back to the format of the parent"
     kernels = {"native_layer_norm", "native_batch_norm", "_softmax", "_log_softmax", "nll_loss_forward"}
     seen = {ran.op.partition(".")[0]: ran.outputs for ran in ops.ran if ran.op.partition(".")[0] in kernels}
     assert seen.keys() == kernels
-    assert all(outputs[0] == low for outputs in seen.values()), seen
+    assert all(outputs[0] == rule_format for outputs in seen.values()), seen
     with autocast.backward():
         loss.backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
     with autocast(), full_precision(), OpDtypes(model) as ops:
         model.norm(x)
     (norm,) = [ran for ran in ops.ran if "layer_norm" in ran.op]
-    exempt = name == "bf16"  # without autocast the region has no effect, as it says
-    assert norm.outputs == ("fp32",) or not exempt, "code that says FP32 knows better than a rule"
+    exempt = name == "bf16"  # without autocast the region has no effect
+    assert norm.outputs == ("fp32",) or not exempt, "full_precision() in code wins over a rule"
 
 
-def test_a_deep_copy_of_a_low_module_runs_its_own_weights() -> None:
+def test_a_deep_copy_of_a_bf16_module_uses_its_own_weights() -> None:
     model = Net()
     autocast, _ = prepared(model, "fp32", {"head": "bf16"})
     other = copy.deepcopy(model)

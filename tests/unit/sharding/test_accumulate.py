@@ -1,4 +1,4 @@
-"""Sums of leaves: FP32 always, and in reproducible runs one tree whatever rank held which leaf."""
+"""Sums of gradients: always FP32, and in reproducible runs along one tree at every world size."""
 
 from __future__ import annotations
 
@@ -21,81 +21,81 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ONE = Weight(torch.ones(()), is_one=True)
 
 
-def random_leaves(number: int, seed: int, dtype: torch.dtype = torch.float32, numel: int = 16) -> list[Tensor]:
-    """Leaves of very different sizes and both signs, so that the order of the sum shows."""
+def random_grads(number: int, seed: int, dtype: torch.dtype = torch.float32, numel: int = 16) -> list[Tensor]:
+    """Gradients of very different sizes and both signs, so that the order of the sum shows."""
     generator = torch.Generator().manual_seed(seed)
     sizes = 10.0 ** torch.randint(-3, 4, (number, numel), generator=generator)
     return list((torch.randn(number, numel, generator=generator) * sizes).to(dtype).unbind())
 
 
-def summed(gradient_sum: GradientSum, leaves: list[Tensor], weights: list[float] | None = None) -> Tensor:
-    for leaf, weight in zip(leaves, weights or [1.0] * len(leaves), strict=True):
-        gradient_sum.push([leaf], [Weight(torch.tensor(weight))])
-    output = torch.full_like(leaves[0], math.nan, dtype=torch.float32)
+def summed(gradient_sum: GradientSum, grads: list[Tensor], weights: list[float] | None = None) -> Tensor:
+    for grad, weight in zip(grads, weights or [1.0] * len(grads), strict=True):
+        gradient_sum.push([grad], [Weight(torch.tensor(weight))])
+    output = torch.full_like(grads[0], math.nan, dtype=torch.float32)
     gradient_sum.finish(output)
     return output
 
 
-def by_recursion(leaves: list[Tensor]) -> Tensor:
-    """The same tree from the other end: split off the largest power of two that leaves something over."""
-    if len(leaves) == 1:
-        return leaves[0].float()
-    block = 1 << (len(leaves) - 1).bit_length() - 1
-    return by_recursion(leaves[:block]) + by_recursion(leaves[block:])
+def by_recursion(grads: list[Tensor]) -> Tensor:
+    """The same tree from the other end: split off the largest power of two below the number."""
+    if len(grads) == 1:
+        return grads[0].float()
+    block = 1 << (len(grads) - 1).bit_length() - 1
+    return by_recursion(grads[:block]) + by_recursion(grads[block:])
 
 
 @few
 @given(st.integers(1, 70), seeds, dtypes)
 def test_is_the_balanced_tree(number: int, seed: int, dtype: torch.dtype) -> None:
-    leaves = random_leaves(number, seed, dtype)
-    assert torch.equal(summed(TreeSum(), leaves), by_recursion(leaves))
+    grads = random_grads(number, seed, dtype)
+    assert torch.equal(summed(TreeSum(), grads), by_recursion(grads))
 
 
 @few
 @given(st.integers(1, 6), st.integers(1, 8), seeds)
 def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int) -> None:
-    """Micro-batch i of rank r has index i x world + r; the owner meets a row of every rank for each i."""
-    leaves = random_leaves(per_rank * world, seed)
-    alone = summed(TreeSum(), leaves)
+    """Micro-batch i of rank r has index i x world + r; the owner gets a row of every rank for each i."""
+    grads = random_grads(per_rank * world, seed)
+    single = summed(TreeSum(), grads)
     owner, output = TreeSum(), torch.empty(16)
     for micro_batch in range(per_rank):
-        rows = torch.stack([leaves[micro_batch * world + rank] for rank in range(world)])
+        rows = torch.stack([grads[micro_batch * world + rank] for rank in range(world)])
         owner.push(rows.unbind(), [ONE] * world)
     owner.finish(output)
-    assert torch.equal(output, alone)
+    assert torch.equal(output, single)
 
 
 @few
 @given(st.integers(1, 40), st.integers(1, 15), seeds)
-def test_slices_of_the_leaves_sum_to_slices_of_the_sum(number: int, cut: int, seed: int) -> None:
-    leaves = random_leaves(number, seed)
-    whole = summed(TreeSum(), leaves)
-    parts = [summed(TreeSum(), [leaf[part] for leaf in leaves]) for part in (slice(0, cut), slice(cut, 16))]
+def test_shards_of_the_gradients_sum_to_shards_of_the_sum(number: int, cut: int, seed: int) -> None:
+    grads = random_grads(number, seed)
+    whole = summed(TreeSum(), grads)
+    parts = [summed(TreeSum(), [grad[part] for grad in grads]) for part in (slice(0, cut), slice(cut, 16))]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_the_order_would_show() -> None:
-    """A control: on the same leaves a running sum has other bits, and so has the tree over another order."""
-    leaves = random_leaves(24, 0)
-    assert not torch.equal(summed(TreeSum(), leaves), summed(RunningSum(torch.empty(16)), leaves))
-    assert not torch.equal(summed(TreeSum(), leaves), summed(TreeSum(), leaves[1:] + leaves[:1]))
+    """A control: on the same grads a running sum has other bits, and so has the tree over another order."""
+    grads = random_grads(24, 0)
+    assert not torch.equal(summed(TreeSum(), grads), summed(RunningSum(torch.empty(16)), grads))
+    assert not torch.equal(summed(TreeSum(), grads), summed(TreeSum(), grads[1:] + grads[:1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["tree", "running"])
 def test_small_addends_are_not_lost(kind: str, dtype: torch.dtype) -> None:
     big = 256.0 if dtype == torch.bfloat16 else 2048.0
-    assert torch.tensor(big, dtype=dtype) + 1 == big, "in the low dtype each 1 would vanish"
-    leaves = [torch.full((4,), value, dtype=dtype) for value in (big, *[1.0] * 7)]
-    got = summed(TreeSum(), leaves) if kind == "tree" else running(leaves, [1.0] * 8)
+    assert torch.tensor(big, dtype=dtype) + 1 == big, "in the reduced dtype each 1 would vanish"
+    grads = [torch.full((4,), value, dtype=dtype) for value in (big, *[1.0] * 7)]
+    got = summed(TreeSum(), grads) if kind == "tree" else running(grads, [1.0] * 8)
     assert torch.equal(got, torch.full((4,), big + 7))
 
 
-def running(leaves: list[Tensor], weights: list[float]) -> Tensor:
-    main_grad = torch.full_like(leaves[0], math.nan, dtype=torch.float32)
+def running(grads: list[Tensor], weights: list[float]) -> Tensor:
+    main_grad = torch.full_like(grads[0], math.nan, dtype=torch.float32)
     gradient_sum = RunningSum(main_grad)
-    for leaf, weight in zip(leaves, weights, strict=True):
-        gradient_sum.push([leaf], [Weight(torch.tensor(weight))])
+    for grad, weight in zip(grads, weights, strict=True):
+        gradient_sum.push([grad], [Weight(torch.tensor(weight))])
     gradient_sum.finish(main_grad)
     return main_grad
 
@@ -103,36 +103,38 @@ def running(leaves: list[Tensor], weights: list[float]) -> Tensor:
 @few
 @given(st.integers(1, 20), seeds, dtypes)
 def test_a_running_sum_adds_from_left_to_right(number: int, seed: int, dtype: torch.dtype) -> None:
-    leaves = random_leaves(number, seed, dtype)
-    want = leaves[0].float()
-    for leaf in leaves[1:]:
-        want = want + leaf.float()
-    assert torch.equal(running(leaves, [1.0] * number), want)
+    grads = random_grads(number, seed, dtype)
+    want = grads[0].float()
+    for grad in grads[1:]:
+        want = want + grad.float()
+    assert torch.equal(running(grads, [1.0] * number), want)
 
 
 @few
 @given(st.integers(1, 4), st.integers(1, 3), seeds, dtypes)
-def test_several_leaves_at_once_are_leaf_after_leaf(world: int, turns: int, seed: int, dtype: torch.dtype) -> None:
+def test_several_gradients_at_once_are_added_one_by_one(world: int, rounds: int, seed: int, dtype: torch.dtype) -> None:
     """Over more elements than a block holds, weights of one and others mixed."""
     numel = 300
-    all_leaves = random_leaves(world * turns, seed, dtype, numel)
-    weights = [ONE if i % 2 else Weight(torch.tensor(float(i + 3))) for i in range(len(all_leaves))]
+    all_grads = random_grads(world * rounds, seed, dtype, numel)
+    weights = [ONE if i % 2 else Weight(torch.tensor(float(i + 3))) for i in range(len(all_grads))]
     one_by_one, together = torch.full((numel,), math.nan), torch.full((numel,), math.nan)
     first, second = RunningSum(one_by_one), RunningSum(together)
-    for leaf, weight in zip(all_leaves, weights, strict=True):
-        first.push([leaf], [weight])
+    for grad, weight in zip(all_grads, weights, strict=True):
+        first.push([grad], [weight])
     with mock.patch.object(accumulate, "_CPU_BLOCK", 128):
-        for turn in range(turns):
-            rows = slice(turn * world, (turn + 1) * world)
-            second.push(all_leaves[rows], weights[rows])
+        for number in range(rounds):
+            rows = slice(number * world, (number + 1) * world)
+            second.push(all_grads[rows], weights[rows])
     assert torch.equal(together, one_by_one)
 
 
-def test_the_host_knows_weights_of_one_on_its_own_side() -> None:
+def test_weights_of_one_are_known_only_in_host_memory() -> None:
     weights = Weight.of_ranks(torch.tensor([1.0, 2.0, 1.0]))
     assert [weight.is_one for weight in weights] == [True, False, True]
     assert [float(weight.value) for weight in weights] == [1.0, 2.0, 1.0]
-    assert not any(weight.is_one for weight in Weight.of_ranks(torch.ones(2, device="meta"))), "it never looks there"
+    assert not any(weight.is_one for weight in Weight.of_ranks(torch.ones(2, device="meta"))), (
+        "no device memory is read"
+    )
 
 
 def test_nothing_pushed_is_zero() -> None:
@@ -142,16 +144,16 @@ def test_nothing_pushed_is_zero() -> None:
         assert torch.equal(output, torch.zeros(4))
 
 
-def test_finish_starts_anew() -> None:
-    first, second = random_leaves(5, 1), random_leaves(3, 2)
+def test_finish_starts_the_next_sum() -> None:
+    first, second = random_grads(5, 1), random_grads(3, 2)
     tree = TreeSum()
     summed(tree, first)
     assert torch.equal(summed(tree, second), by_recursion(second))
     main_grad = torch.empty(16)
     gradient_sum = RunningSum(main_grad)
-    for leaves in (first, second):
-        for leaf in leaves:
-            gradient_sum.push([leaf], [ONE])
+    for grads in (first, second):
+        for grad in grads:
+            gradient_sum.push([grad], [ONE])
         gradient_sum.finish(main_grad)
     assert torch.equal(main_grad, second[0] + second[1] + second[2])
 
@@ -159,59 +161,59 @@ def test_finish_starts_anew() -> None:
 @few
 @given(dtypes, st.sampled_from([1.0, 3.0, 4097.0, 1e-4, 1e6]), seeds)
 def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: int) -> None:
-    leaf = random_leaves(1, seed, dtype)[0]
-    before = leaf.clone()
-    want = leaf.float() * torch.tensor(weight)
+    grad = random_grads(1, seed, dtype)[0]
+    before = grad.clone()
+    want = grad.float() * torch.tensor(weight)
     assigned, added = torch.empty(16), torch.zeros(16)
-    assign_scaled(assigned, leaf, Weight(torch.tensor(weight)))
-    add_scaled(added, leaf, Weight(torch.tensor(weight)))
+    assign_scaled(assigned, grad, Weight(torch.tensor(weight)))
+    add_scaled(added, grad, Weight(torch.tensor(weight)))
     for got in (
         assigned,
         added,
-        summed(TreeSum(), [leaf], [weight]),
-        running([leaf], [weight]),
-        running([torch.zeros_like(leaf), leaf], [1.0, weight]),
+        summed(TreeSum(), [grad], [weight]),
+        running([grad], [weight]),
+        running([torch.zeros_like(grad), grad], [1.0, weight]),
     ):
         assert got.dtype == torch.float32
         assert torch.equal(got, want)
-    assert torch.equal(leaf, before), "the leaf belongs to the caller"
+    assert torch.equal(grad, before), "the gradient belongs to the caller"
 
 
-def test_a_weight_is_not_rounded_to_the_dtype_of_the_leaf() -> None:
-    leaf = torch.ones(4, dtype=torch.bfloat16)
+def test_a_weight_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
+    grad = torch.ones(4, dtype=torch.bfloat16)
     assert torch.tensor(257.0).bfloat16() == 256
-    assert torch.equal(summed(TreeSum(), [leaf], [257.0]), torch.full((4,), 257.0))
+    assert torch.equal(summed(TreeSum(), [grad], [257.0]), torch.full((4,), 257.0))
     # 65504 x 1000 is beyond FP16
     big = torch.full((4,), 65504.0, dtype=torch.float16)
     assert torch.equal(running([big], [1000.0]), torch.full((4,), 65504000.0))
 
 
-def test_leaves_are_left_alone() -> None:
-    leaves = random_leaves(7, 3)
-    before = [leaf.clone() for leaf in leaves]
-    summed(TreeSum(), leaves)
-    running(leaves, [1.0] * 7)
-    assert all(torch.equal(a, b) for a, b in zip(leaves, before, strict=True))
+def test_gradients_are_not_changed() -> None:
+    grads = random_grads(7, 3)
+    before = [grad.clone() for grad in grads]
+    summed(TreeSum(), grads)
+    running(grads, [1.0] * 7)
+    assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
 
 
 @few
 @given(st.integers(2, 300), seeds)
 def test_the_error_stays_under_the_bound_of_a_balanced_tree(number: int, seed: int) -> None:
     """|error| <= log2(n) u / (1 - log2(n) u) x sum of |x| (Higham, 2nd ed., section 4.2)."""
-    leaves = random_leaves(number, seed, numel=8)
-    exact = torch.stack(leaves).double().sum(0)
-    size = torch.stack(leaves).double().abs().sum(0)
+    grads = random_grads(number, seed, numel=8)
+    exact = torch.stack(grads).double().sum(0)
+    size = torch.stack(grads).double().abs().sum(0)
     depth_u = math.ceil(math.log2(number)) * 2.0**-24
     # the reference itself is a FP64 sum
     bound = (depth_u / (1 - depth_u) + number * 2.0**-53) * size
-    assert ((summed(TreeSum(), leaves).double() - exact).abs() <= bound).all()
+    assert ((summed(TreeSum(), grads).double() - exact).abs() <= bound).all()
 
 
 def test_a_running_sum_breaks_that_bound() -> None:
     """A control: why reproducible runs and long accumulations want the tree."""
     number = 4096
-    leaves = [torch.tensor([0.1])] * number
-    exact = number * float(leaves[0])
+    grads = [torch.tensor([0.1])] * number
+    exact = number * float(grads[0])
     bound = math.log2(number) * 2.0**-24 * exact
-    assert abs(float(summed(TreeSum(), leaves)) - exact) <= bound
-    assert abs(float(running(leaves, [1.0] * number)) - exact) > bound
+    assert abs(float(summed(TreeSum(), grads)) - exact) <= bound
+    assert abs(float(running(grads, [1.0] * number)) - exact) > bound

@@ -1,4 +1,4 @@
-"""The layout is pure arithmetic, so its promises are checked on arbitrary shapes, world sizes and stretches."""
+"""The layout is arithmetic only, so its promises are checked on arbitrary shapes, world sizes and ranges."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dtrain.sharding.layout import (
     round_up,
 )
 
-LOW = torch.bfloat16
+REDUCED = torch.bfloat16
 worlds = st.integers(1, 8)
 shapes = st.one_of(
     st.just(()),
     st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple),
     st.integers(0, 5000).map(lambda n: (n,)),
 )
-dtypes = st.sampled_from([torch.float32, LOW, torch.float16, torch.float8_e4m3fn])
+dtypes = st.sampled_from([torch.float32, REDUCED, torch.float16, torch.float8_e4m3fn])
 many_specs = st.lists(st.tuples(shapes, dtypes, st.booleans()), max_size=8).map(
     lambda rows: [ParamSpec(f"p{i}", shape, dtype, decayed) for i, (shape, dtype, decayed) in enumerate(rows)]
 )
 few = settings(deadline=None, max_examples=100)
 
 
-def tiles(pieces: list[tuple[int, int]], numel: int) -> bool:
-    """Whether the half-open ``pieces``, sorted, cover 0 to ``numel`` without gap or overlap."""
+def tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
+    """Whether the half-open ``intervals``, sorted, cover 0 to ``numel`` without gap or overlap."""
     cursor = 0
-    for start, stop in sorted(pieces):
+    for start, stop in sorted(intervals):
         if start != cursor or stop <= start:
             return False
         cursor = stop
@@ -93,7 +93,7 @@ def test_padding_is_bounded(specs: list[ParamSpec], world: int) -> None:
 
 @few
 @given(many_specs, worlds, worlds)
-def test_places_do_not_depend_on_the_world_size(specs: list[ParamSpec], one: int, other: int) -> None:
+def test_slots_do_not_depend_on_the_world_size(specs: list[ParamSpec], one: int, other: int) -> None:
     for a, b in zip(flat_layouts("g", specs, one), flat_layouts("g", specs, other), strict=True):
         assert (a.slots, a.classes, a.extents, a.real_numel) == (b.slots, b.classes, b.extents, b.real_numel)
 
@@ -102,24 +102,24 @@ def test_places_do_not_depend_on_the_world_size(specs: list[ParamSpec], one: int
 @given(many_specs, worlds)
 def test_shards_tile_every_parameter(specs: list[ParamSpec], world: int) -> None:
     for layout in flat_layouts("g", specs, world):
-        pieces: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
-        places = {slot.spec.name: slot.start for slot in layout.slots}
+        intervals: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
+        starts = {slot.spec.name: slot.start for slot in layout.slots}
         for rank in range(world):
             start, stop = layout.shard(rank)
-            for part in layout.intervals(start, stop):
-                pieces[part.spec.name].append((part.start, part.stop))
+            for interval in layout.intervals(start, stop):
+                intervals[interval.spec.name].append((interval.start, interval.stop))
                 # the same element, seen from the buffer and from the parameter
-                assert start + part.offset == places[part.spec.name] + part.start
-                assert start + part.offset + part.stop - part.start <= stop
+                assert start + interval.offset == starts[interval.spec.name] + interval.start
+                assert start + interval.offset + interval.stop - interval.start <= stop
         for slot in layout.slots:
-            assert tiles(pieces[slot.spec.name], slot.spec.numel)
+            assert tiles(intervals[slot.spec.name], slot.spec.numel)
         assert layout.shard(0)[0] == 0
         assert layout.shard(world - 1)[1] == layout.numel
 
 
 @few
 @given(many_specs, worlds, st.data())
-def test_intervals_of_any_stretch_say_what_each_element_is(
+def test_intervals_of_any_range_map_each_element_to_its_parameter(
     specs: list[ParamSpec], world: int, data: st.DataObject
 ) -> None:
     for layout in flat_layouts("g", specs, world):
@@ -129,11 +129,13 @@ def test_intervals_of_any_stretch_say_what_each_element_is(
         for slot in layout.slots:
             owner[slot.start : slot.stop] = [(slot.spec.name, i) for i in range(slot.spec.numel)]
         found: list[tuple[str, int] | None] = [None] * (stop - start)
-        for part in layout.intervals(start, stop):
-            assert part.start < part.stop
-            length = part.stop - part.start
-            assert found[part.offset : part.offset + length] == [None] * length
-            found[part.offset : part.offset + length] = [(part.spec.name, i) for i in range(part.start, part.stop)]
+        for interval in layout.intervals(start, stop):
+            assert interval.start < interval.stop
+            length = interval.stop - interval.start
+            assert found[interval.offset : interval.offset + length] == [None] * length
+            found[interval.offset : interval.offset + length] = [
+                (interval.spec.name, i) for i in range(interval.start, interval.stop)
+            ]
         assert found == owner[start:stop]
 
 
@@ -149,11 +151,11 @@ def test_arena_segments_tile_and_map_back(specs: list[ParamSpec], world: int) ->
             assert (segment.arena_start, segment.layout) == (cursor, layout)
             assert (segment.flat_start, segment.flat_start + segment.numel) == layout.shard(rank)
             cursor = segment.arena_stop
-            for part in segment.intervals():
-                held.setdefault((layout.group, part.spec.name), []).append((part.start, part.stop))
+            for interval in segment.intervals():
+                held.setdefault((layout.group, interval.spec.name), []).append((interval.start, interval.stop))
             covered = sum(high - low for _, low, high in segment.class_ranges())
             real = min(max(layout.real_numel - segment.flat_start, 0), segment.numel)
-            assert covered == real, "hyper-parameters for every chunk but those of the end's padding"
+            assert covered == real, "hyper-parameters for every chunk except padding at the end"
             assert all(low % CHUNK == 0 and high % CHUNK == 0 for _, low, high in segment.class_ranges())
             classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
             found: list[bool] = []
@@ -178,32 +180,32 @@ def test_a_replicated_arena_holds_the_whole_buffers(specs: list[ParamSpec], worl
         assert segment.class_ranges() == tuple(c for c in layout.classes if c[1] < c[2])
 
 
-def test_by_hand() -> None:
+def test_layout_by_hand() -> None:
     specs = [
-        ParamSpec("bias", (10,), LOW, False),
-        ParamSpec("w", (30, 40), LOW, True),
-        ParamSpec("v", (7, 7), LOW, True),
+        ParamSpec("bias", (10,), REDUCED, False),
+        ParamSpec("w", (30, 40), REDUCED, True),
+        ParamSpec("v", (7, 7), REDUCED, True),
         ParamSpec("norm", (10,), torch.float32, False),
     ]
-    low, high = flat_layouts("blocks.0", specs, 4)
-    assert [(slot.spec.name, slot.start, slot.stop) for slot in low.slots] == [
+    reduced, fp32 = flat_layouts("blocks.0", specs, 4)
+    assert [(slot.spec.name, slot.start, slot.stop) for slot in reduced.slots] == [
         ("w", 0, 1200),
         ("v", 1216, 1265),  # aligned to 64
         ("bias", 2048, 2058),  # a new class starts on a chunk
     ]
-    assert low.classes == ((True, 0, 2048), (False, 2048, 3072))
-    assert (low.real_numel, low.shard_numel, low.numel) == (3072, 1024, 4096)
-    assert (low.name, high.name) == ("blocks.0/bfloat16", "blocks.0/float32")
-    assert (high.real_numel, high.numel) == (1024, 4096)
-    assert [(i.spec.name, i.start, i.stop, i.offset) for i in low.intervals(1100, 1230)] == [
+    assert reduced.classes == ((True, 0, 2048), (False, 2048, 3072))
+    assert (reduced.real_numel, reduced.shard_numel, reduced.numel) == (3072, 1024, 4096)
+    assert (reduced.name, fp32.name) == ("blocks.0/bfloat16", "blocks.0/float32")
+    assert (fp32.real_numel, fp32.numel) == (1024, 4096)
+    assert [(i.spec.name, i.start, i.stop, i.offset) for i in reduced.intervals(1100, 1230)] == [
         ("w", 1100, 1200, 0),
         ("v", 0, 14, 116),
     ]
-    assert low.class_ranges(1024, 3072) == ((True, 0, 1024), (False, 1024, 2048))
+    assert reduced.class_ranges(1024, 3072) == ((True, 0, 1024), (False, 1024, 2048))
     assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
 
 
-def test_nothing_makes_no_buffer() -> None:
+def test_no_parameters_make_no_buffer() -> None:
     assert flat_layouts("g", [], 4) == ()
     assert ArenaLayout.of([], 0, sharded=True).numel == 0
 
@@ -216,13 +218,13 @@ def test_round_up_is_the_smallest_multiple(value: int, multiple: int) -> None:
 
 
 def test_an_inconsistent_layout_is_refused() -> None:
-    spec = ParamSpec("w", (100,), LOW, True)
+    spec = ParamSpec("w", (100,), REDUCED, True)
     chunk = ((True, 0, CHUNK),)
     with pytest.raises(ValueError, match="slot 'w' starts at 3"):
-        FlatLayout("g", LOW, (ParameterSlot(spec, 3),), chunk, 1)
+        FlatLayout("g", REDUCED, (ParameterSlot(spec, 3),), chunk, 1)
     with pytest.raises(ValueError, match="slot 'w' starts at 64"):
-        FlatLayout("g", LOW, (ParameterSlot(spec, 0), ParameterSlot(spec, 64)), chunk, 1)
+        FlatLayout("g", REDUCED, (ParameterSlot(spec, 0), ParameterSlot(spec, 64)), chunk, 1)
     with pytest.raises(ValueError, match="do not cover whole chunks"):
-        FlatLayout("g", LOW, (ParameterSlot(spec, 0),), ((True, 0, 100),), 1)
+        FlatLayout("g", REDUCED, (ParameterSlot(spec, 0),), ((True, 0, 100),), 1)
     with pytest.raises(ValueError, match="do not cover whole chunks"):
-        FlatLayout("g", LOW, (ParameterSlot(spec, CHUNK),), chunk, 1)
+        FlatLayout("g", REDUCED, (ParameterSlot(spec, CHUNK),), chunk, 1)

@@ -1,4 +1,4 @@
-"""FP8 replicas: what each rank measures and casts of its shards is what one tensor would give, whole."""
+"""FP8 replicas: scales and casts of shards equal those of whole weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SHAPES = [(30, 90), (16, 700), (50, 17), (1, 16), (300, 1)]
 
 
 @given(st.integers(1, 12), st.integers(0, 60), st.integers(0, 60))
-def test_rectangles_tile_a_stretch(width: int, start: int, length: int) -> None:
+def test_rectangles_tile_an_interval(width: int, start: int, length: int) -> None:
     found = list(rectangles(start, start + length, width))
     assert len(found) <= 3
     seen: list[int] = []
     for box in found:
         assert box.offset == len(seen)
-        assert box.columns == width or box.rows == 1, "row-major memory is a rectangle only so"
+        assert box.columns == width or box.rows == 1, "other row-major ranges are no rectangle"
         seen += [(box.row + i) * width + box.column + j for i in range(box.rows) for j in range(box.columns)]
     assert seen == list(range(start, start + length))
 
@@ -65,14 +65,14 @@ class Shards:
             arena = ArenaLayout.of([self.layout], rank, sharded=True)
             table = ScaleTable([self.layout], rowwise, CPU)
             master = torch.zeros(arena.numel)
-            own = [torch.zeros(arena.numel, dtype=E4M3) for _ in range(table.num_copies)]
-            for part in arena.segments[0].intervals():
-                source = weights[int(part.spec.name[1:])].reshape(-1)[part.start : part.stop]
-                master[part.offset : part.offset + source.numel()] = source
+            copies = [torch.zeros(arena.numel, dtype=E4M3) for _ in range(table.num_copies)]
+            for interval in arena.segments[0].intervals():
+                source = weights[int(interval.spec.name[1:])].reshape(-1)[interval.start : interval.stop]
+                master[interval.offset : interval.offset + source.numel()] = source
             self.tables.append(table)
-            self.copies.append(own)
-            parts: list[Any] = [table, arena.segments, master, [own], None]
-            self.scales.append(scales_type(*parts, compiled=compiled, **options))
+            self.copies.append(copies)
+            arguments: list[Any] = [table, arena.segments, master, [copies], None]
+            self.scales.append(scales_type(*arguments, compiled=compiled, **options))
 
     def refresh(self) -> None:
         for scales in self.scales:
@@ -85,9 +85,9 @@ class Shards:
             scales.cast(0)
 
     def copy(self, number: int, slot: int) -> Tensor:
-        flat = torch.cat([own[number].view(torch.uint8) for own in self.copies])
-        place = self.layout.slots[slot]
-        return flat[place.start : place.stop].view(place.spec.shape)
+        flat = torch.cat([copies[number].view(torch.uint8) for copies in self.copies])
+        found = self.layout.slots[slot]
+        return flat[found.start : found.stop].view(found.spec.shape)
 
 
 def weights_of(seed: int) -> list[Tensor]:
@@ -104,7 +104,7 @@ def bits(values: Tensor) -> Tensor:
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 7), st.booleans(), st.sampled_from([100, 4000, 1 << 17]), st.integers(0, 2**31))
-def test_shards_give_the_planes_of_whole_weights(world: int, rowwise: bool, block: int, seed: int) -> None:
+def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, block: int, seed: int) -> None:
     weights = weights_of(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8_scales, "_BLOCK", block)
@@ -134,8 +134,8 @@ def test_compiled_casts_give_the_same_bits() -> None:
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("rowwise", [False, True])
-def test_what_is_not_finite_is_never_a_number(bad: float, rowwise: bool) -> None:
-    """E4M3 has no Inf: a cast would make 448 of it, and nobody would see the overflow."""
+def test_nonfinite_weights_become_nan(bad: float, rowwise: bool) -> None:
+    """E4M3 has no Inf: a saturating cast would make it 448 and hide the overflow."""
     weights = weights_of(3)
     weights[0][7, 11] = bad
     shards = Shards(weights, 3, rowwise, CurrentScales)
@@ -148,7 +148,7 @@ def test_what_is_not_finite_is_never_a_number(bad: float, rowwise: bool) -> None
             is_nan = shards.copy(copy, 0) & nan == nan
             assert is_nan[line].all()
             assert is_nan.sum() == is_nan[line].numel()
-    assert not (shards.copy(0, 1) & nan == nan).any(), "the next weight is sound"
+    assert not (shards.copy(0, 1) & nan == nan).any(), "the next weight is not affected"
 
 
 def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
@@ -159,7 +159,7 @@ def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
     table = shards.tables[0]
     fresh = scale_of(HEAD_ROOM * torch.stack([w.abs().amax() for w in weights]), E4M3)
     assert torch.equal(table.scale, fresh)
-    # an update that multiplies all weights by 100 casts with the scale in force, and measures for the next one
+    # an update that multiplies all weights by 100 casts with the current scale, and measures for the next one
     largest = torch.stack([100 * w.abs().amax() for w in weights])
     for skipped, want in ((0.0, fresh), (1.0, fresh), (0.0, scale_of(HEAD_ROOM * largest, E4M3))):
         assert scales.begin(torch.tensor(skipped)) == []
@@ -167,12 +167,12 @@ def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
         assert not table.amax.any()
         table.amax.copy_(largest)
         scales.start_maximum().wait()
-        assert torch.equal(table.scale, want), "in force until the next update"
+        assert torch.equal(table.scale, want), "unchanged until the next update"
 
 
 @pytest.mark.parametrize("lr", [3e-4, 1e-3, 0.1])
 def test_delayed_scales_leave_room_for_an_update_of_tiny_weights(lr: float) -> None:
-    """A factor alone is no room where a weight is 0, and little where the learning rate is larger than it."""
+    """A factor gives no room to a weight of 0, and little to a weight smaller than the learning rate."""
     weights = [torch.zeros(4, 8), torch.full((4, 8), 1e-5), torch.full((4, 8), 0.5), torch.full((4, 8), 3 * lr)]
     shards = Shards(weights, 1, False, DelayedScales, peak_lr=lr)
     shards.refresh()
@@ -182,7 +182,7 @@ def test_delayed_scales_leave_room_for_an_update_of_tiny_weights(lr: float) -> N
         assert updated.tolist() == pytest.approx([largest_after, -largest_after / 100], rel=1 / 16), (scale, updated)
 
 
-def test_saved_scales_come_back_and_others_start_fresh() -> None:
+def test_saved_scales_are_restored_and_others_are_recomputed() -> None:
     weights = weights_of(6)
     shards = Shards(weights, 1, False, DelayedScales, peak_lr=1e-3)
     shards.refresh()

@@ -1,4 +1,4 @@
-"""Lines for people, and a progress line that leaves the logger as it found it."""
+"""Console lines, and a progress bar that restores the logger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_scale_and_skips_show_only_where_there_are_any() -> None:
     assert "loss_scale 65536  skipped 3" in line
 
 
-def test_a_skip_says_why_and_who() -> None:
+def test_a_skipped_step_shows_reason_and_culprit() -> None:
     skipped = replace(STEP, applied=False, loss=math.nan, reason="overflow", culprit="'head' on rank 1", loss_scale=8.0)
     assert format_step(skipped, 200) == "step 20/200  skipped: overflow  loss_scale 8  culprit: 'head' on rank 1"
 
@@ -42,7 +42,7 @@ def test_compact(number: float, text: str) -> None:
     assert compact(number) == text
 
 
-def test_a_sample_cannot_steer_the_terminal() -> None:
+def test_control_characters_are_replaced() -> None:
     assert printable("def f():\n\tpass\x1b[2J\r\x9b é") == "def f():\n\tpass\ufffd[2J\ufffd\ufffd é"
 
 

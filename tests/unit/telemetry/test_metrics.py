@@ -1,4 +1,4 @@
-"""The metrics file, the summary, and what they make of numbers that JSON does not have."""
+"""The metrics file and the summary, also with non-finite numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _write(folder: Path, steps: list[int], start: int = 0) -> None:
     file.close(0)
 
 
-def test_a_line_has_the_promised_keys_and_skips_say_why(tmp_path: Path) -> None:
+def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path, 0)
     file.step(STEP)
     file.step(
@@ -71,13 +71,13 @@ def test_a_line_has_the_promised_keys_and_skips_say_why(tmp_path: Path) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(last=st.integers(0, 12), start=st.integers(0, 12), torn=st.booleans())
-def test_a_resumed_curve_is_continued_not_doubled(
-    tmp_path_factory: pytest.TempPathFactory, last: int, start: int, torn: bool
+@given(last=st.integers(0, 12), start=st.integers(0, 12), incomplete=st.booleans())
+def test_a_resumed_run_does_not_repeat_lines(
+    tmp_path_factory: pytest.TempPathFactory, last: int, start: int, incomplete: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     _write(folder, list(range(1, last + 1)))
-    if torn:
+    if incomplete:
         with (folder / METRICS_FILE).open("a") as file:
             file.write('{"step": 1, "lo')
     _write(folder, list(range(start + 1, 15)), start)
@@ -86,7 +86,7 @@ def test_a_resumed_curve_is_continued_not_doubled(
 
 
 @pytest.mark.parametrize("line", ["not json", "[1]", '{"loss": 1}', '{"step": "3"}'])
-def test_a_spoilt_line_is_named(tmp_path: Path, line: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
     _write(tmp_path, [1])
     path = tmp_path / METRICS_FILE
     path.write_text(f"{line}\n{path.read_text()}")
@@ -101,7 +101,7 @@ def test_summary_comes_back_with_null_for_nan(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"finished": true}'])
-def test_a_summary_that_is_none_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_summary_is_none(tmp_path: Path, text: str) -> None:
     assert read_summary(tmp_path) is None
     (tmp_path / "summary.json").write_text(text)
     assert read_summary(tmp_path) is None

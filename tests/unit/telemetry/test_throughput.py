@@ -1,4 +1,4 @@
-"""MFU against datasheet peaks, and a clock that stands still between training."""
+"""MFU against datasheet peaks, and step times without pauses."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Clock:
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
-def test_pauses_do_not_count_and_the_first_step_is_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pauses_do_not_count_and_the_first_step_is_separate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock(monkeypatch)
     timer = StepTimer()
     clock.now += 8.0  # compiles

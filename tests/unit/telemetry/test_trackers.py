@@ -24,7 +24,7 @@ STEP = StepMetrics(
 
 
 @pytest.fixture
-def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No login of any kind; returns where the netrc file would be."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -51,7 +51,7 @@ def nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ],
 )
 def test_mode(
-    nobody: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str | None, key: bool, expected: str
+    logged_out: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str | None, key: bool, expected: str
 ) -> None:
     if mode is not None:
         monkeypatch.setenv("WANDB_MODE", mode)
@@ -68,8 +68,8 @@ def test_mode(
         ("machine without end", "offline"),
     ],
 )
-def test_mode_reads_the_netrc_file(nobody: Path, text: str, expected: str) -> None:
-    nobody.write_text(text)
+def test_mode_reads_the_netrc_file(logged_out: Path, text: str, expected: str) -> None:
+    logged_out.write_text(text)
     assert trackers.wandb_mode("auto") == expected
 
 
@@ -102,7 +102,7 @@ def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_fails_warns_once_and_is_silent(
-    nobody: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    logged_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
         def __init__(self, *args: object) -> None: ...
@@ -125,7 +125,7 @@ def test_a_tracker_that_fails_warns_once_and_is_silent(
 
 
 def test_a_tracker_that_cannot_start_is_left_out(
-    nobody: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    logged_out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tracker.json").write_text("{")
     with caplog.at_level(logging.WARNING):
@@ -153,7 +153,7 @@ def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:
     assert events.Scalars("val/loss")[-1].value == 2.5
 
 
-def test_a_missing_tensorboard_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorboard_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install tensorboard"):
         trackers.check_tracker(TensorboardConfig())

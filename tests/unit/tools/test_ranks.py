@@ -1,4 +1,4 @@
-"""Ranks that dtrain starts by itself: their answers, who is blamed when one fails, and that none is left behind."""
+"""Ranks that dtrain starts by itself: their results, the reason of a failure, and that none outlives its starter."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ pytestmark = pytest.mark.processes
 RANK = """
 import os, signal, sys, time
 from dtrain.tools.ranks import open_result, read_job
-order, answer = read_job().strip(), open_result()
-print("a library says something")
-if order == "die":
+job, result = read_job().strip(), open_result()
+print("output of a library")
+if job == "die":
     os.kill(os.getpid(), signal.SIGTERM)
-if order == "fail":
-    answer.write("it says why")
-    answer.close()
+if job == "fail":
+    result.write("the reason")
+    result.close()
     sys.exit(3)
-if order == "wait":
+if job == "wait":
     open("waiting", "w").write(str(os.getpid()))
     time.sleep(60)
-answer.write(order.upper())
+result.write(job.upper())
 """
 STARTER = "from pathlib import Path; from dtrain.tools.ranks import run_ranks; "
 STARTER += "run_ranks('own_rank', ['wait'], threads=1, folder=Path('logs'))"
@@ -43,19 +43,19 @@ def own_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_answers_come_by_rank_and_what_libraries_print_goes_to_the_log(tmp_path: Path) -> None:
+def test_results_come_by_rank_and_output_of_libraries_goes_to_the_log(tmp_path: Path) -> None:
     assert run_ranks("own_rank", ["a", "b"], threads=1, folder=tmp_path / "logs") == ["A", "B"]
-    assert (tmp_path / "logs/1.log").read_text() == "a library says something\n"
+    assert (tmp_path / "logs/1.log").read_text() == "output of a library\n"
 
 
 @pytest.mark.parametrize(
-    ("order", "reason"),
-    [("fail", "rank 1 ended with exit code 3: it says why"), ("die", "rank 1 was ended by SIGTERM")],
+    ("job", "reason"),
+    [("fail", "rank 1 ended with exit code 3: the reason"), ("die", "rank 1 was ended by SIGTERM")],
 )
-def test_the_rank_that_failed_is_named_and_the_others_are_ended(order: str, reason: str, tmp_path: Path) -> None:
+def test_the_rank_that_failed_is_named_and_the_others_are_ended(job: str, reason: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(RankError, match=reason):
-        run_ranks("own_rank", ["wait", order], threads=1, folder=tmp_path / "logs")
+        run_ranks("own_rank", ["wait", job], threads=1, folder=tmp_path / "logs")
     assert time.monotonic() - begin < 50
 
 

@@ -45,13 +45,13 @@ def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
 
 
 def _curve(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock."""
+    """The metrics without those that depend on the clock."""
     lines = read_metrics(run_dir / "metrics.jsonl")
     return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
 
 
 def _fingerprints(run_dir: Path) -> dict[str, str]:
-    """Of all tensors of the newest checkpoint, which do not depend on sharding."""
+    """Fingerprints of the newest checkpoint's tensors, which do not depend on sharding."""
     newest = sorted((run_dir / "checkpoints").iterdir())[-1]
     manifest = json.loads((newest / "manifest.json").read_text().split("\n", 1)[1])
     return {f"{t['kind']}:{t['name']}": t["fingerprint"] for t in manifest["tensors"]}
@@ -65,7 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def test_a_run_leaves_what_it_promises(whole: Path) -> None:
+def test_files_of_a_run(whole: Path) -> None:
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoints",
         "config.yaml",
@@ -88,7 +88,7 @@ def test_a_run_leaves_what_it_promises(whole: Path) -> None:
     assert summary["contract"]["master"] == "fp32"
 
 
-def test_a_finished_run_says_so_and_can_be_prolonged(whole: Path, tmp_path: Path) -> None:
+def test_a_finished_run_does_nothing_and_can_be_extended(whole: Path, tmp_path: Path) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     assert run_ranks(1, _run, str(whole)) == [0]
     assert (whole / "metrics.jsonl").read_bytes() == before
@@ -104,7 +104,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(whole: Path, tmp_path: Path
     assert curve == _curve(whole)
 
 
-def test_two_ranks_have_the_bits_of_one_and_leave_the_same_files(whole: Path, tmp_path: Path) -> None:
+def test_two_ranks_have_the_bits_and_files_of_one(whole: Path, tmp_path: Path) -> None:
     assert run_ranks(2, _run, str(tmp_path)) == [0, 0]
     assert _curve(tmp_path) == _curve(whole)
     assert _fingerprints(tmp_path) == _fingerprints(whole)
@@ -131,8 +131,8 @@ def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Path) -> None:
-    """Not at the second launch either, which finds what the first has set aside."""
+def test_a_run_whose_checkpoints_are_all_damaged_never_restarts(tmp_path: Path) -> None:
+    """Nor at the second launch, which finds what the first has set aside."""
     assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     (checkpoint / "r0000.safetensors").write_bytes(b"")
@@ -156,10 +156,10 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_begins_anew(tmp_path: Pat
         ("precision.rules={hed:fp32}", "precision rule 'hed' matches no module; did you mean 'head'?"),
     ],
 )
-def test_what_the_model_or_the_device_refuses_leaves_no_folder(tmp_path: Path, override: str, message: str) -> None:
-    ((name, said),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", *override.split())
+def test_refusals_of_model_and_device_leave_no_folder(tmp_path: Path, override: str, message: str) -> None:
+    ((name, text),) = run_ranks(1, _refused, str(tmp_path / "run"), "launch.device=cpu", *override.split())
     assert name == "ConfigError"
-    assert message in said
+    assert message in text
     assert not (tmp_path / "run").exists()
 
 
@@ -198,7 +198,7 @@ def _settings_around_a_run(rank: int, world: int, run_dir: str) -> list[list[Any
     return [before, after, _torch_settings()]
 
 
-def test_what_a_reproducible_run_asks_of_torch_ends_with_it(tmp_path: Path) -> None:
+def test_settings_of_torch_are_restored_after_a_run(tmp_path: Path) -> None:
     ((before, after, after_refusal),) = run_ranks(1, _settings_around_a_run, str(tmp_path))
     assert before == after == after_refusal
 
@@ -212,17 +212,17 @@ def _sample_of_a_broken_model(rank: int, world: int, run_dir: str) -> int:
     return _run(rank, world, run_dir, "train.sample_tokens=8")
 
 
-def test_a_finished_run_stays_finished_where_the_sample_fails(tmp_path: Path) -> None:
+def test_a_run_stays_finished_if_the_sample_fails(tmp_path: Path) -> None:
     assert run_ranks(1, _sample_of_a_broken_model, str(tmp_path / "run")) == [0]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["finished"]
-    said = (tmp_path / "run.log").read_text()
-    assert said.count("no sample, ") == 1
-    assert "ValueError: no text from me" in said
-    assert "done: 4 steps" in said
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("no sample, ") == 1
+    assert "ValueError: no text from me" in log
+    assert "done: 4 steps" in log
     assert not (tmp_path / "run" / "sample.txt").exists()
 
 
-def test_tokens_are_counted_under_the_batch_size_that_they_had(tmp_path: Path) -> None:
+def test_tokens_are_counted_with_the_batch_size_of_their_step(tmp_path: Path) -> None:
     assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
     assert run_ranks(1, _run, str(tmp_path), "train.global_batch_size=8") == [0]
     tokens = [line["tokens"] for line in _curve(tmp_path) if "loss" in line]
@@ -233,7 +233,7 @@ def test_tokens_are_counted_under_the_batch_size_that_they_had(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("scale", [2.0**-20, 2.0**26])
-def test_a_constant_loss_scale_is_not_held_to_the_bounds_of_a_dynamic_one(tmp_path: Path, scale: float) -> None:
+def test_a_static_loss_scale_has_no_bounds(tmp_path: Path, scale: float) -> None:
     given = ["precision.loss_scale.mode=static", f"precision.loss_scale.init={scale}", "train.steps=2"]
     assert run_ranks(1, _run, str(tmp_path), *given) == [0]
     assert _curve(tmp_path)[0]["loss_scale"] == scale
@@ -246,7 +246,7 @@ def _start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=run_dir, env=env, stderr=subprocess.PIPE, text=True)
 
 
-def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     endless = ["train.steps=100000", "train.save_every=0", "train.eval_every=0"]
     child = _start(tmp_path, *endless)
     deadline = time.monotonic() + 60
@@ -255,9 +255,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     child.send_signal(signal.SIGTERM)
-    _, said = child.communicate(timeout=30)
-    assert child.returncode == 75, said
-    assert "by SIGTERM after saving" in said
+    _, stderr = child.communicate(timeout=30)
+    assert child.returncode == 75, stderr
+    assert "by SIGTERM after saving" in stderr
     curve = _curve(tmp_path)
     last = curve[-1]["step"]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{last:08d}"]
@@ -265,9 +265,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(tmp_path: Path) -> None:
     assert (summary["finished"], summary["steps"], summary["val_loss"]) == (False, last, None)
 
     child = _start(tmp_path, *endless, f"train.steps={last + 2}")
-    _, said = child.communicate(timeout=60)
-    assert child.returncode == 0, said
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 0, stderr
     resumed = _curve(tmp_path)
     assert resumed[: len(curve)] == curve
     assert [line["step"] for line in resumed[len(curve) :]] == [last + 1, last + 2, last + 2]
-    assert f"train.steps={last + 2} (was 100000)" in said
+    assert f"train.steps={last + 2} (was 100000)" in stderr

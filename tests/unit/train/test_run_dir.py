@@ -1,8 +1,9 @@
-"""Which run directory, and whether what is in it may be continued."""
+"""The choice of the run directory, and whether the run in it may continue."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from contextlib import ExitStack
@@ -45,12 +46,12 @@ def _checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def opened(config: RunConfig, comm: Communicator = ALONE, job: int | None = None) -> RunDir:
-    """What a job would find; it leaves again at once."""
+    """Opens a run directory and closes it at once."""
     with ExitStack() as held:
         return open_run_dir(config, comm, job, held)
 
 
-def test_a_name_is_chosen_where_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_chosen_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     first, second = (opened(RunConfig()).path for _ in range(2))
     assert first != second
@@ -104,15 +105,15 @@ def test_a_missing_path_is_refused_before_anything_starts(tmp_path: Path) -> Non
     check_resume(RunConfig(resume="none"))
 
 
-def test_a_branch_does_not_meet_its_own_future(tmp_path: Path) -> None:
+def test_a_branch_with_later_checkpoints_is_refused(tmp_path: Path) -> None:
     _checkpoint(tmp_path, 10)
     run_dir = RunDir(tmp_path, tmp_path / "checkpoints" / "step-00000005", False)
     check_not_newer(run_dir, 10)
-    with pytest.raises(ConfigError, match="goes on to step 10; use resume=auto"):
+    with pytest.raises(ConfigError, match=r"step 5, .* step 10; use resume=auto"):
         check_not_newer(run_dir, 5)
 
 
-def test_a_newest_checkpoint_that_was_passed_over_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_newest_checkpoint_is_named(tmp_path: Path) -> None:
     _checkpoint(tmp_path, 10)
     run_dir = RunDir(tmp_path, tmp_path / "checkpoints", False)
     check_not_newer(run_dir, 10)
@@ -124,24 +125,24 @@ def test_a_newest_checkpoint_that_was_passed_over_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("resume", ["auto", "none"])
-def test_a_run_whose_checkpoints_were_all_set_aside_does_not_begin_anew(tmp_path: Path, resume: str) -> None:
+def test_a_run_whose_checkpoints_were_all_set_aside_does_not_restart(tmp_path: Path, resume: str) -> None:
     (tmp_path / "checkpoints" / "bad-step-00000100-sha256").mkdir(parents=True)
     config = RunConfig(run_dir=str(tmp_path), resume=resume)
-    if resume == "auto":  # the engine will say that none verifies
+    if resume == "auto":  # the engine reports that none verifies
         assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
     else:
         with pytest.raises(ConfigError, match="already holds bad-step-00000100-sha256"):
             opened(config)
 
 
-def test_a_save_that_never_finished_is_no_place_to_resume_from(tmp_path: Path) -> None:
+def test_resume_from_an_unfinished_save_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "step-00000300.tmp-1f0c9a2b"
     path.mkdir()
     with pytest.raises(ConfigError, match=r"resume=.*tmp-1f0c9a2b: .* never finished"):
         check_resume(RunConfig(resume=str(path)))
 
 
-def test_another_model_is_refused_and_other_changes_are_said(
+def test_another_model_is_refused_and_other_changes_are_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
@@ -159,7 +160,7 @@ def test_another_model_is_refused_and_other_changes_are_said(
         compare_configs(before, redacted(RunConfig(model=ModelConfig(hidden_dim=512))), 7)
 
 
-def test_another_vocabulary_is_another_model_where_the_checkpoint_names_its_own() -> None:
+def test_another_vocabulary_is_another_model() -> None:
     now = redacted(RunConfig(model=ModelConfig(vocab_size=300)))
     with pytest.raises(ConfigError, match=r"holds another model: model.vocab_size=257 \(now 300\)"):
         compare_configs(redacted(RunConfig(model=ModelConfig(vocab_size=257))), now, 7)
@@ -168,7 +169,7 @@ def test_another_vocabulary_is_another_model_where_the_checkpoint_names_its_own(
     compare_configs(unnamed, now, 7)
 
 
-def test_the_config_is_kept_and_so_is_the_one_before(tmp_path: Path) -> None:
+def test_config_and_the_previous_config_are_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, None, False)
     config = RunConfig(tracker=WandbConfig(), model=ModelConfig(args={"api_key": "canary", "depth": 3}))
     write_config(run_dir, config, 0)
@@ -189,7 +190,7 @@ def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
         raise PermissionError(13, "Permission denied", "/closed")
 
     def break_down() -> None:
-        raise KeyError("a mistake of ours")
+        raise KeyError("a bug")
 
     with pytest.raises(ConfigError) as refusal:
         decide_on_rank_0(comm, refuse)
@@ -199,32 +200,33 @@ def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
 
 
 @pytest.mark.processes
-def test_all_ranks_learn_what_rank_0_decides_errors_too(tmp_path: Path) -> None:
-    answers = run_ranks(2, _decide, str(tmp_path))
-    assert answers[0][:2] == answers[1][:2] == (str(tmp_path / "run"), "Permission denied (errno 13): /closed")
-    assert answers[0][2] == "'a mistake of ours'"
-    assert answers[1][2] == "rank 0 failed, so this one ends too: KeyError: 'a mistake of ours'"
+def test_all_ranks_get_the_decision_or_error_of_rank_0(tmp_path: Path) -> None:
+    results = run_ranks(2, _decide, str(tmp_path))
+    assert results[0][:2] == results[1][:2] == (str(tmp_path / "run"), "Permission denied (errno 13): /closed")
+    assert results[0][2] == "'a bug'"
+    assert results[1][2] == "rank 0 failed, so this one ends too: KeyError: 'a bug'"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.*file/run cannot be created"):
         opened(RunConfig(run_dir=str(tmp_path / "file" / "run")))
 
 
-def _open_in_a_hurry(rank: int, world: int, folder: str, pace: lease.LeaseTiming) -> tuple[float, str]:
-    """Opens a run directory with collectives that wait for 1.5 s only."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1.5))
-    lease.TIMING = pace
-    began = time.monotonic()
+def _open_with_short_collectives(rank: int, world: int, folder: str, timing: lease.LeaseTiming) -> tuple[float, str]:
+    """Opens a run directory with collectives that time out after 2.5 s."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=2.5))
+    lease.TIMING = timing
+    Path(f"{folder}.started").touch()
+    started = time.monotonic()
     try:
         found = str(opened(RunConfig(run_dir=folder), Communicator(group, torch.device("cpu"))).load_from)
     except ConfigError as error:
         found = str(error)
-    return time.monotonic() - began, found
+    return time.monotonic() - started, found
 
 
-def _claimed(run_dir: Path) -> Path:
+def _write_lease_of_another_host(run_dir: Path) -> Path:
     (run_dir / "checkpoints").mkdir(parents=True)
     path = path_of(run_dir / "checkpoints", 1)
     path.write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
@@ -233,18 +235,35 @@ def _claimed(run_dir: Path) -> Path:
 
 @pytest.mark.processes
 def test_a_stale_lease_is_waited_for_longer_than_a_collective_may_take(tmp_path: Path) -> None:
-    _claimed(tmp_path)
-    for seconds, found in run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.LeaseTiming(limit_s=2.5, poll_s=0.1)):
+    _write_lease_of_another_host(tmp_path)
+    timing = lease.LeaseTiming(limit_s=3.5, poll_s=0.1)
+    for seconds, found in run_ranks(2, _open_with_short_collectives, str(tmp_path), timing):
         assert found == "None"
-        assert seconds > 2.4
+        assert seconds > 3.4
 
 
 @pytest.mark.processes
-def test_all_ranks_learn_that_a_waited_for_lease_is_held(tmp_path: Path) -> None:
-    path = _claimed(tmp_path)
-    write_heartbeat = threading.Timer(2.5, lambda: path.write_bytes(path.read_bytes().replace(b'"counter": 0', b'"counter": 1')))
-    write_heartbeat.start()
-    answers = run_ranks(2, _open_in_a_hurry, str(tmp_path), lease.LeaseTiming(limit_s=60, poll_s=0.1))
-    write_heartbeat.join()
-    for _, found in answers:
+def test_all_ranks_see_that_a_lease_is_held_after_waiting(tmp_path: Path) -> None:
+    path = _write_lease_of_another_host(tmp_path)
+    ended = threading.Event()
+
+    def write_heartbeats() -> None:
+        """From 3 s after the ranks have started, so that they wait for longer than a collective may take."""
+        holder = Holder.decode(path.read_bytes(), path.name)
+        while not Path(f"{tmp_path}.started").exists() and not ended.wait(0.05):
+            pass
+        with path.open("r+b", buffering=0) as file:
+            while not ended.wait(3.0 if holder.counter == 0 else 0.2):
+                holder = holder.with_heartbeat()
+                os.pwrite(file.fileno(), holder.encode(), 0)
+
+    heartbeats = threading.Thread(target=write_heartbeats)
+    heartbeats.start()
+    try:
+        timing = lease.LeaseTiming(limit_s=60, poll_s=0.1)
+        results = run_ranks(2, _open_with_short_collectives, str(tmp_path), timing)
+    finally:
+        ended.set()
+        heartbeats.join()
+    for _, found in results:
         assert f"run_dir={tmp_path} is not free: {tmp_path}/checkpoints is in use by process " in found

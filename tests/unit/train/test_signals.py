@@ -35,7 +35,7 @@ def _start(linger_s: float) -> subprocess.Popen[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_first_signal_only_asks(number: signal.Signals) -> None:
+def test_first_signal_only_requests_a_stop(number: signal.Signals) -> None:
     child = _start(0.0)
     child.send_signal(number)
     out, _ = child.communicate(timeout=10)
@@ -44,7 +44,7 @@ def test_first_signal_only_asks(number: signal.Signals) -> None:
 
 
 @pytest.mark.processes
-def test_forwarded_copy_of_a_signal_is_the_same_wish() -> None:
+def test_forwarded_copy_of_a_signal_is_the_same_request() -> None:
     child = _start(0.3)
     child.send_signal(signal.SIGINT)
     assert child.stdout is not None
@@ -66,7 +66,7 @@ def test_second_signal_ends_at_once() -> None:
     assert child.returncode == -signal.SIGTERM
 
 
-def test_handlers_come_back() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopSignals() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -74,7 +74,7 @@ def test_handlers_come_back() -> None:
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-def test_outside_the_main_thread_it_takes_no_handler() -> None:
+def test_no_handler_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Times the three products of a Linear in BF16 and FP8, alone and together with their casts."""
+"""Times the three products of a Linear in BF16 and FP8, separately and together with their casts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtrain.tools.bench.records import LinearFormat, ProductTimes
 
 ALL_THREE = "all three, with casts"
 _BF16 = "bf16"
-_REPEATS = {"cpu": 1, "cuda": 20}  # on a GPU one product alone is as short as its launch
+_REPEATS = {"cpu": 1, "cuda": 20}  # on a GPU one product is as short as its launch
 
 
 def product_shapes(linears: Iterable[LinearFormat]) -> list[tuple[int, int]]:
@@ -29,9 +29,10 @@ def product_shapes(linears: Iterable[LinearFormat]) -> list[tuple[int, int]]:
 def time_products(
     rows: int, out_features: int, in_features: int, recipes: dict[str, Recipe], rounds: int, device: torch.device
 ) -> list[ProductTimes]:
-    """Times the three products of a Linear alone, then together with their casts, in BF16 and in each recipe.
+    """Times the three products of a Linear separately, then together with their casts, in BF16 and in each recipe.
 
-    Alone, the operands are cast beforehand. Together, all casts are timed but the weight's, which come once a step.
+    Separately, the operands are cast beforehand. Together, all casts are timed but the weight's, which a step
+    needs only once.
     """
     x, gradient, weight = (
         torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -57,7 +58,7 @@ def time_products(
 
 
 def _product(left: Tensor, right: Tensor, product: str, recipe: Recipe) -> Callable[[], object]:
-    """Returns ``left`` [M, K] times the transpose of ``right`` [N, K], both cast here, outside the timed part."""
+    """Returns the product of ``left`` [M, K] and ``right`` [N, K] transposed; both are cast beforehand, untimed."""
     kind = E4M3 if product == "output" else recipe.grad_dtype
     a, b = quantize(left, kind, rowwise=recipe.rowwise), quantize(right, E4M3, rowwise=recipe.rowwise)
     a, b = (Quantized(operand.values.contiguous(), operand.scale) for operand in (a, b))

@@ -9,9 +9,9 @@ from pathlib import Path
 from dtrain.errors import BenchError
 from dtrain.telemetry.metrics import write_atomically
 from dtrain.tools.bench.records import AnyResults, Float8Results, OperationResults
-from dtrain.tools.bench.report.contents import Report
 from dtrain.tools.bench.report.float8 import describe_float8
 from dtrain.tools.bench.report.operations import describe_operations
+from dtrain.tools.bench.report.report import Report
 from dtrain.tools.bench.report.training import describe_training
 
 

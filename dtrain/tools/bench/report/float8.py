@@ -7,7 +7,7 @@ from statistics import median
 
 from dtrain.telemetry.console import compact
 from dtrain.tools.bench.records import CaseResult, Float8Results, LinearFormat, ProductTimes, WidthResults
-from dtrain.tools.bench.report.contents import Report, origin
+from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import (
     all_steps_ms,
     final_loss,
@@ -27,7 +27,7 @@ _EMULATED = (
 _NOTES = (
     "Step ms: median (least to most) over all timed steps, on the slowest rank. Speed-up: BF16's steps over FP8's of "
     "the same round, median (least to most). Loss: mean over the last round; all cases of a width start from the "
-    "same weights and see the same data. Products: the three of a Linear alone, on operands that were cast before; "
+    "same weights and see the same data. Products: the three of a Linear, on operands that were cast before; "
     "'all three, with casts' is its forward and backward with all casts of a micro-batch (the weight's come once a "
     "step and are not in it). TFLOP/s counts a product of [M, K] and [K, N] as 2 M N K."
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from dtrain.tools.bench.records import OperationResults, OperationTiming
-from dtrain.tools.bench.report.contents import Report, origin
+from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import spread
 from dtrain.tools.tables import Column, Table
 

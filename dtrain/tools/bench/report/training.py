@@ -7,8 +7,8 @@ from statistics import median
 
 from dtrain.telemetry.console import compact
 from dtrain.tools.bench.records import CaseResult, TrainingResults
-from dtrain.tools.bench.report.contents import Report, origin
 from dtrain.tools.bench.report.overhead import OVERHEAD_NOTES, overhead_table
+from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import (
     all_steps_ms,
     final_loss,

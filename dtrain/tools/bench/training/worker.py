@@ -95,13 +95,13 @@ def _serve(job: RankJob, results: IO[str]) -> None:
     torch.set_num_threads(bench["threads_per_rank"])
     device = choose_device(bench["device"], job.rank)
     connect_by_file(job.store, job.rank, job.case.ranks, device)
-    training = _prepare(job, device)
+    training = prepare(job, device)
     for line in sys.stdin:
         request = json.loads(line)
         if "steps" in request:
-            _write(results, _take_steps(training, device, request["steps"]))
+            _write(results, take_steps(training, device, request["steps"]))
         else:
-            _write(results, asdict(_footprint(training, device)))
+            _write(results, asdict(footprint(training, device)))
 
 
 def _write(results: IO[str], values: dict[str, Any]) -> None:
@@ -109,8 +109,9 @@ def _write(results: IO[str], values: dict[str, Any]) -> None:
     results.flush()
 
 
-def _prepare(job: RankJob, device: torch.device) -> RankTraining:
-    case, config = job.case, _run_config(job)
+def prepare(job: RankJob, device: torch.device) -> RankTraining:
+    """Builds the job's model, data and engine or peer; the process group exists."""
+    case, config = job.case, run_config(job)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     model = build_model(config.model, dataset.vocab_size, config.seed)
     loader = BatchLoader(
@@ -127,7 +128,7 @@ def _prepare(job: RankJob, device: torch.device) -> RankTraining:
     return _prepare_peer(job, config, model.to(device), batches)
 
 
-def _run_config(job: RankJob) -> RunConfig:
+def run_config(job: RankJob) -> RunConfig:
     """Returns the configuration of a training run that equals the suite's."""
     values, case = job.config, job.case
     micro_batch_size = values["bench"]["micro_batch_size"]
@@ -225,7 +226,8 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _take_steps(training: RankTraining, device: torch.device, count: int) -> dict[str, Any]:
+def take_steps(training: RankTraining, device: torch.device, count: int) -> dict[str, Any]:
+    """Takes ``count`` steps; returns lists of their wall times, processor times and losses."""
     times, cpu_times, losses = [], [], []
     parts: dict[str, list[float]] = {name: [] for name in training.parts}
     for _ in range(count):
@@ -240,7 +242,8 @@ def _take_steps(training: RankTraining, device: torch.device, count: int) -> dic
     return {"step_ms": times, "cpu_ms": cpu_times, "losses": losses, "parts_ms": parts}
 
 
-def _footprint(training: RankTraining, device: torch.device) -> Footprint:
+def footprint(training: RankTraining, device: torch.device) -> Footprint:
+    """Returns the memory of this rank."""
     return Footprint(
         num_parameters=training.num_parameters,
         state=training.state(),

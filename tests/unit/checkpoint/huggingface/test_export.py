@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: `transformers` computes the same, and what cannot be exported is refused."""
+"""Export to a Hugging Face folder: `transformers` computes the same logits; other models are refused."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_small_blocks_and_several_files_hold_the_same(
 
 @pytest.mark.parametrize(("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("name", ["llama-grouped-untied", "gpt2"])
-def test_a_low_export_is_the_cast_bit_for_bit(name: str, short: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_reduced_precision_export_equals_the_cast(name: str, short: str, dtype: torch.dtype, tmp_path: Path) -> None:
     path = save_model(tmp_path, MODELS[name])
     exact = load_file(export(path, tmp_path / "exact") / "model.safetensors")
     folder = export(path, tmp_path / "low", dtype=short)
@@ -115,14 +115,14 @@ def test_frozen_weights_are_exported_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "cure"), [(7e4, "fp16", "fp32 or bf16"), (3.4e38, "fp16", "fp32"), (3.4e38, "bf16", "fp32")]
+    ("value", "dtype", "suggested"), [(7e4, "fp16", "fp32 or bf16"), (3.4e38, "fp16", "fp32"), (3.4e38, "bf16", "fp32")]
 )
-def test_the_cure_of_a_weight_too_large_holds_it(value: float, dtype: str, cure: str, tmp_path: Path) -> None:
+def test_suggested_dtype_holds_the_large_weight(value: float, dtype: str, suggested: str, tmp_path: Path) -> None:
     def enlarge(tensors: dict[tuple[str, str], Tensor]) -> None:
         tensors["master", "norm.weight"][3] = value
 
     path = save_model(tmp_path / "run", LLAMA, change=enlarge)
-    with pytest.raises(CheckpointError, match=f"export as {cure}$"):
+    with pytest.raises(CheckpointError, match=f"export as {suggested}$"):
         export(path, tmp_path / "hf", dtype=dtype)
 
 
@@ -138,7 +138,7 @@ def test_a_weight_beyond_fp16_is_named_and_leaves_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("operation", ["make_directory", "create", "write", "sync", "rename", "sync_directory"])
-def test_a_disk_that_refuses_leaves_nothing(operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_error_leaves_nothing(operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_model(tmp_path / "run", LLAMA)
     real = getattr(storage, operation)
     calls = []
@@ -157,7 +157,7 @@ def test_a_disk_that_refuses_leaves_nothing(operation: str, tmp_path: Path, monk
     assert [item.name for item in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_failure_after_the_rename_takes_the_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_after_the_rename_reverts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_model(tmp_path / "run", LLAMA)
     real = storage.sync_directory
 
@@ -193,21 +193,21 @@ def told(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (told(factory="mine.net:build"), "model.factory=mine.net:build has no Hugging Face shape"),
-        ({"config": {}}, "does not say which model it holds"),
-        ({}, "does not say which model it holds"),
-        (told(vocab_size=None), r"does not say how many tokens its model knows \(model.vocab_size\)"),
+        (told(factory="mine.net:build"), "model.factory=mine.net:build cannot be exported"),
+        ({"config": {}}, "does not name its model"),
+        ({}, "does not name its model"),
+        (told(vocab_size=None), r"does not state its vocabulary size \(model.vocab_size\)"),
         (told(depth=3), "the model has the unknown key 'depth'"),
         (told(num_layers="2"), "num_layers is '2', expected an integer of at least 1"),
-        (told(num_layers=1 << 39), "its tensors are not those of the model that it states"),
-        (told(num_layers=3), r"'blocks\.2\.attn\.out\.weight' is missing there, and \[32, 32\] in the model"),
-        (told(num_layers=1), r"'blocks\.1\.attn\.out\.weight' is \[32, 32\] there, and missing in the model"),
-        (told(num_kv_heads=1), r"'blocks\.0\.attn\.qkv\.weight' is \[96, 32\] there, and \[48, 32\] in the model"),
-        (told(tie_embeddings=False), r"'head\.weight' is missing there"),
+        (told(num_layers=1 << 39), "its tensors are not those of its configured model"),
+        (told(num_layers=3), r"'blocks\.2\.attn\.out\.weight' is absent, expected \[32, 32\]"),
+        (told(num_layers=1), r"'blocks\.1\.attn\.out\.weight' is \[32, 32\], expected absent"),
+        (told(num_kv_heads=1), r"'blocks\.0\.attn\.qkv\.weight' is \[96, 32\], expected \[48, 32\]"),
+        (told(tie_embeddings=False), r"'head\.weight' is absent"),
         (told(rope_theta=1e308), "rope_theta is 1e\\+308, expected a number of at least 0"),
     ],
 )
-def test_what_has_no_hugging_face_shape_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_model_that_is_not_exportable_is_refused(state: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = save_model(tmp_path / "run", LLAMA, state=state)
     with pytest.raises(CheckpointError, match=message):
         export(path, tmp_path / "hf")
@@ -227,14 +227,14 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         export(path, out, format="gguf")
     with pytest.raises(ConfigError, match="unknown dtype 'fp8'"):
         export(path, out, dtype="fp8")
-    with pytest.raises(CheckpointError, match="lies in the checkpoint"):
+    with pytest.raises(CheckpointError, match="is inside the checkpoint"):
         export(path, path / "hf")
     (tmp_path / "empty").mkdir()
     with pytest.raises(NoCheckpointError):
         export(tmp_path / "empty", out)
     out.mkdir()
     assert main(["export", str(path), str(out)]) == 2
-    assert "exists; an export makes a new folder" in capsys.readouterr().err
+    assert "exists; an export creates a new folder" in capsys.readouterr().err
     assert list(out.iterdir()) == []
     for arguments in (
         ["/no/such", "x"],
@@ -246,7 +246,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "'5 elephants' is no size; write 500MB or 5GB" in capsys.readouterr().err
 
 
-def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "run" / "checkpoints", replace(GPT2, num_layers=1))
     out = tmp_path / "deep" / "hf"
     assert main(["export", str(tmp_path / "run"), str(out), "--dtype", "fp16", "--max-shard-size", "30KB"]) == 0

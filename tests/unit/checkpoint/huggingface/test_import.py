@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the first checkpoint of a run: the same loss, and nothing hostile gets in."""
+"""Import of a Hugging Face folder: the same loss as `transformers`; hostile folders are refused."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_export_after_import_is_bit_equal(name: str, tmp_path: Path) -> None:
     assert imported.model == given
 
 
-def test_the_printed_command_goes_on_from_it(
+def test_printed_command_trains_the_import(
     originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = tmp_path / "a run"
@@ -144,8 +144,8 @@ def test_the_printed_command_goes_on_from_it(
     assert (run_dir / "sample.txt").exists()
 
 
-def test_older_spellings_of_the_same_model_are_read(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """As on the hub: no prefix, buffers that follow from the configuration, a tied head written out."""
+def test_older_file_layouts_of_the_same_model_are_read(copy: Callable[[str], Path], tmp_path: Path) -> None:
+    """As on the hub: no prefix, derived buffers, a stored tied head."""
     folder = copy("gpt2")
     file = folder / "model.safetensors"
     tensors = {name.removeprefix("transformer."): value for name, value in load_file(file).items()}
@@ -165,7 +165,7 @@ def test_older_spellings_of_the_same_model_are_read(copy: Callable[[str], Path],
 
     tensors["lm_head.weight"] += 1
     save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'wte.weight', and config.json ties"):
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs from 'wte.weight', but config.json ties"):
         import_hf(folder, tmp_path / "other")
 
 
@@ -179,7 +179,7 @@ def test_the_links_of_a_download_cache_are_followed(copy: Callable[[str], Path],
     import_hf(folder, tmp_path / "run")
 
 
-def test_low_weights_arrive_exactly(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_reduced_precision_weights_are_imported_exactly(copy: Callable[[str], Path], tmp_path: Path) -> None:
     folder = copy("llama")
     low = {name: value.half() for name, value in load_file(folder / "model.safetensors").items()}
     save_file(low, folder / "model.safetensors")
@@ -197,7 +197,7 @@ def configure(**changes: Any) -> Change:
     return change
 
 
-def test_null_is_as_good_as_absent(tmp_path: Path) -> None:
+def test_null_counts_as_absent(tmp_path: Path) -> None:
     llama(num_key_value_heads=4, **THETA).save_pretrained(tmp_path / "hf")
     nulls = ("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "rope_scaling")
     configure(**dict.fromkeys(nulls))(tmp_path / "hf")
@@ -217,7 +217,7 @@ def test_the_seed_of_the_run_stays(originals: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["runs/x", "null", "my run, a=b", "it's", 'q"uo/te', "back\\slash\\", "${x}", "[a]/{b}", "a*?|b: c"]
 )
-def test_any_path_is_printed_so_that_it_is_read_back(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_printed_path_is_quoted_for_hydra(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: ImportedModel(run_dir, ModelConfig()))
     assert main(["import", "hf", name]) == 0
     _, command = capsys.readouterr().out.splitlines()
@@ -230,7 +230,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("llama", configure(model_type="mistral"), "model_type 'mistral' cannot be imported; imported are llama"),
+        ("llama", configure(model_type="mistral"), "model_type 'mistral' cannot be imported; supported are llama"),
         ("llama", configure(model_type=...), "model_type None cannot be imported"),
         ("llama", configure(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
         ("llama", configure(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling .*linear.* cannot be"),
@@ -267,7 +267,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
         ("gpt2", configure(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
     ],
 )
-def test_another_model_than_ours_is_refused(
+def test_unsupported_model_is_refused(
     name: str, change: Change, message: str, copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = copy(name)
@@ -350,7 +350,7 @@ def test_a_hostile_folder_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_directory_that_is_used_is_refused(originals: Path, tmp_path: Path) -> None:
+def test_used_run_directory_is_refused(originals: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     import_hf(originals / "llama", run_dir)
     with pytest.raises(
@@ -365,7 +365,7 @@ def test_a_run_directory_that_is_used_is_refused(originals: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("operation", ["make_directory", "create", "write", "rename"])
-def test_a_disk_that_refuses_leaves_no_checkpoint(
+def test_file_system_error_leaves_no_checkpoint(
     operation: str, originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: Any) -> Any:

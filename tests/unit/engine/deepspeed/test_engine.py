@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, what is refused, and what of its habits is kept away from a run."""
+"""The DeepSpeed engine: generated configuration, refusals, and workarounds for DeepSpeed's behavior."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
                         "given": engine.library_config,
                         "stage": engine._deepspeed.zero_optimization_stage(),
                         "dtypes": tuple(map(str, engine._deepspeed.get_data_types())),
-                        "wire": str(engine._deepspeed.communication_data_type),
+                        "communication_data_type": str(engine._deepspeed.communication_data_type),
                         "clipping": parsed.gradient_clipping,
                         "micro_batches": parsed.gradient_accumulation_steps,
                         "formula": engine.memory_formula(),
@@ -59,7 +59,7 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
                     }
                 )
     found["compiled"] = os.listdir(extensions) if os.path.isdir(extensions) else []
-    disconnect()  # as between the jobs of a sweep
+    disconnect()  # as between the runs of a Hydra sweep
     found["again"] = [step(start(zero_stage=s, precision="bf16"), "mlp", [0]).applied for s in (0, 1, 2, 3)]
     scalar = nn.Module()
     scalar.scale = nn.Parameter(torch.tensor(1.0))
@@ -73,7 +73,7 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
         if index == 1:
             with pytest.raises(UsageError, match="a dummy loss without a graph with engine=deepspeed at zero_stage=2"):
                 engine.backward(loss.detach(), weight=0.0)
-            engine.backward(loss, weight=0.0)  # the cure
+            engine.backward(loss, weight=0.0)  # the fix
         else:
             engine.backward(loss)
     assert engine.step().applied
@@ -94,7 +94,7 @@ class Norms(nn.Module):
 
 
 def compiled(part: str, in_place: bool, stage: int) -> str:
-    """What a BF16 step does with one module compiled: a loss that was applied, or the refusal."""
+    """The result of a BF16 step with one module compiled: "applied", or the error."""
     model = Norms()
     if in_place:
         getattr(model, part).compile(backend="eager")
@@ -109,41 +109,41 @@ def compiled(part: str, in_place: bool, stage: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = run_ranks(1, one_rank, str(tmp_path_factory.mktemp("x") / "extensions"), timeout=280)[0]
     return found
 
 
-def test_the_generated_configuration_is_what_deepspeed_follows(alone: dict[str, Any]) -> None:
-    assert len(alone["configs"]) == 2 + 3 * 4
-    for case in alone["configs"]:
+def test_deepspeed_follows_the_generated_configuration(single_rank: dict[str, Any]) -> None:
+    assert len(single_rank["configs"]) == 2 + 3 * 4
+    for case in single_rank["configs"]:
         given = case["given"]
         assert json.loads(json.dumps(given)) == given, "plain values only"
         assert case["stage"] == given["zero_optimization"]["stage"]
         weights = torch.bfloat16 if "bf16" in given else torch.float32
         assert case["dtypes"] == (str(weights), "torch.float32"), given
-        assert case["wire"] == "torch.float32"
+        assert case["communication_data_type"] == "torch.float32"
         assert (case["clipping"], case["micro_batches"]) == (0.0, 1)
 
 
-def test_nothing_is_compiled_on_a_cpu(alone: dict[str, Any]) -> None:
-    assert alone["compiled"] == []
+def test_nothing_is_compiled_on_a_cpu(single_rank: dict[str, Any]) -> None:
+    assert single_rank["compiled"] == []
 
 
-def test_memory_follows_the_formula(alone: dict[str, Any]) -> None:
-    for case in alone["configs"]:
+def test_memory_follows_the_formula(single_rank: dict[str, Any]) -> None:
+    for case in single_rank["configs"]:
         for kind in ("master", "moments", "compute"):
             # both weight-decay classes are padded to whole shards
             slack = 64 if case["formula"][kind] else 0
             assert 0 <= case["memory"][kind] - case["formula"][kind] <= slack, (kind, case)
 
 
-def test_engines_start_again_after_their_process_group_has_ended(alone: dict[str, Any]) -> None:
-    assert alone["again"] == [True] * 4
+def test_engines_start_again_after_their_process_group_has_ended(single_rank: dict[str, Any]) -> None:
+    assert single_rank["again"] == [True] * 4
 
 
-def test_compiled_modules_run_or_are_refused(alone: dict[str, Any]) -> None:
-    for (part, in_place, stage), got in alone["compiled modules"].items():
+def test_compiled_modules_run_or_are_refused(single_rank: dict[str, Any]) -> None:
+    for (part, in_place, stage), got in single_rank["compiled modules"].items():
         if stage == 3 and not in_place:
             assert f"'{part}' is a torch.compile wrapper" in got
         elif stage and part == "norm":
@@ -153,7 +153,7 @@ def test_compiled_modules_run_or_are_refused(alone: dict[str, Any]) -> None:
 
 
 def plain_defaults() -> str:
-    """The keys that make DeepSpeed reduce in FP32 are left out: it would do it in BF16 without a word."""
+    """The keys that make DeepSpeed reduce in FP32 are left out: it then reduces in BF16 silently."""
     real = deepspeed_config.generate
 
     def generate(request: Any) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def plain_defaults() -> str:
 
 
 class Either(nn.Module):
-    """Two layers of one size, used in the order that the caller says."""
+    """Two layers of one size, used in the order that the caller gives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Either(nn.Module):
 
 
 def reloaded(folder: str) -> tuple[float, float]:
-    """A loss before a save, and after further steps, an evaluation, which leaves weights gathered, and a load."""
+    """A loss before a save, and after further steps, an evaluation, which leaves weights unsharded, and a load."""
     persistent, deepspeed_config.PERSISTENT = deepspeed_config.PERSISTENT, 0  # as for any model that is large enough
     engine, entry = start(zero_stage=3), make("mlp")
     deepspeed_config.PERSISTENT = persistent
@@ -199,7 +199,7 @@ def reloaded(folder: str) -> tuple[float, float]:
 
 
 def ranks_that_differ(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Where a rank sums its own micro-batches first, the ranks may use other parameters; later their order matters."""
+    """If a rank sums its own micro-batches first, ranks may use different parameters; else their order must agree."""
     found: dict[str, Any] = {}
     for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16")):
         engine = start("sometimes_used", zero_stage=stage, precision=precision)
@@ -214,10 +214,10 @@ def ranks_that_differ(rank: int, world: int, folder: str) -> dict[str, Any]:
         assert engine.step().applied
         found[f"{stage} {precision}"] = grads
     found["stale"] = [
-        word
+        message
         for stage, offload in ((1, "cpu"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu"))
         for precision in ("fp32", "bf16")
-        for word in stale_gradients(zero_stage=stage, offload=offload, precision=precision)
+        for message in stale_gradients(zero_stage=stage, offload=offload, precision=precision)
     ]
     found["reloaded"] = reloaded(folder)
     engine = start(Either(), zero_stage=2)
@@ -225,7 +225,7 @@ def ranks_that_differ(rank: int, world: int, folder: str) -> dict[str, Any]:
     with pytest.raises(DivergenceError) as error:
         engine.step()
     found["order"] = str(error.value)
-    found["wire"] = plain_defaults()
+    found["reduce dtype"] = plain_defaults()
     return found
 
 
@@ -235,7 +235,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def stale_gradients(**options: Any) -> list[str]:
-    """Steps that use some parameters only in a later micro-batch, not at all, or not in the last, and one left early.
+    """Steps that use some parameters only in a later micro-batch, not at all, or not in the last; one ended early.
 
     None sees the gradients before it, or loses its own.
     """
@@ -261,7 +261,7 @@ def stale_gradients(**options: Any) -> list[str]:
 
 
 def channels_last(rank: int, world: int) -> list[str]:
-    """A convolution in that memory format, one of whose strides torch does not look at, against the native engine."""
+    """A convolution in that memory format, one of whose strides torch ignores, against the native engine."""
     found = []
     for stage in range(4):
         masters = []
@@ -278,22 +278,22 @@ def channels_last(rank: int, world: int) -> list[str]:
     return found
 
 
-def test_weights_of_another_memory_format() -> None:
+def test_weights_in_channels_last() -> None:
     assert run_ranks(1, channels_last)[0] == []
 
 
-def test_weights_left_gathered_are_not_used_after_a_load(two: list[dict[str, Any]]) -> None:
+def test_weights_left_unsharded_are_not_used_after_a_load(two: list[dict[str, Any]]) -> None:
     for found in two:
         before, after = found["reloaded"]
         assert after == before
 
 
-def test_a_reduction_in_another_dtype_is_seen_on_the_wire(two: list[dict[str, Any]]) -> None:
+def test_reduction_in_another_dtype_is_an_error(two: list[dict[str, Any]]) -> None:
     for found in two:
-        assert "travel as torch.bfloat16; the contract says torch.float32" in found["wire"]
+        assert "torch.bfloat16; the contract says torch.float32" in found["reduce dtype"]
 
 
-def test_parameters_that_not_every_rank_or_step_uses(two: list[dict[str, Any]]) -> None:
+def test_parameters_unused_by_some_ranks_or_steps(two: list[dict[str, Any]]) -> None:
     entry = make("sometimes_used")
     model = entry.build(0)
     sum(entry.loss(model, entry.batch(index)) for index in (0, 1, 2)).backward()  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""FP32 modules whose weights an engine holds low, as DeepSpeed does: they compute in FP32 all the same."""
+"""FP32 modules whose weights an engine holds in low_precision precision, as DeepSpeed does, still compute in FP32."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Model(nn.Module):
 def models() -> tuple[nn.Module, nn.Module]:
     """The model with BF16 weights under autocast, and one with the same values as FP32."""
     torch.manual_seed(0)
-    low = Model()
-    contract = resolve(PrecisionPolicy.named("bf16", rules={"inside": "fp32"}), low, "compute")
+    low_precision = Model()
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"inside": "fp32"}), low_precision, "compute")
     assert set(contract.replica_dtypes.values()) == {torch.bfloat16}
-    low.bfloat16()
-    full = copy.deepcopy(low).float()
-    autocast = Autocast(contract, low, CPU)
-    low.run = lambda x: _run(low, autocast, x)
-    return low, full
+    low_precision.bfloat16()
+    full = copy.deepcopy(low_precision).float()
+    autocast = Autocast(contract, low_precision, CPU)
+    low_precision.run = lambda x: _run(low_precision, autocast, x)
+    return low_precision, full
 
 
 def _run(model: nn.Module, autocast: Autocast, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,19 +65,19 @@ def _run(model: nn.Module, autocast: Autocast, x: Tensor) -> tuple[Tensor, Tenso
     return states, output
 
 
-def test_they_compute_in_fp32_and_the_rest_does_not(models: tuple[nn.Module, nn.Module]) -> None:
-    low, full = models
-    states, output = low.run(X)
+def test_fp32_modules_compute_in_fp32_and_the_rest_does_not(models: tuple[nn.Module, nn.Module]) -> None:
+    low_precision, full = models
+    states, output = low_precision.run(X)
     assert (states.dtype, output.dtype) == (torch.float32, torch.bfloat16)
     want, _ = full(X)
     torch.testing.assert_close(states, want, rtol=0, atol=0)
 
 
-def test_gradients_flow_back_to_the_low_weights(models: tuple[nn.Module, nn.Module]) -> None:
-    low, full = models
-    low.run(X)[0].square().sum().backward()
+def test_gradients_reach_the_low_precision_weights(models: tuple[nn.Module, nn.Module]) -> None:
+    low_precision, full = models
+    low_precision.run(X)[0].square().sum().backward()
     full(X)[0].square().sum().backward()
-    for (name, parameter), reference in zip(low.named_parameters(), full.parameters(), strict=True):
+    for (name, parameter), reference in zip(low_precision.named_parameters(), full.parameters(), strict=True):
         if name.startswith("inside"):
             assert parameter.grad is not None
             assert reference.grad is not None
@@ -85,11 +85,11 @@ def test_gradients_flow_back_to_the_low_weights(models: tuple[nn.Module, nn.Modu
             torch.testing.assert_close(parameter.grad.float(), reference.grad, rtol=1e-2, atol=1e-2)
 
 
-def test_the_weights_are_themselves_again_after_a_forward(models: tuple[nn.Module, nn.Module]) -> None:
-    low, _ = models
-    low.run(X)
-    assert {p.dtype for p in low.parameters()} == {torch.bfloat16}
-    assert all(weight.dtype == torch.bfloat16 for weight in low.inside.gru._flat_weights)
+def test_weights_are_restored_after_a_forward(models: tuple[nn.Module, nn.Module]) -> None:
+    low_precision, _ = models
+    low_precision.run(X)
+    assert {p.dtype for p in low_precision.parameters()} == {torch.bfloat16}
+    assert all(weight.dtype == torch.bfloat16 for weight in low_precision.inside.gru._flat_weights)
     with pytest.raises(RuntimeError):
-        low.run(torch.randn(2, 5, 3))  # a forward that fails
-    assert {type(module._parameters) for module in low.modules()} == {dict}
+        low_precision.run(torch.randn(2, 5, 3))  # a forward that fails
+    assert {type(module._parameters) for module in low_precision.modules()} == {dict}

@@ -1,4 +1,4 @@
-"""What is given to ``fully_shard`` as one unit, and what every rank keeps whole."""
+"""The units of ``fully_shard``, and the parameters that are replicated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(found: UnitPlan) -> dict[str, list[str]]:
     return {unit.name: sorted(unit.parameters) for unit in found.units}
 
 
-def test_every_parameter_is_in_one_place() -> None:
+def test_every_parameter_is_in_one_unit_or_replicated() -> None:
     for name in ("transformer", "tied", "partly_frozen", "conv_batch_norm", "odd_sizes", "nested", "weight_norm"):
         model = make(name).build(0)
         for precision in ("fp32", "bf16"):
@@ -33,11 +33,11 @@ def test_every_parameter_is_in_one_place() -> None:
             assert found.units[-1].module is model
 
 
-def test_norms_are_whole_beside_low_weights_only() -> None:
+def test_norms_are_replicated_beside_low_precision_weights_only() -> None:
     model = make("transformer").build(0)
-    low = plan(model)
-    assert {unit.dtype for unit in low.units} == {torch.bfloat16}
-    assert "blocks.0.ffn_norm.weight" in low.replicated
+    planned = plan(model)
+    assert {unit.dtype for unit in planned.units} == {torch.bfloat16}
+    assert "blocks.0.ffn_norm.weight" in planned.replicated
     assert plan(model, "fp32").replicated == {}
     assert all(unit.dtype == torch.float32 for unit in plan(model, "fp32").units)
 
@@ -48,7 +48,7 @@ def test_a_tie_within_the_model_itself_is_sharded() -> None:
     assert "head.weight" not in found.replicated
 
 
-def test_parameters_without_dimensions_or_elements_are_whole() -> None:
+def test_parameters_without_dimensions_or_elements_are_replicated() -> None:
     found = plan(make("odd_sizes").build(0), "fp32")
     assert sorted(found.replicated) == ["empty", "scale"]
 
@@ -67,7 +67,7 @@ class Shared(nn.Module):
         return self.blocks[1](self.embedding(x))
 
 
-def test_what_units_share() -> None:
+def test_parameters_shared_by_units_are_replicated() -> None:
     found = plan(Shared())
     assert list(found.replicated) == ["blocks.0.0.weight"]
     assert "embedding.weight" in names(found)[""]
@@ -90,14 +90,14 @@ def test_large_fp32_modules_get_units_of_their_own(monkeypatch: pytest.MonkeyPat
     assert names(found)["blocks.0.ffn"] == [f"blocks.0.ffn.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight")]
 
 
-def test_units_without_a_forward_give_way_to_their_parts() -> None:
-    """``stages`` of the model holds ModuleLists, which nobody calls."""
+def test_units_without_a_forward_are_split_into_their_children() -> None:
+    """``stages`` of the model holds ModuleLists, which are never called."""
     found = names(plan(make("nested").build(0), "fp32"))
     assert {"stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"} <= found.keys()
     assert "stages.0" not in found
 
 
-def test_weight_decay_acts_on_matrices_that_are_no_norm() -> None:
+def test_weight_decay_acts_on_matrices_outside_norms() -> None:
     class Norm2d(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Who made a step fail: the search through the main grads, and which of all findings is blamed."""
+"""The culprit of a failed step: the search in the main grads, the gradient monitor, and the choice among findings."""
 
 from __future__ import annotations
 
@@ -38,32 +38,34 @@ def layout(group: str, world: int = 2) -> FlatLayout:
 
 
 def findings(values: dict[int, float]) -> list[Finding]:
-    """What two ranks find where these elements of the buffer are set; all else is 1, its padding too."""
-    place = layout("x")
-    flat = torch.ones(place.numel)
+    """Findings of two ranks in a buffer with these elements; all others, padding too, are 1."""
+    flat_layout = layout("x")
+    flat = torch.ones(flat_layout.numel)
     for index, value in values.items():
         flat[index] = value
     return [
         found
         for rank in range(2)
-        for part in place.intervals(*place.shard(rank))
-        for found in find_nonfinite(part.spec.name, rank, part.start, shard_of(place, rank, flat, part))
+        for interval in flat_layout.intervals(*flat_layout.shard(rank))
+        for found in find_nonfinite(
+            interval.spec.name, rank, interval.start, values_of(flat_layout, rank, flat, interval)
+        )
     ]
 
 
-def shard_of(place: FlatLayout, rank: int, flat: torch.Tensor, part: ShardInterval) -> torch.Tensor:
-    """The elements of ``part``, which counts from the start of the rank's shard."""
-    start = place.shard(rank)[0] + part.offset
-    return flat[start : start + part.stop - part.start]
+def values_of(flat_layout: FlatLayout, rank: int, flat: torch.Tensor, interval: ShardInterval) -> torch.Tensor:
+    """The elements of ``interval``, whose offset counts from the start of the rank's shard."""
+    start = flat_layout.shard(rank)[0] + interval.offset
+    return flat[start : start + interval.stop - interval.start]
 
 
 def test_a_clean_buffer_has_no_findings() -> None:
     assert findings({0: 3e38}) == []
 
 
-@pytest.mark.parametrize("place", [0, 49])
-def test_one_element_of_the_first_tensor(place: int) -> None:
-    assert findings({place: math.nan}) == [Finding("x.a", 0, place, place + 1, 0, 1)]
+@pytest.mark.parametrize("index", [0, 49])
+def test_one_element_of_the_first_tensor(index: int) -> None:
+    assert findings({index: math.nan}) == [Finding("x.a", 0, index, index + 1, 0, 1)]
 
 
 def test_a_tensor_on_two_ranks_counts_in_its_own_elements() -> None:
@@ -86,19 +88,19 @@ def test_findings_travel_as_they_are() -> None:
     assert len(own) == 2
 
 
-# -- the watch ---------------------------------------------------------------------------------------------------------
+# -- the gradient monitor ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_the_watch_sees_one_bad_element(dtype: torch.dtype, value: float) -> None:
+def test_monitor_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
     monitor = GradientMonitor(3)
-    leaf = torch.full((5000,), 100.0, dtype=dtype)  # as FP16, its sum would overflow
-    monitor.record_finiteness(0, 2, [leaf])
-    spoilt = leaf.clone()
-    spoilt[-1] = value
-    monitor.record_finiteness(1, 0, [leaf, spoilt])
-    monitor.record_finiteness(1, 2, [leaf])
+    grad = torch.full((5000,), 100.0, dtype=dtype)  # as FP16, its sum would overflow
+    monitor.record_finiteness(0, 2, [grad])
+    bad_grad = grad.clone()
+    bad_grad[-1] = value
+    monitor.record_finiteness(1, 0, [grad, bad_grad])
+    monitor.record_finiteness(1, 2, [grad])
     numbers, bad = monitor.finiteness()
     assert list(numbers) == [2, 3, 4, 5]
     assert bad is not None
@@ -107,7 +109,7 @@ def test_the_watch_sees_one_bad_element(dtype: torch.dtype, value: float) -> Non
     assert monitor.finiteness() == ([], None)
 
 
-def test_the_watch_keeps_numbers_and_sums_together_over_dtypes() -> None:
+def test_monitor_keeps_numbers_and_sums_together_over_dtypes() -> None:
     monitor = GradientMonitor(2)
     good, bad = torch.ones(4), torch.tensor([1.0, math.nan])
     monitor.record_finiteness(0, 0, [good.bfloat16()])
@@ -119,10 +121,10 @@ def test_the_watch_keeps_numbers_and_sums_together_over_dtypes() -> None:
     assert dict(zip(numbers, marks.tolist(), strict=True)) == {0: False, 1: True, 2: True, 3: False}
 
 
-# -- the blame ---------------------------------------------------------------------------------------------------------
+# -- the culprit -------------------------------------------------------------------------------------------------------
 
 
-def test_of_losses_the_earliest_micro_batch_then_the_lowest_rank() -> None:
+def test_bad_loss_is_the_earliest_micro_batch_then_the_lowest_rank() -> None:
     bad = {"num_bad_losses": 2, "bad_micro_batch": 1, "bad_loss": math.nan}
     got = locate_bad_loss(decision({}, bad, {**bad, "num_bad_losses": 1, "bad_loss": -math.inf}, {}))
     assert got == Culprit(1, 3, "forward loss", 1, num_nan=1, num_bad_losses=3)
@@ -133,48 +135,48 @@ def test_of_losses_the_earliest_micro_batch_then_the_lowest_rank() -> None:
 ORDER = ["b.b", "b.a", "a.b", "a.a"]  # b is the later module
 
 
-def blame(*ranks: dict[str, Any], found: list[Finding], alone: bool = False) -> Culprit:
-    return locate_bad_gradient(decision(*ranks), found, ORDER, is_only_backward=alone)
+def culprit_of(*ranks: dict[str, Any], found: list[Finding], is_only_backward: bool = False) -> Culprit:
+    return locate_bad_gradient(decision(*ranks), found, ORDER, is_only_backward=is_only_backward)
 
 
-def test_of_gradients_the_first_by_micro_batch_then_backward_then_rank() -> None:
+def test_bad_gradient_is_the_first_by_micro_batch_then_backward_then_rank() -> None:
     found = [Finding(name, rank, 0, 9, 1, 2) for rank in (0, 1) for name in ORDER]
     second = 4 * 1 + 3  # micro-batch 1, a.a
-    got = blame({"bad_gradient": second + 1}, {"bad_gradient": second}, {}, found=found)
+    got = culprit_of({"bad_gradient": second + 1}, {"bad_gradient": second}, {}, found=found)
     assert got == Culprit(1, 3, "local gradient", 1, "a.a", 0, 9, 2, 4)
-    assert blame({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).tensor == "b.b"
-    assert blame({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).rank == 0
+    assert culprit_of({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).tensor == "b.b"
+    assert culprit_of({"bad_gradient": 8}, {"bad_gradient": 8}, found=found).rank == 0
 
 
-def test_rank_and_tensor_belong_together() -> None:
-    """Rank 0 spoils b.a, rank 1 the later b.b in the same micro-batch: b.b comes first in backward."""
+def test_culprit_rank_and_tensor_belong_together() -> None:
+    """Rank 0 breaks b.a, rank 1 the later b.b in the same micro-batch: b.b comes first in backward."""
     found = [Finding("b.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 4, 5, 1, 0)]
-    got = blame({"bad_gradient": 1}, {"bad_gradient": 0}, found=found)
+    got = culprit_of({"bad_gradient": 1}, {"bad_gradient": 0}, found=found)
     assert (got.rank, got.tensor, got.start) == (1, "b.b", 4)
 
 
-def test_parts_on_several_ranks_are_one_slice() -> None:
+def test_findings_on_several_ranks_become_one_interval() -> None:
     found = [Finding("b.b", 0, 40, 960, 3, 0), Finding("a.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 960, 1000, 0, 4)]
-    got = blame({}, {"bad_gradient": 0}, found=found)
+    got = culprit_of({}, {"bad_gradient": 0}, found=found)
     assert (got.tensor, got.start, got.stop, got.num_inf, got.num_nan) == ("b.b", 40, 1000, 3, 4)
 
 
-def test_a_sum_that_overflows_is_its_owners() -> None:
-    got = blame({}, {}, found=[Finding("a.b", 1, 970, 971, 1, 0)])
+def test_overflow_of_a_reduced_gradient_names_its_owner() -> None:
+    got = culprit_of({}, {}, found=[Finding("a.b", 1, 970, 971, 1, 0)])
     assert got == Culprit(1, 3, "reduced gradient", None, "a.b", 970, 971, 1, 0)
 
 
-def test_a_norm_that_overflows_is_nobodys() -> None:
-    assert blame({}, {}, found=[]) == Culprit(-1, 3, "reduced gradient")
+def test_overflow_of_the_norm_names_no_rank() -> None:
+    assert culprit_of({}, {}, found=[]) == Culprit(-1, 3, "reduced gradient")
 
 
-def test_a_leaf_whose_sum_overflows_leaves_the_tensor_to_the_order_of_backward() -> None:
-    got = blame({}, {"bad_gradient": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
+def test_finite_gradient_whose_sum_overflows_takes_the_tensor_from_the_findings() -> None:
+    got = culprit_of({}, {"bad_gradient": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
     assert (got.rank, got.micro_batch, got.tensor) == (1, 0, "a.a")
 
 
-def test_a_leaf_that_is_alone_is_to_blame_without_a_watch() -> None:
-    got = blame({}, found=[Finding("a.a", 0, 1, 2, 1, 0)], alone=True)
+def test_only_backward_is_the_culprit_without_a_record() -> None:
+    got = culprit_of({}, found=[Finding("a.a", 0, 1, 2, 1, 0)], is_only_backward=True)
     assert (got.phase, got.rank, got.micro_batch, got.tensor) == ("local gradient", 0, 0, "a.a")
 
 
@@ -203,5 +205,5 @@ def test_a_leaf_that_is_alone_is_to_blame_without_a_watch() -> None:
         ),
     ],
 )
-def test_a_culprit_in_one_line(culprit: Culprit, text: str) -> None:
+def test_culprit_as_text(culprit: Culprit, text: str) -> None:
     assert str(culprit) == text

@@ -26,7 +26,7 @@ def outcome(reason: str | None, loss: float = 2.0, grad_norm: float = 1.0) -> St
 
 
 def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> Skip:
-    """Of a step with four micro-batches on each rank, ``bad_losses`` of which are not finite."""
+    """A skipped step with four micro-batches on each rank, ``bad_losses`` of which are not finite."""
     records = [
         VoteRecord(
             0, 0, 4, 0, 0, 1e-3, 8.0, 0, 0, 4.0, 8.0, 1.0, num_bad_losses=number, bad_micro_batch=min(number, 1) - 1
@@ -62,7 +62,7 @@ RISING_NORM = [*APPLIED, outcome(None, 2.0, 150.0)]
         ([skip("overflow")] + [skip("nonfinite_loss", (1, 0))] * 2, APPLIED, NONE, "Bad batches: 2 of 16 losses"),
     ],
 )  # fmt: skip
-def test_the_likeliest_cause(
+def test_diagnosis_names_the_likely_cause(
     skips: list[Skip], applied: list[StepOutcome], scale: LossScaleState, expected: str
 ) -> None:
     assert expected in diagnose(skips, applied, scale)
@@ -94,7 +94,7 @@ def test_a_skip_without_a_culprit_says_so() -> None:
         counter(1, skip("empty"))
 
 
-def test_what_came_before_a_load_is_forgotten() -> None:
+def test_reset_drops_earlier_steps() -> None:
     counted = counter(3, *RISING_LOSS, skip("overflow"), skip("overflow"))
     counted.reset()
     for _ in range(2):
@@ -103,8 +103,8 @@ def test_what_came_before_a_load_is_forgotten() -> None:
         counted.skipped(skip("overflow"), DYNAMIC)
 
 
-def test_only_the_latest_applied_steps_are_remembered() -> None:
-    early = [outcome(None, 0.1)]  # a loss that low was long ago
+def test_diagnosis_uses_the_latest_applied_steps_only() -> None:
+    early = [outcome(None, 0.1)]  # outside the window
     with pytest.raises(NonFiniteError, match="Wrong loss scale"):
         counter(1, *early, *APPLIED * 10, skip("overflow"), scale=STATIC)
     with pytest.raises(NonFiniteError, match="Diverged model"):

@@ -52,7 +52,7 @@ def test_a_weight_tensor_may_be_used_again(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_dummy_of_weight_zero_counts_for_nothing(stage: int) -> None:
+def test_dummy_of_weight_zero_does_not_count(stage: int) -> None:
     outcome, after = weighted([1.0, 0.0, 1.0], stage)
     engine = start(zero_stage=stage)
     for x in engine.accumulate([X[0], X[2]]):
@@ -63,7 +63,7 @@ def test_a_dummy_of_weight_zero_counts_for_nothing(stage: int) -> None:
     assert all(torch.allclose(after[name], tensor) for name, tensor in masters(engine).items())
 
 
-def test_weights_that_are_all_zero_skip_the_step() -> None:
+def test_zero_sum_of_weights_skips_as_empty() -> None:
     engine = start(loss_scale="dynamic")
     before = masters(engine)
     outcome = train_step(engine, weight=0.0)
@@ -99,7 +99,7 @@ def test_an_overflow_skips_backs_off_and_names_the_tensor() -> None:
     assert train_step(engine).applied
 
 
-def test_a_nonfinite_loss_skips_and_leaves_the_scale() -> None:
+def test_nonfinite_loss_skips_and_keeps_the_scale() -> None:
     engine = start(loss_scale=dtrain.LossScale("dynamic", init=8.0))
     before = masters(engine)
     for factor in engine.accumulate([1.0, math.nan, math.inf]):
@@ -150,7 +150,7 @@ def test_too_many_skips_end_the_run_with_a_diagnosis() -> None:
     assert unchanged(engine, before)
 
 
-def test_one_applied_step_starts_the_count_anew() -> None:
+def test_applied_step_resets_the_skip_count() -> None:
     engine = start(max_consecutive_skips=2)
     for _ in range(3):
         overflow(engine)
@@ -165,7 +165,7 @@ def bad_batch(engine: Any) -> dtrain.StepOutcome:
 
 
 def diverging(engine: Any) -> dtrain.StepOutcome:
-    """Two applied steps with a loss that rises, then what comes of it."""
+    """Two applied steps with a rising loss, then a skipped one."""
     if engine.attempted_steps < 2:
         engine.backward(loss_of(engine) * 10.0**engine.attempted_steps)
         return engine.step()
@@ -205,7 +205,7 @@ def test_the_diagnosis_names_the_cause(
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_a_weight_that_cannot_weigh_updates_nothing(weight: float) -> None:
+def test_invalid_weight_updates_nothing(weight: float) -> None:
     engine = start()
     before = masters(engine)
     engine.backward(loss_of(engine), weight=torch.tensor(weight))

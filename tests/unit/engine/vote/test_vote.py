@@ -1,4 +1,4 @@
-"""The vote: nothing is lost on the way, every disagreement is found, and the decision follows from all records."""
+"""The vote: records keep every bit, every disagreement is found, and the decision follows from all records."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def table(records: list[VoteRecord]) -> Tensor:
     return torch.tensor([one.to_row() for one in records], dtype=torch.int64)
 
 
-def verdict_on(records: list[VoteRecord], **options: Any) -> DecodedDecision:
-    """What the host reads of the decision."""
+def decode(records: list[VoteRecord], **options: Any) -> DecodedDecision:
+    """The decision on ``records`` as the host decodes it."""
     rows = table(records)
     return DecodedDecision.unpack(DecodedDecision.pack(decide(rows, **options), rows).tolist())
 
@@ -68,14 +68,14 @@ def assert_same_bits(got: VoteRecord, sent: VoteRecord) -> None:
 
 
 @given(any_record)
-def test_a_row_holds_every_bit(sent: VoteRecord) -> None:
+def test_record_row_round_trip_keeps_every_bit(sent: VoteRecord) -> None:
     row = sent.to_row()
     assert len(row) == NUM_FIELDS == len(fields(VoteRecord))
     assert_same_bits(VoteRecord.from_row(torch.tensor(row, dtype=torch.int64).tolist()), sent)
 
 
 @given(any_record, any_record)
-def test_host_and_device_fill_one_row(known: VoteRecord, seen: VoteRecord) -> None:
+def test_host_and_device_fill_one_record_row(known: VoteRecord, seen: VoteRecord) -> None:
     host = {*MUST_AGREE, "stop_requested", "save_failed"}
     device = [field.name for field in fields(VoteRecord) if field.name not in host]
     floats = [getattr(seen, name) for name in device if name in FLOATS]
@@ -87,10 +87,10 @@ def test_host_and_device_fill_one_row(known: VoteRecord, seen: VoteRecord) -> No
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS))
-def test_a_nan_keeps_its_payload(name: str) -> None:
+def test_record_keeps_nan_payload(name: str) -> None:
     sent = record(**{name: ODD_NAN})
     assert bits(getattr(VoteRecord.from_row(sent.to_row()), name)) == bits(ODD_NAN)
-    assert bits(getattr(verdict_on([record(), sent]).records[1], name)) == bits(ODD_NAN)
+    assert bits(getattr(decode([record(), sent]).records[1], name)) == bits(ODD_NAN)
 
 
 def test_whole_numbers_in_float_fields_survive() -> None:
@@ -99,13 +99,13 @@ def test_whole_numbers_in_float_fields_survive() -> None:
 
 
 @given(st.lists(any_record, min_size=1, max_size=5))
-def test_a_verdict_brings_all_records_to_the_host(records: list[VoteRecord]) -> None:
-    for got, sent in zip(verdict_on(records).records, records, strict=True):
+def test_decoded_decision_has_all_records(records: list[VoteRecord]) -> None:
+    for got, sent in zip(decode(records).records, records, strict=True):
         assert_same_bits(got, sent)
 
 
 @given(st.sampled_from([None, *REASONS]), any_float, any_float, any_float)
-def test_a_verdict_brings_the_decision_to_the_host(
+def test_decoded_decision_has_the_values_of_the_device(
     reason: str | None, loss: float, norm: float, divisor: float
 ) -> None:
     code = 0 if reason is None else 1 + REASONS.index(reason)
@@ -116,7 +116,7 @@ def test_a_verdict_brings_the_decision_to_the_host(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2**40)), min_size=1, max_size=8))
-def test_the_first_index_is_the_least_that_is_marked(entries: list[tuple[bool, int]]) -> None:
+def test_first_index_is_the_least_true_one(entries: list[tuple[bool, int]]) -> None:
     where, index = zip(*entries, strict=True)
     got = first_index(torch.tensor(where), torch.tensor(index))
     assert got.shape == ()
@@ -136,7 +136,7 @@ def test_upload_keeps_63_bits() -> None:
 def test_equal_records_agree(one: VoteRecord, world: int) -> None:
     copies = [VoteRecord.from_row(one.to_row()) for _ in range(world)]
     assert find_disagreement(copies) is None
-    assert verdict_on(copies).reason != "diverged"
+    assert decode(copies).reason != "diverged"
 
 
 @pytest.mark.parametrize("name", MUST_AGREE)
@@ -147,34 +147,34 @@ def test_each_field_that_differs_is_found_with_both_values(name: str, rank: int)
     got = math.nextafter(expected, math.inf) if isinstance(expected, float) else expected + 1
     records[rank] = replace(records[rank], **{name: got})
     assert find_disagreement(records) == Disagreement(name, rank, expected, got)
-    assert verdict_on(records).reason == "diverged"
+    assert decode(records).reason == "diverged"
 
 
 @given(st.sampled_from(MUST_AGREE), any_record, any_record)
-def test_what_the_device_calls_diverged_the_host_can_name(name: str, one: VoteRecord, other: VoteRecord) -> None:
+def test_host_names_every_divergence_that_the_device_finds(name: str, one: VoteRecord, other: VoteRecord) -> None:
     records = [one, replace(one, **{name: getattr(other, name)})]
     found = find_disagreement(records)
-    assert (found is not None) == (verdict_on(records).reason == "diverged")
+    assert (found is not None) == (decode(records).reason == "diverged")
     assert found is None or found.field == name
 
 
 @pytest.mark.parametrize(("first", "second"), [(1e-3, math.nan), (0.0, -0.0), (math.nan, ODD_NAN)])
-def test_rates_that_differ_in_a_bit_differ(first: float, second: float) -> None:
+def test_learning_rates_that_differ_in_a_bit_diverge(first: float, second: float) -> None:
     records = [record(lr=first), record(lr=second)]
     found = find_disagreement(records)
     assert found is not None
     assert (found.field, found.rank) == ("lr", 1)
-    assert verdict_on(records).reason == "diverged"
+    assert decode(records).reason == "diverged"
 
 
-def test_the_earliest_cause_is_named_first() -> None:
+def test_earliest_disagreement_is_named() -> None:
     # a rank with another configuration also issues other collectives; the configuration is what explains it
     found = find_disagreement([record(), record(schedule_hash=1, config_hash=2)])
     assert found is not None
     assert found.field == "config_hash"
 
 
-def test_what_may_differ_is_no_disagreement() -> None:
+def test_fields_that_may_differ_are_no_disagreement() -> None:
     free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
     assert free == {
         "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
@@ -182,12 +182,12 @@ def test_what_may_differ_is_no_disagreement() -> None:
     }  # fmt: skip
     other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
     assert find_disagreement([record(), other]) is None
-    assert verdict_on([record(), other]).reason != "diverged"
+    assert decode([record(), other]).reason != "diverged"
 
 
-def test_the_largest_gradient_is_that_of_all_ranks_without_the_scale() -> None:
+def test_max_abs_grad_is_of_all_ranks_without_the_scale() -> None:
     records = [record(max_abs_grad=3.0), record(max_abs_grad=24.0), record()]  # under a loss scale of 8
-    assert verdict_on(records).max_abs_grad == 3.0
+    assert decode(records).max_abs_grad == 3.0
 
 
 # -- the decision ------------------------------------------------------------------------------------------------------
@@ -198,14 +198,14 @@ BY_HAND = [
 ]
 
 
-def test_apply_by_hand() -> None:
+def test_decision_to_apply_computed_by_hand() -> None:
     decision = decide(table(BY_HAND))
     assert {tensor.dtype for tensor in (decision.loss, decision.grad_norm, decision.grad_divisor)} == {torch.float64}
     assert decision.code.item() == 0
     assert decision.loss.item() == 4.0  # 16 / 4
     assert decision.grad_norm.item() == 1.0  # sqrt(1024) / 32
     assert decision.grad_divisor.item() == 32.0  # loss scale 8 x weights 4
-    assert verdict_on(BY_HAND) == DecodedDecision(None, 4.0, 1.0, tuple(BY_HAND))
+    assert decode(BY_HAND) == DecodedDecision(None, 4.0, 1.0, tuple(BY_HAND))
 
 
 @pytest.mark.parametrize(
@@ -217,39 +217,39 @@ def test_apply_by_hand() -> None:
         (0.25, 32.0 * 1.000001 / 0.25),
     ],
 )
-def test_clipping_by_hand(max_grad_norm: float | None, divisor: float) -> None:
+def test_clipping_computed_by_hand(max_grad_norm: float | None, divisor: float) -> None:
     decision = decide(table(BY_HAND), max_grad_norm=max_grad_norm)
     assert decision.grad_divisor.item() == pytest.approx(divisor, rel=1e-15)
     assert decision.grad_norm.item() == 1.0, "the norm before clipping"
 
 
-def test_sums_formed_outside_the_records_replace_theirs() -> None:
+def test_canonical_sums_replace_those_of_the_records() -> None:
     sums = {"sum_squares": torch.tensor(1024.0).double(), "sum_weights": torch.tensor(8.0).double()}
     decision = decide(table([record(), record()]), **sums)
     assert decision.grad_divisor.item() == 64.0
     assert decision.grad_norm.item() == 0.5
     assert decision.loss.item() == 1.0
     sums["sum_squares"] = torch.tensor(math.inf).double()
-    assert verdict_on([record(), record()], **sums).reason == "overflow"
+    assert decode([record(), record()], **sums).reason == "overflow"
     sums["sum_weights"] = torch.tensor(0.0).double()
     sums["sum_squares"] = torch.tensor(1.0).double()
-    assert verdict_on([record(), record()], **sums).reason == "empty"
+    assert decode([record(), record()], **sums).reason == "empty"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_rank_can_ask_to_stop(rank: int) -> None:
+def test_any_rank_can_request_stop(rank: int) -> None:
     records = [record(stop_requested=int(rank == other)) for other in range(2)]
-    assert verdict_on(records).stop_requested
-    assert verdict_on(records).reason is None
-    assert not verdict_on([record(), record()]).stop_requested
+    assert decode(records).stop_requested
+    assert decode(records).reason is None
+    assert not decode([record(), record()]).stop_requested
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_any_rank_can_say_that_a_save_has_failed(rank: int) -> None:
+def test_any_rank_can_report_a_failed_save(rank: int) -> None:
     records = [record(save_failed=int(rank == other)) for other in range(2)]
-    assert verdict_on(records).save_failed
-    assert verdict_on(records).reason is None
-    assert not verdict_on([record(), record(stop_requested=1)]).save_failed
+    assert decode(records).save_failed
+    assert decode(records).reason is None
+    assert not decode([record(), record(stop_requested=1)]).save_failed
 
 
 LOSS = {"num_bad_losses": 1, "bad_micro_batch": 1, "bad_loss": math.nan, "sum_weighted_loss": math.nan}
@@ -277,20 +277,20 @@ OTHER = {"step": 5}
         ([{**OTHER, **LOSS}, {**WEIGHT, **GRADIENT}], "diverged"),
     ],
 )
-def test_what_explains_most_is_the_reason(ranks: list[dict[str, Any]], reason: str | None) -> None:
+def test_reason_is_the_one_that_explains_most(ranks: list[dict[str, Any]], reason: str | None) -> None:
     for order in (ranks, ranks[::-1]):
-        assert verdict_on([record(**values) for values in order]).reason == reason
+        assert decode([record(**values) for values in order]).reason == reason
 
 
 @pytest.mark.parametrize("squares", [math.inf, math.nan])
-def test_a_norm_that_is_not_finite_is_shown_as_it_is(squares: float) -> None:
-    got = verdict_on([record(sum_squares=squares)])
+def test_nonfinite_norm_is_reported_unchanged(squares: float) -> None:
+    got = decode([record(sum_squares=squares)])
     assert got.reason == "overflow"
     assert repr(got.grad_norm) == repr(squares)
 
 
-def test_an_empty_step_has_no_loss() -> None:
-    decision = verdict_on([record(**EMPTY, sum_squares=0.0)])
+def test_empty_step_has_no_loss() -> None:
+    decision = decode([record(**EMPTY, sum_squares=0.0)])
     assert math.isnan(decision.loss)
     assert math.isnan(decision.grad_norm)
 
@@ -322,7 +322,7 @@ def reason_by_hand(records: list[VoteRecord]) -> str | None:
 
 
 @given(st.lists(voters, min_size=1, max_size=6))
-def test_every_rank_derives_the_same_verdict(records: list[VoteRecord]) -> None:
+def test_every_rank_derives_the_same_decision(records: list[VoteRecord]) -> None:
     packed = [DecodedDecision.pack(decide(table(records), max_grad_norm=0.5), table(records)) for _ in range(2)]
     assert packed[0].tolist() == packed[1].tolist(), "to the last bit"
     decision = DecodedDecision.unpack(packed[0].tolist())
@@ -333,10 +333,10 @@ def test_every_rank_derives_the_same_verdict(records: list[VoteRecord]) -> None:
 @given(
     st.lists(voters, min_size=1, max_size=6).flatmap(lambda r: st.tuples(st.just(r), st.permutations(range(len(r)))))
 )
-def test_the_verdict_does_not_depend_on_the_order_of_ranks(case: tuple[list[VoteRecord], list[int]]) -> None:
+def test_decision_does_not_depend_on_the_order_of_ranks(case: tuple[list[VoteRecord], list[int]]) -> None:
     records, order = case
     permuted = [records[rank] for rank in order]
-    one, other = verdict_on(records), verdict_on(permuted)
+    one, other = decode(records), decode(permuted)
     assert (one.reason, one.stop_requested) == (other.reason, other.stop_requested)
     if one.reason != "diverged":
         divisors = [decide(table(rows)).grad_divisor.item() for rows in (records, permuted)]

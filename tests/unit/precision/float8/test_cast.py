@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.hardware import has_compiler
 from dtrain.precision.float8.cast import (
     E4M3,
     E5M2,
@@ -22,6 +21,7 @@ from dtrain.precision.float8.cast import (
     quantize_both,
     scale_of,
 )
+from dtrain.precision.hardware import has_compiler
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -69,7 +69,7 @@ def test_a_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torc
 
 
 @FORMATS
-def test_scales_of_zero_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+def test_scales_of_zero_and_of_non_finite_values(dtype: torch.dtype) -> None:
     """A NaN has a sign, and compiled code gives it one."""
     assert scale_of(torch.tensor([0.0, -0.0]), dtype).tolist() == [1.0, 1.0]
     values = torch.tensor([math.inf, math.nan, math.nan])
@@ -92,7 +92,7 @@ def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, roww
 
 @settings(deadline=None, max_examples=100)
 @given(matrices(), dtypes, st.booleans())
-def test_of_both_sides_each_is_as_if_it_were_alone(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
+def test_quantize_both_equals_two_quantizations(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     rows, columns = quantize_both(x, dtype, rowwise=rowwise)
     assert same(rows, quantize(x, dtype, rowwise=rowwise))
     assert same(columns, quantize(x.t(), dtype, rowwise=rowwise))
@@ -101,7 +101,7 @@ def test_of_both_sides_each_is_as_if_it_were_alone(x: Tensor, dtype: torch.dtype
 
 @settings(deadline=None, max_examples=100)
 @given(matrices(), dtypes, st.booleans())
-def test_what_was_dequantised_is_quantised_without_loss(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
+def test_dequantize_then_quantize_is_lossless(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     """A copy of an FP8 module computes with the numbers of the original."""
     once = dequantize(quantize(x, dtype, rowwise=rowwise))
     assert torch.equal(dequantize(quantize(once, dtype, rowwise=rowwise)), once)
@@ -109,7 +109,7 @@ def test_what_was_dequantised_is_quantised_without_loss(x: Tensor, dtype: torch.
 
 @settings(deadline=None, max_examples=100)
 @given(matrices(), dtypes, st.booleans(), non_finite, st.data())
-def test_one_number_that_is_not_finite_poisons_what_shares_its_scale(
+def test_a_non_finite_value_makes_its_scale_nan(
     x: Tensor, dtype: torch.dtype, rowwise: bool, bad: float, data: st.DataObject
 ) -> None:
     row, column = (data.draw(st.integers(0, size - 1)) for size in x.shape)
@@ -140,7 +140,7 @@ def test_every_number_of_a_format_is_decoded_exactly(dtype: torch.dtype) -> None
 
 @FORMATS
 @pytest.mark.parametrize("shape", [(0, 4), (0, 0)])
-def test_nothing_is_quantised_to_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_empty_tensors_are_quantized(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     assert quantize(torch.empty(shape), dtype, rowwise=False).scale == 1.0
     assert quantize(torch.empty(shape), dtype, rowwise=True).scale.shape == (0,)
 

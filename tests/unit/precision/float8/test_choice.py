@@ -1,4 +1,4 @@
-"""Which products are FP8, and what FP8 options mean on a device."""
+"""The choice of FP8 Linears, and FP8 options resolved on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BY_SHAPE = Float8Options(choice="all").on(CPU)
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Threads that wait for one another on a busy machine are no measure of a product."""
+    """Uses one thread: on a busy machine threads wait for each other and distort the times."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -53,12 +53,17 @@ def test_by_shape(out_features: int, in_features: int, is_float8: bool, reason: 
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_timed_on_the_device_an_emulation_loses_against_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Really timed, each shape once; what shape alone keeps out of FP8 is not timed."""
+def test_timing_keeps_emulated_matmuls_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times each shape once; shapes that cannot be FP8 are not timed."""
     times, shapes = choice._times, []
     monkeypatch.setattr(choice, "_times", lambda product, *how: shapes.append(product.name) or times(product, *how))
     timed = Float8Options(choice="timed", num_rows=32).on(CPU)
-    products = [Float8Candidate("a", 64, 64), Float8Candidate("b", 8, 64), Float8Candidate("c", 80, 72), Float8Candidate("d", 64, 64)]
+    products = [
+        Float8Candidate("a", 64, 64),
+        Float8Candidate("b", 8, 64),
+        Float8Candidate("c", 80, 72),
+        Float8Candidate("d", 64, 64),
+    ]
     state = torch.get_rng_state()
     a, b, c, d = decide_float8(products, timed, CPU)
     assert torch.equal(torch.get_rng_state(), state)
@@ -84,7 +89,7 @@ def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("casts_each_time", [False, True])
-def test_the_cast_of_the_weight_is_timed_where_the_engine_has_it(
+def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(
     monkeypatch: pytest.MonkeyPatch, casts_each_time: bool
 ) -> None:
     cast: list[tuple[int, ...]] = []
@@ -96,7 +101,7 @@ def test_the_cast_of_the_weight_is_timed_where_the_engine_has_it(
     assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
 
 
-def test_what_does_not_fit_the_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_in_timing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(*_: object) -> tuple[float, float]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -162,12 +167,12 @@ def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyP
         ({"recipe": "rowwise", "weight_scale": "delayed"}, r"weight_scale=delayed needs recipe=tensorwise"),
     ],
 )
-def test_options_that_mean_nothing(wrong: dict[str, object], message: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Float8Options(**wrong)
 
 
-def test_a_recipe_is_what_the_options_say() -> None:
+def test_recipe_follows_the_options() -> None:
     of = {"emulate": False, "fast_accumulation": True, "compile": False}
     assert Recipe.of(Float8Options(**of).on(CPU), torch.bfloat16) == Recipe(False, E5M2, torch.bfloat16, False, True)
     rowwise = Recipe.of(Float8Options(recipe="rowwise").on(CPU), torch.float32)

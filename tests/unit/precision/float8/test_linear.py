@@ -1,4 +1,4 @@
-"""Float8Linear: its three products against double precision, whatever comes in, and what it keeps."""
+"""Float8Linear: its three matmuls against double precision, its inputs, and its cached weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtrain.precision import autocast_ops
 from dtrain.precision.float8.cast import E4M3, E5M2, Quantized
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import CachedWeights, UncachedWeights, QuantizedWeights, WeightSource, dequantized
+from dtrain.precision.float8.weights import CachedWeights, QuantizedWeights, UncachedWeights, WeightSource, dequantized
 from tests.helpers.host_reads import forbidden
 
 TENSORWISE, ROWWISE = Recipe(), Recipe(rowwise=True, grad_dtype=E4M3)
@@ -34,7 +34,7 @@ RECIPES = {
     "rowwise": ROWWISE,
     "rowwise-e5m2": Recipe(rowwise=True),
 }
-# signal to quantisation noise of a product of normally distributed operands: 3 mantissa bits, or 2 on one side
+# signal to quantization noise of a product of normally distributed operands: 3 mantissa bits, or 2 on one side
 SQNR = {E4M3: 27.0, E5M2: 23.5}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 both_recipes = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=["tensorwise", "rowwise"])
@@ -72,27 +72,27 @@ def in_double(weight: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, 
 
 
 class NativeLike(QuantizedWeights):
-    """A weight of which only FP8 is left, as the native engine has it: the parameter holds NaN."""
+    """A weight stored in FP8 only, as in the native engine: the parameter is NaN."""
 
     def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
         super().__init__(recipe)
-        self.kept = CachedWeights(recipe).copies(linear._parameters["weight"])
+        self.quantized = CachedWeights(recipe).copies(linear._parameters["weight"])
         placeholder = torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(linear._parameters["weight"].shape)
         linear._parameters["weight"] = nn.Parameter(placeholder)
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        return self.kept
+        return self.quantized
 
     def stored_copies(self) -> list[Tensor]:
-        return [copy.values for copy in self.kept]
+        return [copy.values for copy in self.quantized]
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        return dequantized("0.weight", weight, self.kept[0])
+        return dequantized("0.weight", weight, self.quantized[0])
 
 
 SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
     "local": lambda linear, recipe: UncachedWeights(recipe),
-    "kept": lambda linear, recipe: CachedWeights(recipe),
+    "cached": lambda linear, recipe: CachedWeights(recipe),
     "native": NativeLike,
 }
 
@@ -103,7 +103,7 @@ SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
 @every_recipe
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 @pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
-def test_all_three_products_are_near_double_precision(
+def test_all_three_matmuls_are_near_double_precision(
     recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]
 ) -> None:
     rows, in_features, out_features = sizes
@@ -142,7 +142,7 @@ def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, i
 @both_recipes
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_it_does_not_matter_where_the_weight_is_kept(
+def test_all_weight_sources_give_the_same_bits(
     recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource], emulate: bool
 ) -> None:
     recipe = replace(recipe, emulate=emulate)
@@ -177,10 +177,10 @@ non_finite = st.sampled_from([math.inf, -math.inf, math.nan])
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(RECIPES)), st.sampled_from(["x", "weight", "grad"]), non_finite, st.data())
-def test_what_is_not_finite_is_seen_in_all_that_it_enters(
+def test_non_finite_values_reach_every_result_that_uses_them(
     name: str, place: str, bad: float, data: st.DataObject
 ) -> None:
-    """E4M3 has no Inf: a cast alone would make 448 of it, and the step would be applied."""
+    """E4M3 has no Inf: a cast alone would give 448, and the step would be applied."""
     linear = make(RECIPES[name], 32, 16)
     x, grad = normal(20, 32), normal(20, 16, seed=2)
     tensor = {"x": x, "weight": linear.weight.data, "grad": grad}[place]
@@ -198,7 +198,7 @@ def test_what_is_not_finite_is_seen_in_all_that_it_enters(
 @both_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_any_16_or_32_bits(recipe: Recipe, dtype: torch.dtype) -> None:
-    """They are cast to FP8 as they are: FP32 is not rounded to BF16 first."""
+    """Inputs are cast to FP8 directly: FP32 is not rounded to BF16 first."""
     linear = make(recipe, bias=True)
     x = normal(8, 80, dtype=dtype).requires_grad_()
     y = linear(x)
@@ -259,19 +259,19 @@ def test_strides_change_nothing(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(4, 80).double(), torch.zeros(4, 80).int(), torch.zeros(4, 81)])
-def test_inputs_that_it_does_not_take(x: Tensor) -> None:
+def test_unsupported_inputs_are_refused(x: Tensor) -> None:
     with pytest.raises(ModelError, match=r"an FP8 Linear takes FP32, BF16 or FP16 \[\.\.\., 80\]; got .* \[4, 8[01]\]"):
         make(TENSORWISE)(x)
 
 
-def test_the_host_waits_for_nothing() -> None:
+def test_no_host_synchronization() -> None:
     linear = make(ROWWISE, 50, 20)
     x, grad = normal(6, 50).requires_grad_(), normal(6, 20)
     with forbidden():
         linear(x).backward(grad)
 
 
-def test_fast_accumulation_is_for_the_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_accumulation_affects_the_output_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     scaled_mm = torch._scaled_mm
     monkeypatch.setattr(
@@ -281,7 +281,7 @@ def test_fast_accumulation_is_for_the_output_alone(monkeypatch: pytest.MonkeyPat
     assert asked == [True, False, False]
 
 
-# -- what is kept --------------------------------------------------------------------------------------------------
+# -- caching -----------------------------------------------------------------------------------------------------
 
 
 @both_recipes
@@ -322,8 +322,8 @@ def test_without_a_graph_the_transpose_is_not_made(monkeypatch: pytest.MonkeyPat
         linear(x)
 
 
-def test_a_local_weight_is_saved_as_the_parameter_itself() -> None:
-    """A library that frees and gathers weights knows its parameter, and no FP8 copy of it."""
+def test_an_uncached_weight_is_saved_as_the_parameter_itself() -> None:
+    """A library that unshards weights knows the parameter, but no FP8 copy of it."""
     linear = make(TENSORWISE)
     saved: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -346,20 +346,20 @@ def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe, use_r
 
 @both_recipes
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -> None:
+def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate: bool) -> None:
     recipe = replace(recipe, emulate=emulate)
     linear = make(recipe)
     source = linear.source = CachedWeights(recipe)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     before = products(linear, x, grad)
-    kept = [tensor.data_ptr() for tensor in source.cached()]
-    # copies, and what is made of them: decoded, or transposed
+    cached = [tensor.data_ptr() for tensor in source.cached()]
+    # the copies, and the operands made from them: decoded or transposed
     bytes_kept = {(False, True): 1 + 4, (False, False): 1 + 1, (True, True): 2 + 8, (True, False): 2 + 1}
     want_bytes = linear.weight.numel() * bytes_kept[recipe.rowwise, emulate]
     assert sum(tensor.nbytes for tensor in source.cached()) == want_bytes
     linear.weight.data.neg_()
     assert torch.equal(products(linear, x, grad)[0], before[0])
-    assert [tensor.data_ptr() for tensor in source.cached()] == kept
+    assert [tensor.data_ptr() for tensor in source.cached()] == cached
     source.invalidate()
     assert not source.cached()
     after = products(linear, x, grad)
@@ -368,15 +368,15 @@ def test_kept_weights_are_cast_when_they_change(recipe: Recipe, emulate: bool) -
 
 
 def test_writes_that_pytorch_counts_are_seen() -> None:
-    """A swap of weights for an evaluation, or weights clipped after a step, need nobody to say so."""
+    """Swapping weights for an evaluation, or clipping them after a step, needs no explicit invalidation."""
     linear = make(TENSORWISE)
     source = linear.source = CachedWeights(TENSORWISE)
     x = normal(16, 80)
     before = linear(x)
-    kept = source.cached()[0]
+    cached = source.cached()[0]
     with torch.no_grad():
         assert torch.equal(linear(x), before)
-        assert source.cached()[0] is kept
+        assert source.cached()[0] is cached
         linear.weight.neg_()
         assert torch.equal(linear(x), -before)
         linear.load_state_dict({"weight": torch.zeros(48, 80)})
@@ -385,7 +385,7 @@ def test_writes_that_pytorch_counts_are_seen() -> None:
 
 @both_recipes
 @pytest.mark.parametrize("source", [UncachedWeights, CachedWeights])
-def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: type[CachedWeights]) -> None:
+def test_functional_call_with_another_weight(recipe: Recipe, source: type[CachedWeights]) -> None:
     linear = make(recipe)
     linear.source = source(recipe)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
@@ -405,8 +405,8 @@ def test_another_weight_for_one_call_is_computed_with(recipe: Recipe, source: ty
         del y, weight
 
 
-def test_a_graph_older_than_a_refresh_leaves_nothing_behind() -> None:
-    """Its copies are freed after it; what was kept for their address would be taken for that of others."""
+def test_a_graph_older_than_an_invalidation_caches_nothing() -> None:
+    """Its copies are freed afterwards; an operand cached for their address would be used for other copies."""
     linear = make(TENSORWISE)
     source = linear.source = CachedWeights(TENSORWISE)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
@@ -418,7 +418,7 @@ def test_a_graph_older_than_a_refresh_leaves_nothing_behind() -> None:
     assert not source.cached()
 
 
-def test_what_an_evaluation_has_cast_serves_training() -> None:
+def test_copies_cast_in_evaluation_are_reused_in_training() -> None:
     linear = make(TENSORWISE)
     linear.source = CachedWeights(TENSORWISE)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
@@ -431,7 +431,7 @@ def test_what_an_evaluation_has_cast_serves_training() -> None:
 # -- the module ----------------------------------------------------------------------------------------------------
 
 
-def test_whoever_reads_the_weight_gets_numbers_and_gradients() -> None:
+def test_weight_reads_as_a_tensor_with_gradients() -> None:
     linear = make(TENSORWISE)
     want = linear.weight.detach().clone()
     linear.source = NativeLike(linear, TENSORWISE)
@@ -453,7 +453,7 @@ def test_whoever_reads_the_weight_gets_numbers_and_gradients() -> None:
     ],
     ids=["hook", "post-accumulate", "freeze"],
 )
-def test_what_would_be_lost_on_a_dequantised_weight_is_refused(setting: Callable[[Tensor], object]) -> None:
+def test_hooks_and_freezing_of_a_dequantized_weight_are_refused(setting: Callable[[Tensor], object]) -> None:
     linear = make(TENSORWISE)
     setting(linear.weight)
     linear.source = NativeLike(linear, TENSORWISE)
@@ -480,33 +480,37 @@ def test_a_copy_owns_its_weight(recipe: Recipe, source: Callable[[nn.Linear, Rec
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_an_exempt_region_computes_in_fp32(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(
+    source: Callable[[nn.Linear, Recipe], WeightSource],
+) -> None:
     linear = make(TENSORWISE, bias=True)
     linear.source = source(linear, TENSORWISE)
     x = normal(16, 80).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = linear(x)
+        y_fp8 = linear(x)
         with dtrain.full_precision():
             y = linear(x)
-    assert (low.dtype, y.dtype) == (torch.bfloat16, torch.float32)
+    assert (y_fp8.dtype, y.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(y, F.linear(x.float(), linear.weight.float(), linear.bias))
     y.sum().backward()
     assert linear._parameters["weight"].grad.isfinite().all()
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_autocast_is_the_engines(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
-    """Switched off by the model, it says FP32 as for any Linear; outside an engine it says nothing of FP8."""
+def test_autocast_of_another_dtype_is_refused_inside_an_engine(
+    source: Callable[[nn.Linear, Recipe], WeightSource],
+) -> None:
+    """With autocast off it computes in FP32 like any Linear; outside an engine autocast does not affect FP8."""
     linear = make(TENSORWISE, bias=True)
     linear.source = source(linear, TENSORWISE)
     x = normal(16, 80)
-    low, want = linear(x), F.linear(x.float(), linear.weight.float(), linear.bias)
+    y_fp8, want = linear(x), F.linear(x.float(), linear.weight.float(), linear.bias)
     off, half = torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.float16)
     for region in (off, half):
         with region:
-            assert torch.equal(linear(x), low)
+            assert torch.equal(linear(x), y_fp8)
     with autocast_ops.enabled("cpu"), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(linear(x), low)
+        assert torch.equal(linear(x), y_fp8)
         with off:
             assert torch.equal(linear(x), want)
         with (
@@ -521,8 +525,8 @@ def test_autocast_is_the_engines(source: Callable[[nn.Linear, Recipe], WeightSou
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_compiled_code_calls_it_as_it_is(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
-    """Its padding, kept tensors and hooks are not for a compiler to trace."""
+def test_compiled_code_calls_a_float8_linear_uncompiled(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+    """A compiler must not trace its padding, cached tensors and hooks."""
     torch._dynamo.reset()
     recipe = Recipe(emulate=False)
     found = []
@@ -550,7 +554,7 @@ def test_selective_checkpointing_may_keep_the_product() -> None:
     assert torch.equal(inputs.grad, products(linear, x, grad)[1])
 
 
-def test_what_it_says_of_itself() -> None:
+def test_repr_has_the_recipe() -> None:
     linear = make(TENSORWISE)
     assert repr(linear) == (
         "Float8Linear(in_features=80, out_features=48, bias=False, float8=(tensorwise, E5M2 gradients, emulated))"

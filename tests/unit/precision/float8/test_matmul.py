@@ -1,4 +1,4 @@
-"""Products of FP8 matrices: the emulation has the bits of ``torch._scaled_mm``."""
+"""FP8 matmuls: the emulation has the bits of ``torch._scaled_mm``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_emulated_product_has_the_bits_of_torch(
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("num_rows", [0, 1, 5, 33])
-def test_a_product_is_that_of_what_its_operands_stand_for(
+def test_multiply_agrees_with_the_dequantized_product(
     num_rows: int, dtype: torch.dtype, rowwise: bool, emulate: bool
 ) -> None:
     """FP32 sums of 100 exact products: 100 times half an ulp of FP32 from the truth at most, and one rounding."""
@@ -62,16 +62,16 @@ def test_a_product_is_that_of_what_its_operands_stand_for(
 
 
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_autocast_leaves_the_sums_in_fp32(emulate: bool) -> None:
+def test_sums_are_fp32_under_autocast(emulate: bool) -> None:
     left, right = matrix(16, 256, E4M3, rowwise=False, seed=0), matrix(16, 256, E4M3, rowwise=False, seed=1)
-    alone = multiply(left, right, torch.float32, emulate=emulate)
+    without_autocast = multiply(left, right, torch.float32, emulate=emulate)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(multiply(left, right, torch.float32, emulate=emulate), alone)
+        assert torch.equal(multiply(left, right, torch.float32, emulate=emulate), without_autocast)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_an_operand_is_padded_with_zeros_and_may_be_made_once(emulate: bool, transposed: bool) -> None:
+def test_operand_is_padded_with_zeros_and_reusable(emulate: bool, transposed: bool) -> None:
     values = matrix(20, 50, E4M3, rowwise=False, seed=0).values
     made = operand(values, emulate=emulate, transposed=transposed)
     want = values.float().t() if transposed else values.float()

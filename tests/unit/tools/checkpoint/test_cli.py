@@ -85,7 +85,7 @@ def test_list_shows_losses_engine_and_who_holds_the_lease(tmp_path: Path, capsys
     assert "lease" not in capsys.readouterr().out
 
 
-def test_reports_carry_what_the_manifest_says(run: Path) -> None:
+def test_status_has_the_manifests_values(run: Path) -> None:
     first, second = list_checkpoints(run)
     assert (first.step, first.num_files, first.world_size, first.ok, first.problem) == (100, 2, 2, True, None)
     assert (first.engine, first.train_loss, first.val_loss) == (None, None, None)
@@ -150,20 +150,20 @@ def test_help_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("1", 1), ("500MB", 5 * 10**8), ("5GB", 5 * 10**9), ("5 gb", 5 * 10**9), ("2K", 2000)]
 )
-def test_sizes_from_people(text: str, count: int) -> None:
+def test_sizes_are_parsed(text: str, count: int) -> None:
     assert _bytes(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "0", "0GB", "-1", "1.5GB", "GB", "5 elephants", "9" * 20])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no size; write 500MB or 5GB"):
+def test_invalid_sizes_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write 500MB or 5GB"):
         _bytes(text)
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1_230_000, "1.2 MB"), (5 * 10**15, "5000.0 TB")]
 )
-def test_sizes_for_people(count: int, text: str) -> None:
+def test_sizes_are_formatted(count: int, text: str) -> None:
     assert _size(count) == text
 
 
@@ -204,7 +204,7 @@ def test_each_manifest_is_read_once(run: Path, monkeypatch: pytest.MonkeyPatch) 
         ("pathlib.Path.iterdir", ["export", "a", "b"]),
     ],
 )
-def test_what_the_system_refuses_at_the_end_is_one_clear_line(
+def test_late_file_system_error_is_one_clear_line(
     run: Path, function: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(path: Path) -> Any:

@@ -52,7 +52,7 @@ def damage(run: Path, step: int) -> None:
         (["--keep-last", "5"], [100, 200, 300, 400, 500]),
     ],
 )
-def test_what_no_rule_keeps_goes(
+def test_deletes_what_no_rule_keeps(
     rules: list[str], kept: list[int], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone = [step for step in LOSSES if step not in kept]
@@ -138,7 +138,7 @@ def test_a_save_of_this_process_is_waited_for(run: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["rename", "remove_file", "create"])
-def test_a_disk_that_refuses_is_one_line(
+def test_file_system_error_is_one_line(
     operation: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*arguments: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_disk_that_refuses_is_one_line(
     assert 500 in steps(run)
 
 
-def test_mistakes_are_named_and_touch_nothing(run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_named_and_change_nothing(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is one checkpoint; give the run directory"):
         prune(run / "checkpoints" / "step-00000100", Retention())
     with pytest.raises(CheckpointError, match="keep_last=0 would keep no checkpoint"):

@@ -1,4 +1,4 @@
-"""``dtrain doctor`` as users run it: what it says of this machine is so, and it keeps secrets."""
+"""``dtrain doctor`` as users run it: its statements about this machine are true, and it prints no secrets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cells(output: str, first: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_this_machine(tmp_path: Path) -> None:
+def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n", encoding="ascii")
     done = run(NETRC=str(netrc), COLUMNS="40")
@@ -68,7 +68,7 @@ def test_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_engines_when_piped() -> None:
+def test_engines_are_markdown_when_piped() -> None:
     done = run("engines")
     assert done.returncode == 0, done.stderr
     assert cells(done.stdout, "`zero_stage`")[1:] == ["0, 1, 2, 3", "2, 3", "0, 1, 2, 3", "0"]
@@ -79,7 +79,7 @@ def test_engines_when_piped() -> None:
 
 
 @pytest.mark.processes
-def test_engines_on_a_terminal() -> None:
+def test_engines_are_drawn_on_a_terminal() -> None:
     ours, theirs = pty.openpty()
     with subprocess.Popen([sys.executable, "-m", "dtrain", "doctor", "engines"], stdout=theirs, cwd=ROOT) as process:
         os.close(theirs)
@@ -97,7 +97,7 @@ def test_engines_on_a_terminal() -> None:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # Linux says so when the other end is closed
+    except OSError:  # Linux raises this when the other end is closed
         return b""
 
 
@@ -109,7 +109,7 @@ def _read(descriptor: int) -> bytes:
         (["precision=bf16"], "no topic 'precision=bf16'; valid: engines, keys"),
     ],
 )
-def test_unknown_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_topic_is_a_one_line_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
     out, err = capsys.readouterr()
     assert not out
@@ -117,12 +117,12 @@ def test_unknown_words(words: list[str], message: str, capsys: pytest.CaptureFix
     assert len(err.splitlines()) == 1
 
 
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_prints_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: dtrain doctor")
 
 
-def test_a_dtype_that_does_not_run_is_named() -> None:
+def test_unsupported_dtype_is_reported_with_its_error() -> None:
     def make(size: int) -> Callable[[], Tensor]:
         return lambda: torch.zeros(size, size, dtype=torch.float8_e4m3fn) @ torch.zeros(size, size)
 
@@ -132,7 +132,7 @@ def test_a_dtype_that_does_not_run_is_named() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "sizes"), [(0.0, {256, 512, 1024}), (0.06, {256})])
-def test_slow_products_end_early(seconds: float, sizes: set[int]) -> None:
+def test_slow_matrix_products_stop_at_the_time_budget(seconds: float, sizes: set[int]) -> None:
     calls = []
 
     def make(size: int) -> Callable[[], None]:

@@ -93,18 +93,19 @@ def test_first_mismatch_names_step_and_worst_tensor(oracle: Trajectory, tmp_path
     run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.7, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
     found = mismatch(run, oracle, Bounds(loss=0.01, weights=0.05))
     assert found == Mismatch(1, "b", pytest.approx(0.25), 0.05, num_others=1)
-    assert str(found) == "deviates from the oracle at step 1: 'b' is off by 0.25, limit 0.05, and 1 more tensor"
+    assert [fact for fact in ("step 1", "'b'", "0.25", "0.05", "1 more tensor") if fact not in str(found)] == []
     # the loss of step 2 comes from the weights before it, so it is named before the weights after it
     found = mismatch(run, oracle, Bounds(loss=0.01, weights=0.5))
     assert found == Mismatch(2, "loss", pytest.approx(0.1), 0.01)
-    assert str(found) == "deviates from the oracle at step 2: loss is off by 0.1, limit 0.01"
+    assert [fact for fact in ("step 2", "loss", "0.1", "0.01") if fact not in str(found)] == []
     assert mismatch(run, oracle, Bounds(loss=0.2, weights=0.5)) is None
 
 
 def test_different_initial_weights_exceed_every_bound(oracle: Trajectory, tmp_path: Path) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.0], a=[1.0001, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
     found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert str(found) == "starts with different weights than the oracle: 'a'"
+    assert (found.step, found.quantity) == (0, "a")  # type: ignore[union-attr]
+    assert "'a'" in str(found)
 
 
 @pytest.mark.parametrize("weights", [[1.0, math.nan, math.nan], [1.0, math.inf, math.inf]])
@@ -254,45 +255,42 @@ def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears(magnitud
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-MISTAKES = [
-    ("parity.engines=[]", "parity.engines is empty; list some, or leave it null for all that can run here"),
-    ("parity.engines=[nativ]", "parity.engines=['nativ'] must list some of native, fsdp2, deepspeed, ddp, each once"),
-    ("parity.engine=[ddp]", "unknown key 'parity.engine'; did you mean 'parity.engines'?"),
-    ("parity.steps=1", "parity.steps=1 is too small; it must be at least 2"),
-    ("parity.weight_bound=-1", "parity.weight_bound=-1.0 is too small; it must be at least 0"),
-    (
-        "parity.global_batch_size=6",
-        "parity.global_batch_size=6 does not divide by parity.micro_batch_size=2 x 2 ranks; "
-        "the nearest that do: 4 or 8",
-    ),
-    (
-        "parity.steps=4",
-        "schedule.warmup_steps=5 is more than parity.steps=4; set schedule.warmup_steps to at most 4",
-    ),
-    ("engine=native", "no group 'engine' to override; did you mean 'engines'?"),
-    ("engines.native.zero_stage=4", "engines.native.zero_stage=4 is too large; it must be at most 3"),
+MISTAKES: list[tuple[str, tuple[str, ...]]] = [  # words of the command, facts in the message
+    ("parity.engines=[]", ("parity.engines", "empty", "null")),
+    ("parity.engines=[nativ]", ("parity.engines=['nativ']", "native, fsdp2, deepspeed, ddp")),
+    ("parity.engine=[ddp]", ("'parity.engine'", "'parity.engines'")),
+    ("parity.steps=1", ("parity.steps=1", "at least 2")),
+    ("parity.weight_bound=-1", ("parity.weight_bound=-1.0", "at least 0")),
+    ("parity.global_batch_size=6", ("parity.global_batch_size=6", "parity.micro_batch_size=2", "2 ranks", "4 or 8")),
+    ("parity.steps=4", ("schedule.warmup_steps=5", "parity.steps=4", "at most 4")),
+    ("engine=native", ("'engine'", "'engines'")),
+    ("engines.native.zero_stage=4", ("engines.native.zero_stage=4", "at most 3")),
     (
         "engines.native.prefetch=2",
-        "engines.native.prefetch=2 is used with engines.native.zero_stage=3 only, and engines.native.zero_stage=2; "
-        "remove it, or set engines.native.zero_stage=3",
+        ("engines.native.prefetch=2", "engines.native.zero_stage=2", "set engines.native.zero_stage=3"),
     ),
-    ("engines.native.name=ddp", "engines.native.name=ddp does not choose an option"),
-    ("-m seed=1,2", "dtrain parity runs once; remove --multirun"),
-    ("parity.engines=[ddp] engines.ddp.zero_stage=1", "engine=ddp cannot do engines.ddp.zero_stage=1"),
-    ("parity.engines=[deepspeed] precision=fp16 parity.device=cpu", "engine=deepspeed cannot do precision=fp16"),
+    ("engines.native.name=ddp", ("engines.native.name=ddp",)),
+    ("-m seed=1,2", ("dtrain parity", "--multirun")),
+    ("parity.engines=[ddp] engines.ddp.zero_stage=1", ("engine=ddp", "engines.ddp.zero_stage=1")),
+    ("parity.engines=[deepspeed] precision=fp16 parity.device=cpu", ("engine=deepspeed", "precision=fp16")),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+@pytest.mark.parametrize(("words", "facts"), MISTAKES, ids=[words for words, _ in MISTAKES])
 def test_mistakes_are_one_line_errors(
-    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    facts: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["parity", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"dtrain: {message}")
+    assert err.startswith("dtrain: ")
     assert err.count("\n") == 1
+    assert [fact for fact in facts if fact not in err] == [], err
     assert not list(tmp_path.iterdir()), "a refused command leaves no folder behind"
 
 

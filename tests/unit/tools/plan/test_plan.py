@@ -1,4 +1,4 @@
-"""``dtrain plan precision`` as users run it: tables of what a run would compute in, and nothing else happens."""
+"""``dtrain plan precision`` as users run it: it prints the formats of a run and does nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtrain.tools.plan.precision import show_plan
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, list[str]], str]:
-    """The rows of the first table by module, and all that was printed."""
+    """Returns the rows of the first table by module, and the whole output."""
     assert main(["plan", "precision", "launch.device=cpu", *argv]) == 0
     text = capsys.readouterr().out
     table = text.partition("## Operations")[0]
@@ -51,9 +51,9 @@ def test_all_modules(capsys: pytest.CaptureFixture[str]) -> None:
     assert [name for name in rows if name.endswith("attn.qkv")] == [f"blocks.{i}.attn.qkv" for i in range(4)]
 
 
-def test_what_would_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_to_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
     rows, text = planned(capsys, "precision=fp8", "precision.float8.choice=timed", "model.ffn_dim=100")
-    assert rows["blocks.0-3.attn.qkv"][2:] == ["fp8", "where timed faster than BF16 at the start"]
+    assert rows["blocks.0-3.attn.qkv"][2:] == ["fp8", "if timed faster than BF16 at the start"]
     timed = text.partition("## Timed at the start")[2].partition("precision fp8 on cpu")[0]
     assert re.search(r"\| 2048 x 256 -> 768 *\| 4 ", timed)
     assert "100" not in timed or rows["blocks.0-3.ffn.down"][2] == "fp8"
@@ -98,10 +98,10 @@ def test_a_model_that_needs_values_gets_them(
 )
 def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main(["plan", *argv]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"dtrain: {message}")
-    assert said.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"dtrain: {message}")
+    assert captured.err.count("\n") == 1
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:

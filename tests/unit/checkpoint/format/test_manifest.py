@@ -1,4 +1,4 @@
-"""Pieces, state, manifest and container, without a directory around them."""
+"""Shards, state, manifest and safetensors headers, without a checkpoint directory."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def make_shard(**changes: Any) -> TensorShard:
         ({"dtype": torch.complex128, "data": torch.zeros(3)}, "torch.complex128 cannot be saved; use one of .*float32"),
     ],
 )
-def test_shards_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_shards_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"shard .*:w: .*{message}"):
         make_shard(**changes)
 
@@ -53,7 +53,7 @@ def test_negative_step_is_refused() -> None:
         (torch.zeros(1), "state['a']['b'][1]"),
     ],
 )
-def test_state_that_json_cannot_keep_is_refused(value: Any, path: str) -> None:
+def test_state_that_json_cannot_store_is_refused(value: Any, path: str) -> None:
     with pytest.raises(CheckpointError) as error:
         stored_state({"a": {"b": [1, value]}})
     assert path in str(error.value)
@@ -64,7 +64,7 @@ def test_keys_that_json_would_change_are_refused() -> None:
         stored_state({"a": {3: 1}})
 
 
-def test_secrets_of_the_config_are_blanked_and_nothing_else() -> None:
+def test_only_secrets_of_the_config_are_redacted() -> None:
     config = {
         "tracker": {"wandb_api_key": "CANARY", "entity": "me", "apiKey": "CANARY", "hf_token": "CANARY"},
         "password": 1234,
@@ -100,12 +100,12 @@ def test_secrets_of_the_config_are_blanked_and_nothing_else() -> None:
         ([], "no rank or file holds elements 0 to 10"),
     ],
 )
-def test_gaps_and_overlaps_name_who_is_next_to_them(intervals: list[tuple[int, int, str]], message: str) -> None:
+def test_gaps_and_overlaps_name_the_adjacent_owners(intervals: list[tuple[int, int, str]], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"master:w: .*{message}"):
         check_tiling("master:w", 10, intervals)
 
 
-def test_manifest_survives_its_own_encoding_and_has_one_spelling() -> None:
+def test_manifest_encoding_is_canonical_and_round_trips() -> None:
     chunks = (FileInterval("r0000.safetensors", "master:ä", 0, 4), FileInterval("r0001.safetensors", "master:ä", 4, 6))
     tensors = (
         TensorEntry("ä", "master", torch.float32, (2, 3), 0xFFFF_FFFF_FFFF_FFFF, chunks),
@@ -141,7 +141,7 @@ def header_of(content: bytes) -> dict[str, StoredTensor]:
 
 @settings(deadline=None, max_examples=60)
 @given(HEADERS)
-def test_header_comes_back_as_it_was_written(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+def test_header_round_trips(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     header = encode_header([(f"k{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)])
     sizes = [torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors]
     spans = header_of(header + bytes(sum(sizes)))
@@ -152,7 +152,7 @@ def test_header_comes_back_as_it_was_written(tensors: list[tuple[torch.dtype, tu
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1) | st.integers(0, 64))
-def test_any_bytes_as_a_header_are_refused_or_tile_the_file(data: bytes, length: int) -> None:
+def test_arbitrary_header_bytes_are_refused_or_tile_the_file(data: bytes, length: int) -> None:
     content = length.to_bytes(8, "little") + data
     try:
         spans = header_of(content)

@@ -1,4 +1,4 @@
-"""The ring of leaves: no stretch is written before all ranks have read it, and no rank waits for ever."""
+"""The ring buffer: no slot is written before all ranks have read it, and no rank deadlocks."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.distributed.communicator import Pending
-from dtrain.sharding import micro_batch_gradients as leaves
+from dtrain.sharding import micro_batch_gradients
 from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
-from dtrain.sharding.micro_batch_gradients import MicroBatchGradientBuffers, MicroBatchGradientSpec, RingSchedule
+from dtrain.sharding.micro_batch_gradients import MicroBatchGradientBuffers, MicroBatchGradientSpec
+from dtrain.sharding.ring_buffer import RingBuffer, RingSchedule, RingSlot
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
 
 @settings(deadline=None, max_examples=200)
 @given(sizes, st.integers(0, 3), st.integers(1, 120))
-def test_neighbours_never_overlap(sizes: list[int], num_last: int, limit: int) -> None:
+def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -> None:
     num_last = min(num_last, len(sizes))
     schedule = RingSchedule(sizes, num_last, limit)
     assert schedule.capacity <= 2 * sum(sizes)
     assert 1 <= schedule.window <= len(sizes)
-    places = [schedule.place(number) for number in range(6 * len(sizes))]
-    for number, place in enumerate(places):
-        assert place.stop - place.start == sizes[number % len(sizes)]
-        assert 0 <= place.start < place.stop <= schedule.capacity
-        earlier = [n for n in range(number) if places[n].start < place.stop and place.start < places[n].stop]
-        # exact: after the latest leaf that lay there, and one opened when its turn comes never has to be put elsewhere
-        assert place.free_after == (earlier[-1] + schedule.window if earlier else -1)
-        assert place.free_after < number
+    slots = [schedule.slot(number) for number in range(6 * len(sizes))]
+    for number, slot in enumerate(slots):
+        assert slot.stop - slot.start == sizes[number % len(sizes)]
+        assert 0 <= slot.start < slot.stop <= schedule.capacity
+        earlier = [n for n in range(number) if slots[n].start < slot.stop and slot.start < slots[n].stop]
+        # exact: free after the latest send that used it, so a gradient opened in order never needs private memory
+        assert slot.free_after == (earlier[-1] + schedule.window if earlier else -1)
+        assert slot.free_after < number
 
 
 def test_large_models_need_no_more_than_the_window() -> None:
@@ -44,8 +45,8 @@ def test_large_models_need_no_more_than_the_window() -> None:
     assert schedule.capacity == (2 + 2) * 10 + 10 + 2 * 30
 
 
-class Turns:
-    """Lets one of several threads run at a time, chosen at random among those that need not wait."""
+class Interleaving:
+    """Runs one of several threads at a time, chosen at random among those that need not wait."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -55,7 +56,7 @@ class Turns:
         self.failures: list[BaseException] = []
 
     def pause(self, rank: int, ready: Callable[[], bool] = lambda: True) -> None:
-        """Called by a thread: lets others run until it is chosen again, which it is only when ``ready()``."""
+        """Called by a thread: runs others until this one is ``ready()`` and chosen again."""
         self._ready[rank] = ready
         self._paused.release()
         assert self._wake[rank].acquire(timeout=20)
@@ -79,9 +80,9 @@ class Turns:
             threads[-1].start()
             self._paused.acquire()
         while self._ready:
-            supporting_engines = [rank for rank, ready in sorted(self._ready.items()) if self.failures or ready()]
-            assert supporting_engines, "deadlock"
-            rank = self._random.choice(supporting_engines)
+            runnable = [rank for rank, ready in sorted(self._ready.items()) if self.failures or ready()]
+            assert runnable, "deadlock"
+            rank = self._random.choice(runnable)
             self._wake[rank].release()
             self._paused.acquire()
         for thread in threads:
@@ -90,24 +91,26 @@ class Turns:
             raise self.failures[0]
 
 
-class Exchange(Pending):
-    """Complete when all ranks have posted theirs; then the slices are read, others running in between."""
+class AllToAll(Pending):
+    """Complete when all ranks have posted theirs; then the shards are read, while other ranks run."""
 
-    def __init__(self, comm: Ranks, number: int, take: Callable[[Sequence[Tensor]], None]) -> None:
+    def __init__(self, comm: Ranks, number: int, consume: Callable[[Sequence[Tensor]], None]) -> None:
         super().__init__()
         board = comm.board[number]
-        self.then(lambda: comm.turns.pause(comm.rank, lambda: len(board) == comm.world_size))
-        self.then(lambda: take([board[rank].view(comm.world_size, -1)[comm.rank] for rank in range(comm.world_size)]))
+        self.then(lambda: comm.interleaving.pause(comm.rank, lambda: len(board) == comm.world_size))
+        self.then(
+            lambda: consume([board[rank].view(comm.world_size, -1)[comm.rank] for rank in range(comm.world_size)])
+        )
 
 
 class Ranks:
-    """A communicator whose ranks are threads with turns."""
+    """A communicator whose ranks are interleaved threads."""
 
     may_share = True
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, world_size: int, turns: Turns, board: list[dict[int, Tensor]]) -> None:
-        self.rank, self.world_size, self.turns, self.board = rank, world_size, turns, board
+    def __init__(self, rank: int, world_size: int, interleaving: Interleaving, board: list[dict[int, Tensor]]) -> None:
+        self.rank, self.world_size, self.interleaving, self.board = rank, world_size, interleaving, board
         self._issued = 0
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -116,42 +119,42 @@ class Ranks:
     def is_shared(self, tensor: Tensor) -> bool:
         return True
 
-    def all_to_all_single(self, flat: Tensor, take: Callable[[Sequence[Tensor]], None], *, label: str) -> Pending:
+    def all_to_all_single(self, flat: Tensor, consume: Callable[[Sequence[Tensor]], None], *, label: str) -> Pending:
         while len(self.board) <= self._issued:
             self.board.append({})
         self.board[self._issued][self.rank] = flat
         self._issued += 1
-        return Exchange(self, self._issued - 1, take)
+        return AllToAll(self, self._issued - 1, consume)
 
 
 def simulate(
     chunks: list[int], num_last: int, window_bytes: int, world: int, seed: int, micro_batches: int = 4
 ) -> None:
-    """All ranks fill, send and sum stamped leaves, in random order and at random speed."""
+    """All ranks fill, send and check stamped gradients, in random order and at random speed."""
     specs = []
     for number, count in enumerate(chunks):
         shape = (count * CHUNK - 5,)  # with padding, which must be zero
         (layout,) = flat_layouts(f"g{number}", [ParamSpec("w", shape, torch.float32, True)], world)
         specs.append(MicroBatchGradientSpec(layout, torch.float32))
-    turns, board = Turns(seed), list[dict[int, Tensor]]()
+    interleaving, board = Interleaving(seed), list[dict[int, Tensor]]()
 
     def program(rank: int) -> Callable[[], None]:
         rng = random.Random(1000 * seed + rank)
-        comm = Ranks(rank, world, turns, board)
-        with mock.patch.object(leaves, "MAX_BYTES_IN_FLIGHT", window_bytes):
-            store = MicroBatchGradientBuffers(comm, specs, num_last)  # type: ignore[arg-type]
+        comm = Ranks(rank, world, interleaving, board)
+        with mock.patch.object(micro_batch_gradients, "MAX_BYTES_IN_FLIGHT", window_bytes):
+            gradients = MicroBatchGradientBuffers(comm, specs, num_last)  # type: ignore[arg-type]
         pending: list[Pending] = []
 
-        def launch(index: int, leaf: Tensor, stamp: int) -> None:
-            def take(rows: Sequence[Tensor]) -> None:
+        def launch(index: int, gradient: Tensor, stamp: int) -> None:
+            def consume(rows: Sequence[Tensor]) -> None:
                 whole = torch.zeros(specs[index].layout.numel)
                 whole[: chunks[index] * CHUNK - 5] = 1.0
                 for other, row in enumerate(rows):
-                    turns.pause(rank)
+                    interleaving.pause(rank)
                     start, stop = specs[index].layout.shard(rank)
                     assert torch.equal(row, whole[start:stop] * (stamp + other / 16)), "overwritten before it was read"
 
-            pending.append(store.buffers[index].exchange(leaf, take))
+            pending.append(gradients.buffers[index].send(gradient, consume))
 
         def body() -> None:
             for micro_batch in range(micro_batches):
@@ -162,12 +165,12 @@ def simulate(
                 opened: dict[int, Tensor] = {}
                 launched = 0
                 for index in order:
-                    leaf = store.buffers[index].open()
-                    turns.pause(rank)
-                    leaf[: chunks[index] * CHUNK - 5] = 1.0 + micro_batch * len(chunks) + index + rank / 16
-                    opened[index] = leaf
+                    gradient = gradients.buffers[index].open()
+                    interleaving.pause(rank)
+                    gradient[: chunks[index] * CHUNK - 5] = 1.0 + micro_batch * len(chunks) + index + rank / 16
+                    opened[index] = gradient
                     while launched in opened and (index != order[-1] or launched < len(chunks)):
-                        turns.pause(rank)
+                        interleaving.pause(rank)
                         launch(launched, opened.pop(launched), 1 + micro_batch * len(chunks) + launched)
                         launched += 1
                     if pending and rng.random() < 0.3:
@@ -177,7 +180,7 @@ def simulate(
 
         return body
 
-    turns.run([program(rank) for rank in range(world)])
+    interleaving.run([program(rank) for rank in range(world)])
 
 
 @settings(deadline=None, max_examples=40)
@@ -194,20 +197,20 @@ def test_nothing_is_overwritten_before_all_have_read_it(
     simulate(chunks, min(num_last, len(chunks)), window_chunks * 4 * CHUNK * world, world, seed)
 
 
-@pytest.mark.parametrize("broken", ["stretches are free at once", "a rank runs ahead of its window"])
+@pytest.mark.parametrize("broken", ["slots are free at once", "a rank runs ahead of its window"])
 def test_a_broken_rule_is_found(broken: str) -> None:
-    """The control: without either half of the rule some simulation meets with an overwritten leaf."""
-    original = RingSchedule.place
+    """Control: without either half of the rule, some simulation reads an overwritten gradient."""
+    original = RingSchedule.slot
 
-    def place(self: RingSchedule, number: int) -> leaves.RingSlot:
-        stretch = original(self, number)
-        return leaves.RingSlot(stretch.start, stretch.stop, -1)
+    def free_at_once(self: RingSchedule, number: int) -> RingSlot:
+        slot = original(self, number)
+        return RingSlot(slot.start, slot.stop, -1)
 
-    complete = leaves._GradientRing._complete
-    if broken == "stretches are free at once":
-        patch = mock.patch.object(RingSchedule, "place", place)
+    wait_for = RingBuffer._wait_for
+    if broken == "slots are free at once":
+        patch = mock.patch.object(RingSchedule, "slot", free_at_once)
     else:
-        patch = mock.patch.object(leaves._GradientRing, "_complete", lambda self, number: complete(self, number - 2))
+        patch = mock.patch.object(RingBuffer, "_wait_for", lambda self, number: wait_for(self, number - 2))
 
     def search() -> None:
         for seed in range(40):

@@ -1,4 +1,4 @@
-"""The lease of a directory of checkpoints, in one process and with a clock of our own: never two holders."""
+"""The lease of a directory of checkpoints, in one process with a simulated clock: never two holders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.checkpoints import ALONE, make_tensors, save_good, shards_of
 
 
 class Clock:
-    """Seconds that pass when somebody sleeps."""
+    """Simulated seconds that pass only in ``sleep``."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +46,7 @@ def clock() -> Clock:
 
 
 def claim(directory: Path, token: int = 1, **values: Any) -> Path:
-    """A lease file of a holder on another host, or as ``values`` say."""
+    """Writes a lease file of a holder on another host, with ``values`` replaced."""
     elsewhere = replace(Holder.this_process(token), host="elsewhere", boot_id="another")
     path = path_of(directory, token)
     path.write_bytes(replace(elsewhere, **values).encode())
@@ -65,7 +65,7 @@ def leases(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith("lease-"))
 
 
-def test_the_file_says_who_holds_it_and_goes_with_the_last_block(tmp_path: Path) -> None:
+def test_lease_file_names_its_holder_and_is_removed_with_the_last_block(tmp_path: Path) -> None:
     with hold(tmp_path / "new" / "checkpoints") as lease:
         (path,) = (tmp_path / "new" / "checkpoints").iterdir()
         content = json.loads(path.read_text())
@@ -82,9 +82,9 @@ def test_the_file_says_who_holds_it_and_goes_with_the_last_block(tmp_path: Path)
     [{}, {"boot_id": None}, {"pid_namespace": "pid:[1]"}, {"boot_id": None, "pid_start": None, "pid_namespace": None}],
     ids=["another boot", "unknown system", "another namespace", "no /proc"],
 )
-def test_who_cannot_be_looked_at_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
+def test_holder_on_an_unknown_system_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
     claim(tmp_path, 7, **values)
-    (tmp_path / "step-00000100.tmp-ab").mkdir()  # were it to go on, it could not commit that
+    (tmp_path / "step-00000100.tmp-ab").mkdir()  # removed, so that the old holder cannot commit it
     lease = acquire(tmp_path, clock.timing())
     assert 90 <= clock.now <= 91
     lease.check()
@@ -108,7 +108,7 @@ def test_one_heartbeat_refuses_a_takeover(tmp_path: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["no such process", "another process has its number"])
-def test_who_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock, there: bool) -> None:
+def test_holder_that_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock, there: bool) -> None:
     pid = os.getpid() if there else 2**22 + 1  # above the highest that Linux gives
     claim(tmp_path, 7, boot_id=Holder.this_process(1).boot_id, pid=pid, pid_start="1")
     acquire(tmp_path, clock.timing()).release()
@@ -116,8 +116,8 @@ def test_who_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: C
 
 
 @pytest.mark.processes
-def test_another_users_process_that_cannot_be_seen_is_not_taken_for_gone(tmp_path: Path) -> None:
-    """Its start differs here, as where the system hides it; that it is there, no system hides."""
+def test_hidden_process_of_another_user_counts_as_alive(tmp_path: Path) -> None:
+    """A system may hide another user's /proc entry, but signal 0 still finds the process."""
     system = replace(Holder.this_process(1), pid=1, pid_start="of a process that is hidden")
     read, write = os.pipe()
     if os.fork() == 0:
@@ -129,7 +129,7 @@ def test_another_users_process_that_cannot_be_seen_is_not_taken_for_gone(tmp_pat
     assert os.read(read, 10) == b"there"
 
 
-def test_wall_time_decides_nothing(tmp_path: Path, clock: Clock) -> None:
+def test_wall_time_is_ignored(tmp_path: Path, clock: Clock) -> None:
     path = claim(tmp_path, 1)
 
     def jump() -> None:
@@ -155,7 +155,7 @@ def test_a_lease_that_was_removed_is_lost(tmp_path: Path, clock: Clock) -> None:
     other.check()
 
 
-def test_damage_by_others_is_mended_by_the_next_heartbeat(tmp_path: Path, clock: Clock) -> None:
+def test_next_heartbeat_repairs_a_damaged_lease_file(tmp_path: Path, clock: Clock) -> None:
     lease = acquire(tmp_path, clock.timing())
     path_of(tmp_path, 1).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"by an unknown process: lease-00000001.json is damaged \(its fields"):
@@ -165,7 +165,7 @@ def test_damage_by_others_is_mended_by_the_next_heartbeat(tmp_path: Path, clock:
     lease.release()
 
 
-def test_what_is_no_file_is_waited_for_and_named(
+def test_lease_that_is_not_a_regular_file_is_waited_for_and_named(
     tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     path_of(tmp_path, 3).symlink_to(tmp_path / "target")
@@ -179,7 +179,7 @@ def test_what_is_no_file_is_waited_for_and_named(
 
 
 @pytest.mark.processes
-def test_a_fork_holds_nothing(tmp_path: Path) -> None:
+def test_fork_does_not_hold_the_lease(tmp_path: Path) -> None:
     with hold(tmp_path) as lease:
         read, write = os.pipe()
         if os.fork() == 0:
@@ -203,7 +203,7 @@ def test_a_fork_holds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_save_by_a_fork_works_once_the_parent_has_let_go(tmp_path: Path) -> None:
+def test_fork_can_save_after_the_parent_released_the_lease(tmp_path: Path) -> None:
     save_good(tmp_path, 100, 1)
     if (pid := os.fork()) == 0:
         save_good(tmp_path, 200, 1)
@@ -213,8 +213,8 @@ def test_a_save_by_a_fork_works_once_the_parent_has_let_go(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000200", "step-00000300"]
 
 
-def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines, say: the second would remove what the first is writing."""
+def test_saves_of_one_process_are_serialized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the second of two engines would remove what the first is writing."""
     first_writes, never = threading.Event(), threading.Event()
     real = storage.sync
 
@@ -231,7 +231,7 @@ def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monk
     with hold(tmp_path), monkeypatch.context() as patch:
         patch.setattr(storage, "sync", sync)
         first.start()
-        assert first_writes.wait(10)
+        assert first_writes.wait(60)
         second.start()
         first.join()
         second.join()
@@ -242,7 +242,7 @@ def test_saves_of_one_process_into_one_directory_take_turns(tmp_path: Path, monk
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Three jobs that come, stop, go on, leave and die in any order, at any pace."""
+    """Three jobs that start, stop, resume and leave in any order and at any speed."""
 
     @initialize()
     def begin(self) -> None:
@@ -287,7 +287,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.silent_since[job] = self.clock.now
 
     @rule(job=st.integers(0, 2))
-    def go_on(self, job: int) -> None:
+    def resume(self, job: int) -> None:
         if job in self.stopped:
             self.stopped.discard(job)
             self.leases[job].write_heartbeat()
@@ -312,7 +312,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         holding = [job for job, lease in self.leases.items() if holds(lease)]
         assert len(holding) <= 1
-        assert not any(holds(lease) for lease in self.lost), "what is lost is lost"
+        assert not any(holds(lease) for lease in self.lost), "a lost lease stays lost"
         for job in list(self.leases):
             if job not in holding:
                 self.lost.append(self.leases.pop(job))
@@ -326,7 +326,7 @@ TestAnyOrder.settings = settings(
 
 
 def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:
-    """Runs ``work`` and calls ``act(i)`` before its i-th change of the file system; how many there were."""
+    """Runs ``work`` with ``act(i)`` before its i-th file system change; returns the number of changes."""
     count = 0
     with pytest.MonkeyPatch.context() as patch:
 
@@ -347,8 +347,8 @@ def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:
 
 @pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
 @pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
-def test_another_comes_at_any_instant_of_a_taking(tmp_path: Path, stale: bool, leaves: bool) -> None:
-    """Whenever another takes it in between, and perhaps leaves again, one holds it in the end."""
+def test_another_process_takes_the_lease_at_any_instant(tmp_path: Path, stale: bool, leaves: bool) -> None:
+    """Exactly one process holds the lease in the end, whenever another one takes it (and perhaps releases it)."""
     instants: Iterator[int] = iter(range(100))
     for instant in instants:
         directory = tmp_path / str(instant)
@@ -374,13 +374,13 @@ def test_another_comes_at_any_instant_of_a_taking(tmp_path: Path, stale: bool, l
             break
         holding = [lease for lease in [*mine, *got] if lease is not None and holds(lease)]
         assert len(holding) == 1 or (leaves and got[0] is not None and not holding), (instant, mine, got)
-        assert all(lease is None or lease in holding for lease in mine), "it believes that it holds it"
+        assert all(lease is None or lease in holding for lease in mine), "it wrongly believes that it holds the lease"
         assert len(leases(directory)) == len(holding)
     assert total >= 6
 
 
-def test_a_number_below_another_ones_is_given_back(tmp_path: Path, clock: Clock) -> None:
-    """It was free when it was looked at; since then one has come and ended, and another has taken over from that."""
+def test_lower_token_than_another_holders_is_given_back(tmp_path: Path, clock: Clock) -> None:
+    """Between the first read and the link, another process took a higher token."""
     mine: list[Lease | None] = []
     request = LeaseRequest(tmp_path, clock.timing())
     calls_of(lambda: mine.append(request.attempt()), lambda index: None if index else claim(tmp_path, 2) and None)
@@ -400,7 +400,7 @@ def test_a_file_system_without_hard_links_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_wait_for_one_directory_delays_no_other(tmp_path: Path) -> None:
+def test_waiting_for_one_directory_does_not_delay_another(tmp_path: Path) -> None:
     (tmp_path / "held").mkdir()
     claim(tmp_path / "held")
     waits, enough = threading.Event(), threading.Event()

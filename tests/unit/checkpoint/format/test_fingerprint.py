@@ -39,7 +39,7 @@ def test_agrees_with_the_definition(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("start", [2**30 - 301, 2**30 - 300, 2**30 - 150, 2**30 - 1, 2**30, 2**64 - 7])
-def test_agrees_where_the_weights_have_another_short_cut(start: int) -> None:
+def test_agrees_with_the_definition_beyond_2_to_the_30(start: int) -> None:
     data = random_bits(300 if start < 2**63 else 7, torch.float32)
     assert fingerprint(data, start) == oracle(data, start)
 
@@ -53,7 +53,7 @@ def test_tensors_that_share_weights_have_the_same_fingerprints(parts: list[tuple
 
 
 def test_known_value_of_the_stored_format() -> None:
-    """A checkpoint written today is read by every later version: these bits never change."""
+    """Every later version reads today's checkpoints, so these bits never change."""
     assert f"{fingerprint(torch.arange(5, dtype=torch.float32)):016x}" == "eb9305b954400000"
     assert fingerprint(torch.empty(0)) == 0
 
@@ -69,7 +69,7 @@ def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -
 
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(DTYPES), st.integers(1, 64), st.integers(0, 2**45), st.data())
-def test_every_single_bit_flip_is_caught(dtype: torch.dtype, count: int, start: int, draw: st.DataObject) -> None:
+def test_every_single_bit_flip_is_detected(dtype: torch.dtype, count: int, start: int, draw: st.DataObject) -> None:
     data = random_bits(count, torch.uint8).view(torch.uint8) if dtype == torch.bool else random_bits(count, dtype)
     flipped = data.clone().view(torch.uint8)
     bit = draw.draw(st.integers(0, flipped.numel() * 8 - 1))
@@ -77,7 +77,7 @@ def test_every_single_bit_flip_is_caught(dtype: torch.dtype, count: int, start: 
     assert fingerprint(data, start) != fingerprint(flipped.view(data.dtype), start)
 
 
-def test_exchanged_elements_and_signs_are_caught() -> None:
+def test_exchanged_elements_and_signs_are_detected() -> None:
     data = torch.tensor([1.0, 2.0, 0.0, 0.0])
     assert fingerprint(data) != fingerprint(data[[1, 0, 2, 3]])
     assert fingerprint(data) != fingerprint(torch.tensor([1.0, 2.0, -0.0, 0.0]))

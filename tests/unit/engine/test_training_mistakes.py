@@ -1,4 +1,4 @@
-"""Mistakes that would train the wrong thing without a word, each found at the next call."""
+"""Mistakes that would train a wrong model silently; each is found at the next call."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_two_forwards_of_one_micro_batch_draw_different_masks() -> None:
     x = torch.ones(4, 8)
     first, second = engine(x), engine(x)
     assert not torch.equal(first == 0, second == 0), "two views of one sample must not share their dropout"
-    again = engine_on(_same_weights(engine.module))
-    assert torch.equal(first, again(x)), "the first forward draws the same in every run"
-    assert torch.equal(second, again(x))
+    other = engine_on(_same_weights(engine.module))
+    assert torch.equal(first, other(x)), "the first forward draws the same in every run"
+    assert torch.equal(second, other(x))
 
 
 def _same_weights(model: nn.Module) -> nn.Module:
@@ -105,7 +105,7 @@ def test_a_model_that_was_refused_is_still_free() -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
-    """A sweep builds one after the other in a process."""
+    """A sweep builds one engine after the other in one process."""
     engine = engine_on(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), stage)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
@@ -117,7 +117,7 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_weights_that_cannot_weigh_are_refused(weight: float, as_tensor: bool) -> None:
+def test_negative_and_nonfinite_weights_are_refused(weight: float, as_tensor: bool) -> None:
     engine = engine_on(nn.Linear(8, 8))
     before = engine.state.master.clone()
 
@@ -164,10 +164,10 @@ def test_parameters_that_overlap_in_memory_are_refused() -> None:
         engine_on(model)
 
 
-# -- flags that must not stick -----------------------------------------------------------------------------------------
+# -- flags that must be reset ------------------------------------------------------------------------------------------
 
 
-def test_a_stop_is_asked_for_once() -> None:
+def test_a_stop_is_requested_once() -> None:
     engine = engine_on(nn.Linear(8, 8))
     engine.request_stop()
     assert one_step(engine).stop_requested
@@ -185,7 +185,7 @@ def test_an_evaluation_inside_an_evaluation_does_not_end_it() -> None:
     assert engine._last_forward == before, "a forward inside eval() takes no random numbers from the training"
 
 
-def test_a_batch_left_before_any_backward_is_forgotten() -> None:
+def test_a_batch_abandoned_before_any_backward_has_no_effect() -> None:
     engine = engine_on(Noisy())
     other = engine_on(_same_weights(engine.module))
     for _ in engine.accumulate(range(3)):
@@ -200,7 +200,7 @@ def test_a_batch_left_before_any_backward_is_forgotten() -> None:
     assert outcomes[0].applied
 
 
-def test_a_batch_left_after_a_backward_says_what_to_do() -> None:
+def test_a_batch_abandoned_after_a_backward_is_an_error() -> None:
     engine = engine_on(nn.Linear(8, 8))
     for _ in engine.accumulate(range(3)):
         engine.backward(engine(torch.ones(2, 8)).square().mean())
@@ -222,7 +222,7 @@ def test_the_end_of_an_old_batch_leaves_the_new_one_alone() -> None:
     assert engine._micro_batch == 1
 
 
-# -- what was given ----------------------------------------------------------------------------------------------------
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["buffer", "frozen", "trainable"])
@@ -267,7 +267,7 @@ def test_frozen_float64_keeps_its_dtype() -> None:
     engine.check_contract()  # type: ignore[attr-defined]
 
 
-def test_the_contract_says_what_becomes_of_gradients() -> None:
+def test_the_contract_describes_gradient_reduction() -> None:
     engine = dtrain.initialize(nn.Linear(8, 8), precision="bf16", seed=0)
     assert "gradients sent in bf16, summed in fp32" in engine.contract.describe()[0]
 
@@ -290,14 +290,14 @@ def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
         cudnn.allow_tf32 = before
 
 
-def test_a_lack_of_memory_is_not_another_rank_that_died() -> None:
+def test_out_of_memory_is_not_reported_as_a_dead_rank() -> None:
     with pytest.raises(torch.OutOfMemoryError), _named_failure("rank 0: all_gather"):
         raise torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(CommunicationError, match="another rank has died"), _named_failure("rank 0: all_gather"):
         raise RuntimeError("connection reset")
 
 
-def test_a_group_that_cannot_serve_the_device_is_refused(tmp_path: Path) -> None:
+def test_a_process_group_without_a_backend_for_the_device_is_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         with pytest.raises(ConfigError, match=r"backend gloo for cuda, .* init_process_group with backend='nccl'"):
@@ -327,7 +327,7 @@ class Breaks(nn.Module):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("verb", ["step", "backward", "save", "load"])
-def test_a_backward_that_failed_half_way_is_no_step(tmp_path: Path, verb: str, stage: int) -> None:
+def test_no_step_after_a_failed_backward(tmp_path: Path, verb: str, stage: int) -> None:
     model = Breaks()
     engine = dtrain.initialize(model, precision="fp32", zero_stage=stage)
     before = engine.master_state()

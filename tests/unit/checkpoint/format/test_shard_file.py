@@ -1,4 +1,4 @@
-"""A rank's file: written by one thread, hashed and fingerprinted by others, and no thread outlives it."""
+"""Writing of a rank's data file: one thread writes, two hash and fingerprint, and all of them end."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def moments(numel: int) -> tuple[TensorShard, ...]:
     )
 
 
-def no_helper_is_left() -> bool:
+def background_threads_have_ended() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name == "dtrain-shard"]
 
 
 @pytest.mark.parametrize("numel", [LARGE, SMALL])
-def test_what_is_reported_is_what_is_in_the_file(tmp_path: Path, numel: int) -> None:
+def test_report_matches_the_file(tmp_path: Path, numel: int) -> None:
     shards = moments(numel)
     report = write_shard_file(tmp_path / "r0000.safetensors", shards)
     data = (tmp_path / "r0000.safetensors").read_bytes()
@@ -50,10 +50,10 @@ def test_what_is_reported_is_what_is_in_the_file(tmp_path: Path, numel: int) -> 
     held = load_file(tmp_path / "r0000.safetensors")
     for item, shard in zip(report["shards"], shards, strict=True):
         assert torch.equal(held[item["key"]], shard.data)
-    assert no_helper_is_left()
+    assert background_threads_have_ended()
 
 
-def test_one_thread_makes_all_calls_into_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_makes_all_file_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callers: set[int] = set()
 
     def watched(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def test_one_thread_makes_all_calls_into_the_file_system(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("numel", [LARGE, SMALL])
 @pytest.mark.parametrize("function", ["write", "sync"])
-def test_a_full_disk_ends_the_helpers(
+def test_full_disk_ends_the_background_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int
 ) -> None:
     def fail(*args: Any) -> None:
@@ -80,10 +80,10 @@ def test_a_full_disk_ends_the_helpers(
     monkeypatch.setattr(storage, function, fail)
     with pytest.raises(OSError, match="No space left on device"):
         write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
-    assert no_helper_is_left()
+    assert background_threads_have_ended()
 
 
-def test_work_in_background_a_block_that_fails_stops_soon() -> None:
+def test_background_work_stops_when_the_block_raises() -> None:
     begun = threading.Event()
     done: list[int] = []
 
@@ -93,21 +93,21 @@ def test_work_in_background_a_block_that_fails_stops_soon() -> None:
             done.append(1)
             yield 1
 
-    def fail_in_background_it() -> None:
+    def raise_in_the_block() -> None:
         with in_background(endless()):
             begun.wait()
             raise KeyError("why")
 
     with pytest.raises(KeyError, match="why"):
-        fail_in_background_it()
+        raise_in_the_block()
     count = len(done)
     assert count > 0
-    assert no_helper_is_left()
+    assert background_threads_have_ended()
     assert len(done) == count
 
 
 @pytest.mark.parametrize("numel", [LARGE, SMALL])
-def test_a_failure_of_a_helper_is_the_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+def test_background_error_is_raised_by_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
     def fail(parts: object) -> Iterator[int]:
         yield 1
         raise MemoryError("no room for the weights")
@@ -115,11 +115,11 @@ def test_a_failure_of_a_helper_is_the_writers(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("dtrain.checkpoint.format.shard_file.fingerprints", fail)
     with pytest.raises(MemoryError, match="no room for the weights"):
         write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
-    assert no_helper_is_left()
+    assert background_threads_have_ended()
 
 
 @pytest.mark.parametrize("where", [0.01, 0.5, 1.0])
-def test_a_flipped_bit_in_a_block_that_a_helper_hashes(tmp_path: Path, where: float) -> None:
+def test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path: Path, where: float) -> None:
     path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
     verify_checkpoint(path)
     data = bytearray((path / "r0000.safetensors").read_bytes())
@@ -131,7 +131,7 @@ def test_a_flipped_bit_in_a_block_that_a_helper_hashes(tmp_path: Path, where: fl
 
 
 class SlowDigest:
-    """A sha256 that takes its time."""
+    """A slow SHA-256."""
 
     def __init__(self, data: bytes) -> None:
         pass
@@ -140,7 +140,7 @@ class SlowDigest:
         time.sleep(0.2)
 
 
-def test_a_disk_that_fails_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_error_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
     manifest, threads, real = load_manifest(path), threading.active_count(), os.preadv
 
