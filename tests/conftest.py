@@ -53,7 +53,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 # -- a test that starts a process says so ------------------------------------------------------------------------------
 
 _MARKERS_OF_PROCESSES = ("processes", "deepspeed", "compile", "faults", "gpu")
-_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "tests.Process.start"}
+_STARTS = {
+    "subprocess.Popen",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.spawn",
+    "os.system",
+    "tests.Process.start",
+}
 _unmarked: str | None = None  # the test that runs, if it may start no process
 
 

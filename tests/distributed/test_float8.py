@@ -214,7 +214,7 @@ def test_an_overflow_in_a_weight_is_not_hidden(variant: str, how: str, tmp_path:
     engine = start(variant)
     train(engine, [0])
     slot = next(layout.slots[0] for layout in engine.state.layouts if layout.dtype == E4M3)
-    segment = next(s for s in engine.state.arena.partial_reads if slot in s.layout.slots)
+    segment = next(s for s in engine.state.arena.segments if slot in s.layout.slots)
     engine.state.master[segment.arena_start + slot.start + 17] = math.inf
     if how == "update":
         (_,) = train(engine, [1])  # computes with the replicas of before

@@ -176,7 +176,9 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: s
         assert job.wait() == code, job.output
         assert job.gone()
     assert re.search(report.format(pid=pid), job.output), job.output
-    assert re.search(rf"^dtrain: rank 1 \(process {pid}\) has ended, so this rank ends too; seen as: ", job.output, re.M)
+    assert re.search(
+        rf"^dtrain: rank 1 \(process {pid}\) has ended, so this rank ends too; seen as: ", job.output, re.M
+    )
     assert "Traceback" not in job.output
 
 
@@ -202,7 +204,9 @@ def test_torchrun_restarts_after_a_rank_was_killed(tmp_path: Path, data: str, re
         os.kill(second, signal.SIGKILL)
         assert job.wait() == 0, job.output
         assert job.gone()
-    assert re.search(rf"^dtrain: .*rank {victim} \(process {pid}\) has ended, so this rank ends too; ", job.output, re.M)
+    assert re.search(
+        rf"^dtrain: .*rank {victim} \(process {pid}\) has ended, so this rank ends too; ", job.output, re.M
+    )
     config[-1] = f"run_dir={tmp_path / 'whole'}"
     assert train(tmp_path / "whole", *config[:-1], world=2) == [0, 0]
     assert record_of(run_dir) == record_of(tmp_path / "whole")
@@ -232,7 +236,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, data: str) -> None:
 
 
 def ended(*codes: int, late: Sequence[int] = ()) -> dict[int, ProcessFailure]:
-    """Failed ranks as torchrun's agent reports them: the first ones, then those that it ended half a minute later."""
+    """Failed ranks as torchrun's agent reports them: the first, then those that it ended half a minute later."""
     failures = {}
     for rank, code in enumerate((*codes, *late)):
         failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
@@ -250,9 +254,7 @@ def ended(*codes: int, late: Sequence[int] = ()) -> dict[int, ProcessFailure]:
         (ended(75, -15), "rank 0 (process 100) ended with exit code 75"),
     ],
 )
-def test_the_culprit_is_the_first_rank_that_failed_by_itself(
-    failures: dict[int, ProcessFailure], culprit: str
-) -> None:
+def test_the_culprit_is_the_first_rank_that_failed_by_itself(failures: dict[int, ProcessFailure], culprit: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(culprit)):
         exit_code(failures, 2)
 

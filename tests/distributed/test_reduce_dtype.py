@@ -77,4 +77,4 @@ def refused(rank: int, world: int, precision: str, reduce_dtype: str) -> str:
 
 def test_a_senseless_one_is_refused() -> None:
     assert "no loss scale" in refused(0, 1, "bf16", "fp16")
-    assert "three bits of each lost" in refused(0, 1, "fp16", "bf16")
+    assert "loses three bits of each" in refused(0, 1, "fp16", "bf16")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import SMALL, checkpoints, losses, newest_step, record_of, log_of, train, write_samples
+from tests.helpers.launch import SMALL, checkpoints, log_of, losses, newest_step, record_of, train, write_samples
 from tests.helpers.mishap import Mishap
 
 pytestmark = pytest.mark.processes

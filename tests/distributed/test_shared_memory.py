@@ -181,7 +181,7 @@ def lose_a_rank(rank: int, world: int, folder: str) -> tuple[str, float]:
 
 def test_a_killed_rank_is_an_error_at_once(tmp_path: Path) -> None:
     start = time.monotonic()
-    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a word"):
+    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result"):
         run_ranks(2, lose_a_rank, str(tmp_path))
     assert (tmp_path / "error").read_text(encoding="ascii").endswith(")")
     assert time.monotonic() - start < 20

@@ -319,7 +319,7 @@ def _dies_while_saving(rank: int, world: int, directory: Path) -> None:
 def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, _dies_while_saving, tmp_path)
-    assert "rank 1:\nthe process died without a word" in str(failure.value)
+    assert "rank 1:\nthe process died without a result" in str(failure.value)
     assert "rank 0" not in str(failure.value)
     assert [path.name[:18] for path in tmp_path.glob("step-*")] == ["step-00000001.tmp-"]
 

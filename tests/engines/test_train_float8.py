@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.launch import losses, record_of, log_of, summary, train
+from tests.helpers.launch import log_of, losses, record_of, summary, train
 
 pytestmark = pytest.mark.processes
 

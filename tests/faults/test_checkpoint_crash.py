@@ -384,6 +384,6 @@ def test_one_real_rank_killed_in_a_save(tmp_path: Path) -> None:
     prepare(directory)
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, _dies_in_its_write, directory)
-    assert "--- rank 1:\nthe process died without a word" in str(failure.value)
+    assert "--- rank 1:\nthe process died without a result" in str(failure.value)
     assert [path.name for path in directory.iterdir() if path.name.startswith("step-00000300.tmp-")]
     assert_sound(directory, newest=200)

@@ -84,7 +84,7 @@ class Run:
             assert codes == [0] * self.world, log.read_text(encoding="utf-8")[-3000:]
             return False
         assert kill is not None, failure
-        assert f"--- rank {kill.ranks[0]}:\nthe process died without a word" in failure
+        assert f"--- rank {kill.ranks[0]}:\nthe process died without a result" in failure
         survivors = set(range(self.world)) - set(kill.ranks)
         assert ended >= survivors, f"ranks {survivors - ended} did not end after the kill"
         self._check_visible_checkpoints(log)

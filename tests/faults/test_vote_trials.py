@@ -62,19 +62,24 @@ class Model:
     layouts: tuple[FlatLayout, ...]
     gradients: tuple[Tensor, ...]  # of each layout: [micro-batch, rank, numel]
 
-    @property
+    @functools.cached_property
     def backward_order(self) -> list[FlatLayout]:
         return sorted(self.layouts, key=lambda layout: (layout.group == "", -self.layouts.index(layout)))
 
-    @property
+    @functools.cached_property
     def backward_slots(self) -> list[tuple[int, int]]:
         """(flat, slot) of all parameters in the order of backward."""
         flats = [self.layouts.index(layout) for layout in self.backward_order]
         return [(flat, slot) for flat in flats for slot in reversed(range(len(self.layouts[flat].slots)))]
 
-    @property
+    @functools.cached_property
     def backward_names(self) -> list[str]:
         return [self.layouts[flat].slots[slot].spec.name for flat, slot in self.backward_slots]
+
+
+@functools.cache
+def arena_layout(world: int, dtype: torch.dtype, rank: int, sharded: bool) -> ArenaLayout:
+    return ArenaLayout.of(model(world, dtype).layouts, rank, sharded=sharded)
 
 
 @functools.cache
@@ -368,7 +373,7 @@ class Rank:
             GradientMonitor(len(trial.model.backward_slots)),
             self,
         )
-        arena = ArenaLayout.of(self.layouts, rank, sharded=trial.sharded)
+        arena = arena_layout(trial.world, trial.dtype, rank, trial.sharded)
         self.main_grads = [
             full[segment.flat_start : segment.flat_start + segment.numel]
             for segment, full in zip(arena.segments, main_grads, strict=True)

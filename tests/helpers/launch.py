@@ -90,7 +90,7 @@ def write_samples(folder: Path) -> str:
     return f"data.files={folder / 'samples.txt'}"
 
 
-# -- files of a run -----------------------------------------------------------------------------------------------------
+# -- files of a run ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Job:
         return self._process.pid
 
     @property
-    def log_of(self) -> str:
+    def output(self) -> str:
         """Standard output and standard error of all processes."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted(
+    [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+)
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 
 # whole words; an identifier counts as the words between its underscores and humps
@@ -23,7 +25,9 @@ STEMS = ("quantis", "initialis", "normalis", "serialis", "synchronis", "optimis"
 PHRASES = ("for ever", "so many", "part company", "parts company", "sign of life", "one rank alone", "what became of")
 
 # names of libraries and terms of the field that contain one of the words
-ALLOWED = re.compile(r"tree_leaves|is_leaf|leaf tensors?|leaf modules?|torn writes?|torn and reordered writes|optimistic", re.I)
+ALLOWED = re.compile(
+    r"tree_leaves|is_leaf|leaf tensors?|leaf modules?|torn writes?|torn and reordered writes|optimistic", re.I
+)
 _WORD = re.compile(rf"(?<![a-z])({'|'.join(WORDS)}|(?:{'|'.join(STEMS)})[a-z]*|{'|'.join(PHRASES)})(?![a-z])")
 
 

@@ -13,7 +13,7 @@ _TOPICS = """topics:
   engines  what each engine can do, what it refuses and why, and which of them can be used here
   keys     every key of dtrain train: its default, its meaning and its values
 
-Nothing is written, and nothing leaves this machine. On a terminal the tables are drawn; elsewhere they are Markdown."""
+Nothing is written or sent. On a terminal the tables are drawn; elsewhere they are Markdown."""
 _NAMES = ("engines", "keys")
 
 

@@ -54,7 +54,8 @@ def describe_training(results: TrainingResults) -> Report:
     ]
     if results.train_starts_s:
         seconds, count = spread(results.train_starts_s, 1), len(results.train_starts_s)
-        facts.append(f"`dtrain train`, from the command to the end of the first step: {seconds} s ({count} starts).")
+        starts = f"{count} start{'s' * (count > 1)}"
+        facts.append(f"`dtrain train`, from the command to the end of the first step: {seconds} s ({starts}).")
     tables, notes = [_main_table(results)], [_NOTES]
     if results.suite == "vote":
         tables.insert(0, vote_table(results.cases))

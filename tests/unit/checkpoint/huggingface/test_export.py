@@ -243,7 +243,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         [str(path), "x", "--max-shard-size", "5 elephants"],
     ):
         assert main(["export", *arguments]) == 2
-    assert "'5 elephants' is no size; write 500MB or 5GB" in capsys.readouterr().err
+    assert "'5 elephants' is not a size; write 500MB or 5GB" in capsys.readouterr().err
 
 
 def test_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,4 +30,4 @@ def test_the_table_compares_times_of_one_round(tmp_path: Path) -> None:
     (table,) = report.tables
     assert table.columns == ("case", "ms", "GB/s", "GB/s / triad", "speed-up over triad")
     assert table.rows[1] == ("dtrain", "2.00 (2.00 to 2.00)", "12.0", "1.50 (1.00 to 2.00)", "0.75 (0.50 to 1.00)")
-    assert "About. 2 rounds; load before them 0.5." in report.facts
+    assert "Few elements. 2 rounds; load before them 0.5." in report.facts

@@ -102,7 +102,7 @@ def test_engine_suite_prints_its_report(engine_run: Run) -> None:
     assert {"step / plain", "speed-up over ddp"} <= set(report.tables[0].columns)
     assert row(report.tables[0], "native, stage 2")["speed-up over ddp"]
     assert "step / plain, 2 at once" in report.tables[1].columns
-    for text in ("1 starts", "main_grad 2.00"):
+    for text in ("(1 start)", "main_grad 2.00"):
         assert text in engine_run.stdout
     assert os.uname().nodename not in astuple(engine_run.results.host)
 
