@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
+from dtrain.distributed.setup import disconnect
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.cast import E4M3, quantize
@@ -25,6 +27,14 @@ from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_left() -> Iterator[None]:
+    """Engines of a single rank in this process leave a process group, which later tests must not find."""
+    yield
+    disconnect()
+
 
 ENGINES = [
     (name, stage)
@@ -176,12 +186,12 @@ def test_host_reads_nothing_in_a_step(engine: tuple[str, int], options: dict[str
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
-PLACES = [("native", 3), ("ddp", 0), ("fsdp2", 3)]
+SETUPS = [("native", 3), ("ddp", 0), ("fsdp2", 3)]
 
 
 def save_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
     found = []
-    for precision, (name, stage) in [*product(["fp8"], PLACES), ("bf16", PLACES[0])]:
+    for precision, (name, stage) in [*product(["fp8"], SETUPS), ("bf16", SETUPS[0])]:
         engine = start(name, stage, precision)
         train_step(engine)
         engine.save(folder / f"{name}-{precision}")
@@ -193,7 +203,7 @@ def save_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], 
 def load_all(rank: int, world: int, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
     """State of each engine after loading each checkpoint, and the losses that follow."""
     found = []
-    engines = [start(name, stage, "fp8", seed=1) for name, stage in PLACES]
+    engines = [start(name, stage, "fp8", seed=1) for name, stage in SETUPS]
     for engine in (*engines, start("native", 2, "bf16", seed=1)):
         for source in ("native-fp8", "ddp-fp8", "fsdp2-fp8", "native-bf16"):
             engine.load(folder / source)

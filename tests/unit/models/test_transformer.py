@@ -29,7 +29,7 @@ def random_tokens(*shape: int, seed: int = 0, high: int = VOCAB) -> Tensor:
 
 
 def to_compute_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """What an engine does: weights in the compute dtype; norms stay FP32 and have their inputs cast."""
+    """Casts weights to the compute dtype as an engine does; norms stay FP32 and have their inputs cast."""
     for module in model.modules():
         if isinstance(module, nn.RMSNorm):
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))

@@ -1,4 +1,4 @@
-"""What devices' own autocast lacks: on CPU with numbers, for CUDA with fake tensors, whose dtypes are as real ones'."""
+"""Autocast kernels that PyTorch lacks: on CPU with real tensors, for CUDA with fake tensors of the same dtypes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ OTHERS: dict[str, Function] = {
 }
 FP32_FUNCTIONS = REDUCTIONS | LINALG | OTHERS
 NOT_FAKE = {"cov", "global average", "lstsq", "householder_product", "instance_norm", "gaussian_nll"}
-"""What fake tensors cannot compute."""
+"""Functions that fake tensors do not support."""
 CUDA_DIFFERS = {"matrix_norm 2", "linalg.norm nuc", "einsum that only sums"}
 """On CUDA's own lists, and there the first two refuse reduced-precision inputs, and the last is a matmul."""
 

@@ -172,7 +172,7 @@ class Stack(nn.Module):
 
 
 def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native") -> tuple[OpDtypes, Any]:
-    """What the four Linears multiplied, by name."""
+    """Returns the operand dtypes of the four Linears by name."""
     torch.manual_seed(0)
     x = torch.randn(8, 16)
     trained = start(model, precision, engine)
@@ -214,7 +214,7 @@ def test_a_region_overrules_a_rule() -> None:
 
 
 def region_ran(rank: int, world: int, engine: str, precision: str) -> tuple[Any, set[Any], list[Any]]:
-    """What was multiplied; the sums of biases' gradients; the casts to FP8 in the region."""
+    """Returns the matmuls, the sums of bias gradients, and the casts to FP8 in the region."""
     ops, seen = products(Stack(region=True), precision, engine)
     sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
     casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]

@@ -137,7 +137,7 @@ def added_one_by_one(x: Tensor) -> Tensor:
 @given(extra=st.integers(20, 1000))
 @pytest.mark.parametrize("floats", [BF16, FP16, FP8_E4M3], ids=["bf16", "fp16", "e4m3"])
 def test_low_precision_sums_break_it(floats: FloatFormat, extra: int) -> None:
-    """Of more ones than a format's sum can count."""
+    """Sums more ones than the format can count."""
     length = floats.ones_add_up_to + extra
     ones = torch.ones(1, length)
     if floats == FP8_E4M3:  # PyTorch adds no FP8
