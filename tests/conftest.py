@@ -16,6 +16,7 @@ from dtrain.distributed.logging import logger
 from tests.helpers.fault_counts import FaultCounts, FaultTotals
 
 _TESTS = Path(__file__).parent
+torch.set_num_threads(1)  # the workers of pytest-xdist share the cores; waiting threads would spin on them
 
 # -- which tests run ---------------------------------------------------------------------------------------------------
 

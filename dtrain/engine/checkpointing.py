@@ -19,7 +19,7 @@ from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retentio
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine.state import StateEngine
+from dtrain.engine.model_state import StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases

@@ -22,8 +22,8 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.interface import Engine
+from dtrain.engine.model_state import is_managed
 from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
-from dtrain.engine.state import is_managed
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW

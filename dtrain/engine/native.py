@@ -11,9 +11,9 @@ from torch import Tensor
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
+from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.state import MAIN_GRAD, MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.adamw import UpdateScalars

@@ -31,10 +31,10 @@ from torch import Tensor
 from dtrain.distributed.logging import logger
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.interface import StepOutcome
+from dtrain.engine.model_state import MAIN_GRAD, MASTER, StateEngine
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.state import MAIN_GRAD, MASTER, StateEngine
 from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.engine.vote.decide import Decision, decide
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.state import MASTER, MOMENTS
+from dtrain.engine.model_state import MASTER, MOMENTS
 from dtrain.engine.step import StepEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4

@@ -18,9 +18,9 @@ from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
 from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
 from dtrain.engine.interface import Engine
+from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
-from dtrain.engine.state import MAIN_GRAD, MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError
 from dtrain.optim.adamw import UpdateScalars
