@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from importlib import import_module
 
 from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
@@ -18,8 +18,7 @@ from dtrain.version import version
 _RANK_0_PRINTS_FIRST_S = 5.0
 
 
-def train(argv: list[str]) -> int:
-    """Runs ``dtrain train``."""
+def _train(argv: list[str]) -> int:
     from dtrain.cli.resolve import read_jobs, run_jobs
 
     follow_launcher()
@@ -34,64 +33,14 @@ def train(argv: list[str]) -> int:
     return run_jobs(jobs, argv)
 
 
-def plan(argv: list[str]) -> int:
-    """Runs ``dtrain plan``."""
-    from dtrain.tools.plan.cli import main as plan_main
-
-    return plan_main(argv)
-
-
-def parity(argv: list[str]) -> int:
-    """Runs ``dtrain parity``."""
-    from dtrain.tools.parity.cli import main as parity_main
-
-    return parity_main(argv)
-
-
-def bench(argv: list[str]) -> int:
-    """Runs ``dtrain bench``."""
-    from dtrain.tools.bench.cli import main as bench_main
-
-    return bench_main(argv)
-
-
-def checkpoint(argv: list[str]) -> int:
-    """Runs ``dtrain checkpoint``."""
-    from dtrain.tools.checkpoint.cli import main as checkpoint_main
-
-    return checkpoint_main(argv)
-
-
-def doctor(argv: list[str]) -> int:
-    """Runs ``dtrain doctor``."""
-    from dtrain.tools.doctor.cli import main as doctor_main
-
-    return doctor_main(argv)
-
-
-def formats(argv: list[str]) -> int:
-    """Runs ``dtrain formats``."""
-    from dtrain.tools.formats.cli import main as formats_main
-
-    return formats_main(argv)
-
-
-class Verb(NamedTuple):
-    """A verb of the command line, with its line in the usage."""
-
-    run: Callable[[list[str]], int]
-    meaning: str
-    example: str
-
-
-VERBS = {
-    "train": Verb(train, "train a model", "precision=bf16 train.steps=1000"),
-    "plan": Verb(plan, "show what a run would do", "precision precision=fp8 model=llama-1b"),
-    "parity": Verb(parity, "compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
-    "bench": Verb(bench, "measure speed and memory", "engine bench.ranks=2"),
-    "checkpoint": Verb(checkpoint, "list, verify, compare, prune, export, import", "verify runs/mine"),
-    "doctor": Verb(doctor, "show what this machine and the engines can do", "engines"),
-    "formats": Verb(formats, "show what each number format does to a number", "0.1 1e-8 70000"),
+VERBS = {  # its meaning and an example
+    "train": ("train a model", "precision=bf16 train.steps=1000"),
+    "plan": ("show what a run would do", "precision precision=fp8 model=llama-1b"),
+    "parity": ("compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
+    "bench": ("measure speed and memory", "engine bench.ranks=2"),
+    "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
+    "doctor": ("show what this machine and the engines can do", "engines"),
+    "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
 }
 
 
@@ -111,17 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         return _fail(ConfigError(f"unknown verb '{verb}'{nearest(verb, VERBS)}"))
     try:
-        return VERBS[verb].run(rest)
+        if verb == "train":
+            return _train(rest)
+        run: Callable[[list[str]], int] = import_module(f"dtrain.tools.{verb}.cli").main
+        return run(rest)
     except DtrainError as error:
         return _fail(error)
 
 
 def _usage() -> str:
-    widths = max(map(len, VERBS)), max(len(verb.meaning) for verb in VERBS.values())
-    lines = [
-        f"  {name:{widths[0]}}  {verb.meaning:{widths[1]}}  dtrain {name} {verb.example}"
-        for name, verb in VERBS.items()
-    ]
+    rows = [(name, *texts) for name, texts in VERBS.items()]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    lines = [f"  {name:{widths[0]}}  {meaning:{widths[1]}}  dtrain {name} {example}" for name, meaning, example in rows]
     listed = "\n".join(lines)
     notes = (
         "train, plan, parity and bench take key=value; the other verbs take arguments.\n"

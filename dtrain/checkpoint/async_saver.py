@@ -37,14 +37,13 @@ class _SaveThread(threading.Thread):
         self._earlier: _SaveThread | None = None
 
     def submit(self, snapshot: Snapshot) -> None:
-        """Hands ``snapshot`` to the thread, which first waits for earlier saves over the same communicator."""
+        # the collectives of two saves over one communicator must not interleave, so the thread waits for the last one
         newest = _newest.get(self._comm)
         self._earlier = newest() if newest is not None else None
         _newest[self._comm] = ref(self)
         self._snapshot.put(snapshot)
 
     def abandon(self) -> None:
-        """Lets the thread end without saving."""
         self._snapshot.put(None)
 
     def run(self) -> None:
@@ -62,7 +61,6 @@ class _SaveThread(threading.Thread):
             self.control.failed = True
 
     def raise_error(self) -> None:
-        """Raises the error of the save, if any; call after the thread has ended."""
         if self.error is not None:
             raise self.error
 

@@ -42,20 +42,13 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError
 
 
+# flags shared by the thread that saves and the thread that trains
 @dataclass
 class SaveControl:
-    """Flags shared by the thread that saves and the thread that trains.
-
-    Attributes:
-        failed: set by the saving thread if this rank's part has failed, so that the save cannot succeed.
-        cancel_requested: set by the training thread to stop the writing, because another rank's part has failed.
-    """
-
-    failed: bool = False
-    cancel_requested: bool = False
+    failed: bool = False  # set by the saving thread: this rank's part has failed, so the save cannot succeed
+    cancel_requested: bool = False  # set by the training thread: another rank's part has failed, so stop writing
 
     def raise_if_cancelled(self) -> None:
-        """Raises if the training thread has requested it; called before each block that is written."""
         if self.cancel_requested:
             raise _SaveCancelledError
 
@@ -98,7 +91,8 @@ def save(
     directory = Path(directory)
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
-    with ExitStack() as lease_stack:  # holds the lease, on rank 0
+    # rank 0 holds the lease from the first clean-up to the removal of older checkpoints
+    with ExitStack() as lease_stack:
         begin = on_rank_0_for_long(
             comm, what, lambda keep_alive: _begin(directory, snapshot, lease_stack, keep_alive), CheckpointError
         )
@@ -115,6 +109,7 @@ def save(
             except _SaveCancelledError:
                 return {}
             except Exception:
+                # set before the exchange of reports, which waits for ranks that are still writing
                 control.failed = True
                 raise
 
@@ -138,13 +133,13 @@ def _begin(
 ) -> dict[str, Any]:
     stored_state(snapshot.state)  # refuses unsupported state before anything is written
     lease = lease_stack.enter_context(hold(directory, while_waiting=keep_alive))
-    lease_stack.enter_context(lease.save_lock)
+    lease_stack.enter_context(lease.save_lock)  # before clean_up, which would remove another thread's save
     lease.check()
     clean_up(directory)
     target = directory / step_name(snapshot.step)
     if target in committed_checkpoints(directory):
         try:
-            verify_checkpoint(target)
+            verify_checkpoint(target)  # every byte: a good checkpoint is never replaced
         except DamageError as damage:
             logger.warning("checkpoint %s is replaced: %s: %s", target, damage.file, damage.reason)
             quarantine(target, damage.tag)
@@ -166,6 +161,7 @@ def _discard(temporary: Path) -> None:
 def _assemble(snapshot: Snapshot, reports: Sequence[dict[str, Any]]) -> Manifest:
     files = tuple(FileEntry(report["file"], report["bytes"], report["sha256"]) for report in reports)
     tensors: dict[tuple[str, str], list[tuple[int, WrittenShard]]] = {}
+    # reports are in rank order, and so are the files: _entry names a shard's file by its rank
     for rank, report in enumerate(reports):
         for item in report["shards"]:
             shard = WrittenShard(**item)
@@ -194,7 +190,7 @@ def _entry(shards: Sequence[tuple[int, WrittenShard]], files: Sequence[FileEntry
 
 
 def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
-    """Follows [Note: commit order]."""
+    # [Note: commit order]
     with hold(target.parent) as lease:  # shared with save()
         try:
             with new_file(temporary / manifests.FILE) as append:
@@ -214,7 +210,7 @@ def _commit(temporary: Path, target: Path, manifest: Manifest) -> None:
 
 def _retain(directory: Path, newest: Path, retention: Retention) -> None:
     with hold(directory) as lease:
-        lease.check()
+        lease.check()  # only the holder deletes, and it may have lost the lease since the rename
     for path in find_expired(directory, retention, newest=newest):
         delete_checkpoint(path)
 

@@ -6,7 +6,7 @@ bad-step-00000100-sha256/   quarantined: it did not verify; renamed, never delet
 lease-00000001.json         which process may write here (dtrain.checkpoint.lease.lease)
 
 A directory that must go is first renamed to a ``.tmp-...`` name, its tombstone, and the rename is synced: no crash can
-leave half of a checkpoint under a committed name.
+leave half of a checkpoint under a committed name. Functions that touch the disk raise ``OSError`` if that fails.
 """
 
 from __future__ import annotations
@@ -32,31 +32,25 @@ class NoCheckpointError(CheckpointError):
 
 
 def step_name(step: int) -> str:
-    """Returns the directory name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """Returns the step in a committed checkpoint's directory name."""
     return int(path.name.removeprefix("step-"))
 
 
 def temporary_path(directory: Path, step: int) -> Path:
     """Returns a new path for a save in progress or for a tombstone."""
+    # random, so that a job that lost the lease cannot write into the save of the job that took it over
     return directory / f"{step_name(step)}.tmp-{secrets.token_hex(4)}"
 
 
 def committed_checkpoints(directory: Path) -> list[Path]:
-    """Lists the ``step-...`` entries of a directory, oldest step first; [] if the directory does not exist.
-
-    Raises:
-        OSError: the directory cannot be listed.
-    """
+    """Lists the ``step-...`` entries of a directory, oldest first; [] if the directory does not exist."""
     return sorted(_matching(directory, STEP_NAME), key=step_of)
 
 
 def quarantined_checkpoints(directory: Path) -> list[Path]:
-    """Lists the ``bad-step-...`` entries by name; raises as :func:`committed_checkpoints` does."""
     return sorted(_matching(directory, _QUARANTINED))
 
 
@@ -81,16 +75,11 @@ def is_single_checkpoint(path: Path) -> bool:
 
 
 def checkpoints_dir(path: Path) -> Path:
-    """Returns ``path/checkpoints`` if it is a directory, else ``path``."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def make_directories(path: Path) -> None:
-    """Creates a directory and its missing parents, and syncs each name before it is used.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Creates a directory and its missing parents, and syncs each name before it is used."""
     if path.is_dir():  # its name may not be on disk yet: its creator may have been killed before the fsync
         with suppress(OSError):  # a parent that may not be read was not created by us
             storage.sync_directory(path.parent)
@@ -105,11 +94,7 @@ def make_directories(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a file or a directory with its content; removes links without following them.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Removes a file or a directory with its content; removes links without following them."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
         storage.remove_file(path)
         return
@@ -123,11 +108,7 @@ def clean_up(directory: Path) -> None:
 
     Each leftover is renamed first: a job that lost the lease but still writes there can then neither commit it nor open
     more files in it. The renames are synced before any file is removed, so that no power cut can restore the committed
-    name of a checkpoint whose removal was interrupted.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    name of a checkpoint whose removal was interrupted."""
     tombstones = []
     for path in sorted(_matching(directory, _TEMPORARY)):
         tombstone = path.with_suffix(f".tmp-{secrets.token_hex(4)}")
@@ -141,11 +122,7 @@ def clean_up(directory: Path) -> None:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Deletes a committed checkpoint: renames it to a tombstone, syncs the rename, then removes the files.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Deletes a committed checkpoint: renames it to a tombstone, syncs the rename, then removes the files."""
     tombstone = temporary_path(path.parent, step_of(path))
     storage.rename(path, tombstone)
     storage.sync_directory(path.parent)
@@ -153,11 +130,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def quarantine(path: Path, tag: str) -> Path:
-    """Renames a checkpoint that does not verify to ``bad-step-...-TAG`` and returns its new path.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Renames a checkpoint that does not verify to ``bad-step-...-TAG`` and returns its new path."""
     target, count = path.parent / f"bad-{path.name}-{tag}", 1
     while os.path.lexists(target):
         count += 1

@@ -26,9 +26,7 @@ class CheckpointStatus:
         step: number of attempted steps at the save.
         saved_at: wall time of the save, ISO 8601 in UTC.
         num_bytes: total size of the data files.
-        num_files: number of data files.
         world_size: number of ranks that saved it.
-        engine: name of the engine that saved it.
         train_loss: loss of the last applied step before the save.
         val_loss: loss of an evaluation at that step, if there was one.
     """
@@ -119,12 +117,7 @@ def newest_checkpoint(path: Path | str) -> Path:
 
 @contextmanager
 def path_in_errors(checkpoint: Path) -> Iterator[None]:
-    """Adds the checkpoint's path to a ``DamageError`` of the block; turns an ``OSError`` into a ``CheckpointError``.
-
-    Raises:
-        DamageError: the block raised one.
-        CheckpointError: the block raised an ``OSError``.
-    """
+    """Adds the checkpoint's path to a ``DamageError`` of the block; turns an ``OSError`` into a ``CheckpointError``."""
     try:
         yield
     except DamageError as damage:

@@ -20,8 +20,6 @@ class ReadTarget:
     """A tensor to fill with consecutive row-major elements of a saved tensor.
 
     Attributes:
-        kind: kind of the saved tensor.
-        name: name of the saved tensor.
         start: first row-major element to read; ``data.numel()`` elements are read.
         data: any shape, strides and device; values are cast to its dtype.
     """
@@ -38,7 +36,6 @@ class PartialRead:
 
     Attributes:
         dtype: saved dtype.
-        chunk: the chunk that holds it.
         offset: its first byte, counted from the start of the chunk.
         data: the tensor to fill: contiguous, or small enough for the staging buffer.
     """
@@ -61,7 +58,7 @@ def partial_reads(entry: TensorEntry, start: int, data: Tensor) -> Iterator[Part
             yield PartialRead(entry.dtype, chunk, (low - chunk.start) * itemsize, part)
     elif len(chunks) == 1 and data.numel() * itemsize <= STAGING_BYTES:
         yield PartialRead(entry.dtype, chunks[0], (start - chunks[0].start) * itemsize, data)
-    else:
+    else:  # split until a part is contiguous or fits the staging buffer: no second copy of a large tensor
         for part in data.unbind():
             yield from partial_reads(entry, start, part)
             start += part.numel()

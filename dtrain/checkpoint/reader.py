@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +56,7 @@ class CheckpointReader:
         self._stored: dict[str, dict[str, StoredTensor]] = {}
 
     def require_kinds(self, known: Iterable[str]) -> None:
-        """Raises if the checkpoint holds a kind of tensor that the caller cannot restore.
-
-        Raises:
-            CheckpointError: a tensor's kind is not among ``known``.
-        """
+        """Raises ``CheckpointError`` if the checkpoint holds a kind of tensor that is not among ``known``."""
         valid = set(known)
         for tensor in self.tensors:
             if tensor.kind not in valid:
@@ -72,16 +66,10 @@ class CheckpointReader:
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Returns the row-major elements [start, stop) of a tensor as saved; reads no other bytes.
-
-        Args:
-            kind: kind of the tensor.
-            name: name of the tensor.
-            start: first element.
-            stop: one past the last element; the tensor's end by default.
+        """Returns the row-major elements [start, stop) of a tensor; reads no other bytes.
 
         Returns:
-            [stop - start] on the CPU, in the saved dtype.
+            [stop - start] on the CPU, in the saved dtype; ``stop`` is the tensor's end by default.
 
         Raises:
             CheckpointError: no such tensor or interval, or the file changed since it was verified.
@@ -126,10 +114,10 @@ class CheckpointReader:
 
     def _read_file(self, file: FileEntry, parts: Iterable[PartialRead]) -> None:
         try:
-            descriptor, _ = open_file(self.path, file)
-            try:
+            with open_file(self.path, file) as descriptor:
                 if file.name not in self._stored:
                     self._stored[file.name] = read_stored_tensors(descriptor, self._manifest, file)
+                # read in file order, whatever the order of the targets
                 begins = {key: stored.begin for key, stored in self._stored[file.name].items()}
                 for part in sorted(parts, key=lambda part: begins[part.chunk.key] + part.offset):
                     begin = begins[part.chunk.key]
@@ -138,8 +126,6 @@ class CheckpointReader:
                         read_into(descriptor, file.name, begin + offset, target)
 
                     fill(part, read)
-            finally:
-                os.close(descriptor)
         except DamageError as damage:
             raise CheckpointError(f"{self.path / damage.file} changed while it was read: {damage.reason}") from damage
         except OSError as error:
@@ -168,7 +154,7 @@ class CheckpointReader:
                 self._compare(entry, sorted(loaded.get((entry.kind, entry.name), [])))
 
     def _fingerprints(self, shards: Iterable[TensorShard]) -> list[list[Any]]:
-        """Returns [kind, name, start, stop, fingerprint] of each shard."""
+        # rows of [kind, name, start, stop, fingerprint]
         labels: list[list[Any]] = []
 
         def checked() -> Iterator[tuple[Tensor, int]]:
@@ -215,7 +201,7 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
     what = f"opening {path}"
     if on_rank_0(comm, what, lambda: is_single_checkpoint(path), CheckpointError):
         outcome = _inspect(path.resolve(), comm)
-        if isinstance(outcome, _Refusal):
+        if isinstance(outcome, DamageError):
             raise CheckpointError(f"{path} cannot be used: {outcome}; name another one, or their directory")
         return outcome
     directory = checkpoints_dir(path)
@@ -225,10 +211,10 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
     refusals = []
     for candidate in map(Path, names):
         outcome = _inspect(candidate, comm)
-        if not isinstance(outcome, _Refusal):
+        if not isinstance(outcome, DamageError):
             return outcome
         refusals.append(f"{candidate.name}: {outcome}")
-        if comm.rank == 0:
+        if comm.rank == 0:  # all ranks have closed its files: _inspect has exchanged their reports
             _quarantine(candidate, outcome)
     damaged = on_rank_0(comm, what, lambda: [item.name for item in quarantined_checkpoints(directory)], CheckpointError)
     if not names and not damaged:
@@ -237,20 +223,11 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
     raise CheckpointError(f"no checkpoint in {path} verifies ({reasons}); restore one, or start in another directory")
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    """Reason why a checkpoint is not used; ``tag`` is part of its new name, empty if it merely cannot be read."""
+def _inspect(path: Path, comm: Communicator) -> CheckpointReader | DamageError:
+    """Runs all checks of one checkpoint, its files split over the ranks; returns the same result on every rank.
 
-    file: str
-    reason: str
-    tag: str
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.reason}"
-
-
-def _inspect(path: Path, comm: Communicator) -> CheckpointReader | _Refusal:
-    """Runs all checks of one checkpoint, its files split over the ranks; returns the same result on every rank."""
+    A ``DamageError`` is returned if the checkpoint must not be used. Its tag is empty if it merely cannot be read.
+    """
     loaded: list[Manifest] = []
 
     def inspect() -> dict[str, Any]:
@@ -268,8 +245,8 @@ def _inspect(path: Path, comm: Communicator) -> CheckpointReader | _Refusal:
         return {"digest": manifest.digest, "parts": parts}
 
     reports = on_every_rank(comm, f"verifying {path}", inspect, CheckpointError)
-    refusals = [_Refusal(**report) for report in reports if "reason" in report]
-    if refusals:
+    refusals = [DamageError(**report) for report in reports if "reason" in report]
+    if refusals:  # damage that one rank has proved counts more than a file that another one cannot read
         return next((refusal for refusal in refusals if refusal.tag), refusals[0])
     for rank, report in enumerate(reports):
         if report["digest"] != reports[0]["digest"]:
@@ -280,13 +257,13 @@ def _inspect(path: Path, comm: Communicator) -> CheckpointReader | _Refusal:
     try:
         check_fingerprints(loaded[0], (dict(part) for report in reports for part in report["parts"]))
     except DamageError as damage:
-        return _Refusal(damage.file, damage.reason, damage.tag)
+        return damage
     if comm.rank == 0:
         logger.info("checkpoint: using %s (saved %s)", path, loaded[0].saved_at)
     return CheckpointReader(path, loaded[0])
 
 
-def _quarantine(path: Path, refusal: _Refusal) -> None:
+def _quarantine(path: Path, refusal: DamageError) -> None:
     logger.warning("checkpoint %s refused: %s", path, refusal)
     if refusal.tag:
         try:

@@ -55,12 +55,7 @@ def find_expired(directory: Path, retention: Retention, *, newest: Path | None =
     """Returns the checkpoints in ``directory`` that ``retention`` does not keep, oldest step first; removes nothing.
 
     A checkpoint that cannot be read, or whose manifest, sizes or headers are damaged, causes a warning and is neither
-    counted nor returned.
-
-    Args:
-        directory: the directory of checkpoints.
-        retention: the rules.
-        newest: a checkpoint that stays whatever its step is.
+    counted nor returned. ``newest`` stays whatever its step is.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -68,7 +63,7 @@ def find_expired(directory: Path, retention: Retention, *, newest: Path | None =
     paths: dict[int, Path] = {}
     val_losses: dict[int, float | None] = {}
     for path in committed_checkpoints(directory):
-        try:
+        try:  # a damaged checkpoint must not take the place of a good one among the newest
             manifest = verify_checkpoint(path, fast=True)
         except DamageError as damage:
             logger.warning("checkpoint %s is damaged: %s: %s", path, damage.file, damage.reason)

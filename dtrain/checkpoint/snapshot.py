@@ -94,24 +94,16 @@ class Snapshot:
 
 
 class HostCopy:
-    """Copies snapshots into host memory that is kept between saves, so only the first copy allocates pages.
-
-    Args:
-        device: device of the shards; the memory is pinned if it is a GPU.
-    """
+    """Copies snapshots into host memory that is kept between saves and pinned if ``device`` is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, snapshot: Snapshot) -> None:
-        """Allocates memory for a copy of ``snapshot`` if the present memory is too small.
-
-        Raises:
-            RuntimeError: out of memory.
-        """
+        """Allocates memory for a copy of ``snapshot`` if the present memory is too small."""
         *_, numel = _byte_offsets(snapshot.shards)
-        if numel > self._memory.numel():
+        if numel > self._memory.numel():  # else kept: the first copy into new pages is slow
             self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the larger allocation
             self._memory = torch.empty(numel, dtype=torch.uint8, pin_memory=self._on_gpu)
 
@@ -157,7 +149,7 @@ def _plain(value: Any, path: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        for key in value:
+        for key in value:  # json.dumps would turn an integer key into a string silently
             if not isinstance(key, str):
                 raise CheckpointError(f"{path} has the key {key!r}; JSON keeps only string keys, so make it one")
         return {key: _plain(item, f"{path}[{key!r}]") for key, item in value.items()}
@@ -169,7 +161,7 @@ def _plain(value: Any, path: str) -> Any:
 
 def redact(value: Any, key: str = "") -> Any:
     """Returns a copy of plain JSON with ``***`` for values under secret-like keys and for users in URLs."""
-    if _SECRET_KEY.search(key) and not _is_is_harmless(key, value):
+    if _SECRET_KEY.search(key) and not _is_harmless(key, value):
         return "***"
     if isinstance(value, dict):
         return {name: redact(item, name) for name, item in value.items()}
@@ -178,7 +170,7 @@ def redact(value: Any, key: str = "") -> Any:
     return _URL_USER.sub("***", value) if isinstance(value, str) else value
 
 
-def _is_is_harmless(key: str, value: Any) -> bool:
+def _is_harmless(key: str, value: Any) -> bool:
     if value is None or isinstance(value, bool):
         return True
     return isinstance(value, int | float) and _COUNT_KEY.search(key) is not None

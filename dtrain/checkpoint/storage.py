@@ -1,7 +1,8 @@
 """All file system changes of the package, one system call each.
 
 The rest of the package changes the disk only through these functions, called as ``storage.NAME``. A test can therefore
-record them, make one fail, or kill the process at one of them, and so replay every state that a crash may leave.
+record them, make one fail, or kill the process at one of them, and so replay every state that a crash may leave. All of
+them raise ``OSError`` if the system call fails.
 """
 
 from __future__ import annotations
@@ -12,29 +13,17 @@ from pathlib import Path
 
 
 def make_directory(path: Path) -> None:
-    """Creates one directory; its parent exists and it does not.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Creates one directory; its parent exists and it does not."""
     os.mkdir(path)
 
 
 def create(path: Path) -> int:
-    """Creates a file for writing and returns its descriptor; fails if a file or link of that name exists.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Creates a file for writing and returns its descriptor; fails if a file or link of that name exists."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Appends all of ``data``, completing short writes, and starts its writeback at once.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Appends all of ``data``, completing short writes, and starts its writeback at once."""
     view = memoryview(data)
     while view:
         written = os.write(descriptor, view)
@@ -46,36 +35,21 @@ def write(descriptor: int, data: bytes | memoryview) -> None:
 
 
 def overwrite(descriptor: int, data: bytes) -> None:
-    """Replaces the file's first bytes by ``data``, completing short writes.
-
-    Raises:
-        OSError: the system call failed.
-    """
     offset = 0
     while offset < len(data):
         offset += os.pwrite(descriptor, data[offset:], offset)
 
 
 def sync(descriptor: int) -> None:
-    """Syncs the file's bytes to disk. Never retry after a failure: the kernel drops the dirty pages.
-
-    Raises:
-        OSError: the system call failed.
-    """
+    """Syncs the file's bytes to disk. Never retry after a failure: the kernel drops the dirty pages."""
     os.fsync(descriptor)
 
 
 def close(descriptor: int) -> None:
-    """Closes a descriptor returned by :func:`create`."""
     os.close(descriptor)
 
 
 def sync_directory(path: Path) -> None:
-    """Syncs the directory's entries (names) to disk.
-
-    Raises:
-        OSError: the system call failed.
-    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -84,38 +58,20 @@ def sync_directory(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames ``source``; refuses an existing ``target`` because rename(2) would replace an empty directory.
-
-    Raises:
-        OSError: the system call failed; FileExistsError if ``target`` exists.
-    """
+    """Renames ``source``; refuses an existing ``target``, because rename(2) would replace an empty directory."""
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
     os.rename(source, target)
 
 
 def link(source: Path, target: Path) -> None:
-    """Adds the name ``target`` to the file ``source``; of several processes that try, exactly one succeeds.
-
-    Raises:
-        OSError: the system call failed; FileExistsError if ``target`` exists.
-    """
+    """Adds the name ``target`` to the file ``source``; of several processes that try, exactly one succeeds."""
     os.link(source, target)
 
 
 def remove_file(path: Path) -> None:
-    """Removes one file or link.
-
-    Raises:
-        OSError: the system call failed.
-    """
     os.unlink(path)
 
 
 def remove_directory(path: Path) -> None:
-    """Removes one empty directory.
-
-    Raises:
-        OSError: the system call failed.
-    """
     os.rmdir(path)

@@ -40,13 +40,7 @@ def documented_keys(primary: Primary[Any]) -> list[KeyGroup]:
 
 
 def help_text(primary: Primary[Root], config: Root, command: str = "") -> str:
-    """The text of ``--help``.
-
-    Args:
-        primary: the command.
-        config: its configuration as composed, whose values are shown as defaults.
-        command: how the user calls it, if not ``primary.command``.
-    """
+    """The text of ``--help``: the values of ``config`` are shown as defaults; ``command`` is for the usage line."""
     values = _flat(config_to_dict(config))
     groups = documented_keys(primary)
     width = min(shutil.get_terminal_size().columns, 120)

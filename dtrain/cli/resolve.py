@@ -67,9 +67,7 @@ def read_jobs(argv: Sequence[str], command: str = "") -> list[Job]:
 
     Empty if ``argv`` only asks for information, which is then printed: ``--help``, ``--cfg job``, ``--info``, ...
 
-    Args:
-        argv: the arguments.
-        command: the command in the usage line, if it is not ``train``.
+    ``command`` is the command in the usage line, if it is not ``train``.
 
     Raises:
         ConfigError: as :func:`compose`; also for an unknown option of the command line.
@@ -231,10 +229,8 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
 
 
 def _run_hydra_option(parser: ArgumentParser, args: Namespace, primary: Primary[Any]) -> None:
-    with (
-        _explained(primary),
-        env_override({"HYDRA_FULL_ERROR": "1"}),
-    ):  # so that it raises instead of printing and exiting
+    # the variable makes Hydra raise instead of printing and exiting
+    with _explained(primary), env_override({"HYDRA_FULL_ERROR": "1"}):
         try:
             _run_hydra(args, parser, read_jobs, str(config_folder()), primary.name)
         except SystemExit as stop:

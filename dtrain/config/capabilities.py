@@ -23,7 +23,6 @@ class SupportedValues:
     """The values of one key that an engine supports, if not all.
 
     Attributes:
-        values: the supported values.
         reason: why the engine supports no other, as a clause that follows a colon.
     """
 
@@ -37,7 +36,6 @@ class UnsupportedCombination:
 
     Attributes:
         settings: the values by key; the message proposes to change the first.
-        reason: as in :class:`SupportedValues`.
     """
 
     settings: Mapping[str, Setting]
@@ -57,7 +55,6 @@ class Capabilities:
         torch: the oldest PyTorch that it runs on.
         package: a package that it needs besides PyTorch.
         supported: supported values by key; a key that is absent takes every value of :data:`SETTINGS`.
-        unsupported: unsupported combinations.
     """
 
     summary: str
@@ -83,11 +80,6 @@ class Capabilities:
         if _release(version("torch")) < _release(self.torch):
             return f"needs torch {self.torch} or later; this is {version('torch')}"
         return ""
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether this machine has all that the engine needs."""
-        return not self.missing_requirement
 
     def values(self, key: str) -> tuple[Setting, ...]:
         """The supported values of ``key``; empty: any."""
@@ -278,40 +270,29 @@ def _listed(values: Any) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One row of the table of engines; its cells are in the order of :data:`CAPABILITIES`."""
-
-    title: str
-    cells: tuple[str, ...]
-
-
-def table() -> list[ComparisonRow]:
-    """The comparison of the engines, for a terminal and for the README."""
+def table() -> list[tuple[str, ...]]:
+    """Rows that compare the engines: a title, and a cell for each of :data:`CAPABILITIES`."""
     engines = CAPABILITIES.values()
 
-    def row(title: str, *cells: str) -> ComparisonRow:
-        return ComparisonRow(title, cells)
-
-    def yes_or_no(title: str, key: str, value: Setting) -> ComparisonRow:
-        return row(title, *("yes" if engine.supports(key, value) else "no" for engine in engines))
+    def yes_or_no(key: str, value: Setting) -> list[str]:
+        return ["yes" if engine.supports(key, value) else "no" for engine in engines]
 
     return [
-        row("what it is", *(engine.summary for engine in engines)),
-        row("`zero_stage`", *(", ".join(map(str, engine.values("zero_stage"))) for engine in engines)),
-        row("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
-        row("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
-        row("weights in a forward", *(engine.weights for engine in engines)),
-        row("gradients summed, in FP32", *(engine.accumulation for engine in engines)),
-        row("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
-        row("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
-        yes_or_no("`reproducible`", "reproducible", True),
-        yes_or_no("`groups` by name patterns", "groups", ("*",)),
-        yes_or_no("`optim.compile`", "compile", True),
-        row("`offload`", *("cpu, stages 1 to 3" if engine.supports("offload", "cpu") else "no" for engine in engines)),
-        row("checkpoints", *("from any engine, any number of ranks" for _ in engines)),
-        row("needs torch from", *(engine.torch for engine in engines)),
-        row("needs a package", *(engine.package or "no" for engine in engines)),
+        ("what it is", *(engine.summary for engine in engines)),
+        ("`zero_stage`", *(", ".join(map(str, engine.values("zero_stage"))) for engine in engines)),
+        ("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
+        ("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
+        ("weights in a forward", *(engine.weights for engine in engines)),
+        ("gradients summed, in FP32", *(engine.accumulation for engine in engines)),
+        ("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
+        ("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
+        ("`reproducible`", *yes_or_no("reproducible", True)),
+        ("`groups` by name patterns", *yes_or_no("groups", ("*",))),
+        ("`optim.compile`", *yes_or_no("compile", True)),
+        ("`offload`", *("cpu, stages 1 to 3" if engine.supports("offload", "cpu") else "no" for engine in engines)),
+        ("checkpoints", *("from any engine, any number of ranks" for _ in engines)),
+        ("needs torch from", *(engine.torch for engine in engines)),
+        ("needs a package", *(engine.package or "no" for engine in engines)),
     ]
 
 

@@ -25,19 +25,22 @@ class Primary(Generic[Root]):
     """A command's configuration: ``conf/<name>.yaml`` builds on ``schema``, which Hydra knows as ``<name>_schema``."""
 
     name: str
-    command: str
     schema: type[Root]
 
+    @property
+    def command(self) -> str:
+        return self.name.replace("-", " ")
 
-TRAIN = Primary("train", "train", RunConfig)
-PARITY = Primary("parity", "parity", ParitySuiteConfig)
-BENCH_ENGINE = Primary("bench-engine", "bench engine", EngineSuiteConfig)
-BENCH_PRECISION = Primary("bench-precision", "bench precision", PrecisionSuiteConfig)
-BENCH_OPTIMIZER = Primary("bench-optimizer", "bench optimizer", OptimizerSuiteConfig)
-BENCH_COLLECTIVES = Primary("bench-collectives", "bench collectives", CollectivesSuiteConfig)
-BENCH_CHECKPOINT = Primary("bench-checkpoint", "bench checkpoint", CheckpointSuiteConfig)
-BENCH_VOTE = Primary("bench-vote", "bench vote", VoteSuiteConfig)
-BENCH_FLOAT8 = Primary("bench-float8", "bench float8", Float8SuiteConfig)
+
+TRAIN = Primary("train", RunConfig)
+PARITY = Primary("parity", ParitySuiteConfig)
+BENCH_ENGINE = Primary("bench-engine", EngineSuiteConfig)
+BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
+BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
+BENCH_COLLECTIVES = Primary("bench-collectives", CollectivesSuiteConfig)
+BENCH_CHECKPOINT = Primary("bench-checkpoint", CheckpointSuiteConfig)
+BENCH_VOTE = Primary("bench-vote", VoteSuiteConfig)
+BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
     PARITY,

@@ -29,7 +29,6 @@ def one_of(default: str, *others: str | bool, doc: str) -> Any:
 
 
 def at_least(default: Any, minimum: float, doc: str) -> Any:
-    """A number from ``minimum`` on."""
     return setting(default, doc, min=minimum)
 
 
@@ -39,7 +38,6 @@ def above(default: Any, bound: float, doc: str, *, maximum: float | None = None)
 
 
 def between(default: Any, minimum: float, maximum: float, doc: str) -> Any:
-    """A number from ``minimum`` to ``maximum``, both included."""
     return setting(default, doc, min=minimum, max=maximum)
 
 

@@ -17,7 +17,6 @@ class Key:
     Attributes:
         path: as on the command line, such as ``optim.lr``.
         default: as on the command line; options of the group that differ are named, as in ``2 (ddp: 0)``.
-        doc: its meaning.
         values: the permitted values; empty if any value of its type is.
         options: the options of the group that have it; empty if all do.
     """

@@ -28,11 +28,7 @@ def unsupported_format_reason(name: str) -> str:
 
 
 def check_rules(rules: Iterable[tuple[str, str]]) -> None:
-    """Checks the formats of (pattern, format) pairs.
-
-    Raises:
-        ConfigError: a format that no rule can give, with the reason.
-    """
+    """Raises ``ConfigError`` for a (pattern, format) pair whose format no rule can give, with the reason."""
     for pattern, name in rules:
         if name not in RULE_FORMATS:
             reason = unsupported_format_reason(name) if isinstance(name, str) else ""

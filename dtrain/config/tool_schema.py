@@ -32,17 +32,23 @@ _STAGE = "ZeRO stage of the native engine."
 
 
 @dataclass(frozen=True)
-class BenchConfig:
-    """What is measured, and how often. Cases alternate in every round, so that noise affects all of them."""
+class MeasurementConfig:
+    """Keys of every suite that starts ranks."""
 
     ranks: int = at_least(1, 1, _RANKS)
     threads_per_rank: int = at_least(1, 1, _THREADS)
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    rounds: int = at_least(10, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
+class BenchConfig(MeasurementConfig):
+    """What is measured, and how often. Cases alternate in every round, so that noise affects all of them."""
+
     micro_batch_size: int = at_least(4, 1, "Sequences in a step of one rank.")
     warmup_steps: int = at_least(2, 0, "Steps before the first round, which are not timed.")
-    rounds: int = at_least(10, 1, _ROUNDS)
     steps: int = at_least(3, 1, _STEPS)
-    out: str | None = setting(None, _OUT)
 
 
 @dataclass(frozen=True)
@@ -111,28 +117,19 @@ class OptimizerBenchConfig:
 
 
 @dataclass(frozen=True)
-class CollectivesBenchConfig:
+class CollectivesBenchConfig(MeasurementConfig):
     """Each collective of a step, by size and transport: sockets and shared memory on CPUs, NCCL on GPUs."""
 
     ranks: int = at_least(2, 2, _RANKS)
-    threads_per_rank: int = at_least(1, 1, _THREADS)
-    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     sizes: list[int] = setting([1 << 16, 1 << 20, 1 << 23], "Elements of a flat buffer.")
-    rounds: int = at_least(10, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
 
 
 @dataclass(frozen=True)
-class CheckpointBenchConfig:
+class CheckpointBenchConfig(MeasurementConfig):
     """Time that training stands still for a save, and time until the save is complete on the disk."""
 
-    ranks: int = at_least(1, 1, _RANKS)
-    threads_per_rank: int = at_least(1, 1, _THREADS)
-    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     sizes: list[int] = setting([131], "Megabytes (10^6 bytes) of masters and moments on a rank.")
     dir: str = setting(".", "Folder on the disk to measure; a folder made in it is removed at the end.")
-    rounds: int = at_least(10, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
 
 
 @dataclass(frozen=True)
@@ -148,51 +145,37 @@ class SuiteConfig:
 
 @dataclass(frozen=True)
 class EngineSuiteConfig(SuiteConfig):
-    """``dtrain bench engine``."""
-
     bench: EngineBenchConfig = group(EngineBenchConfig)
 
 
 @dataclass(frozen=True)
 class PrecisionSuiteConfig(SuiteConfig):
-    """``dtrain bench precision``."""
-
     bench: PrecisionBenchConfig = group(PrecisionBenchConfig)
 
 
 @dataclass(frozen=True)
 class VoteSuiteConfig(SuiteConfig):
-    """``dtrain bench vote``."""
-
     bench: VoteBenchConfig = group(VoteBenchConfig)
 
 
 @dataclass(frozen=True)
 class Float8SuiteConfig(SuiteConfig):
-    """``dtrain bench float8``; ``bench.recipes`` replaces ``float8.recipe``."""
-
     bench: Float8BenchConfig = group(Float8BenchConfig)
-    float8: Float8Config = group(Float8Config)
+    float8: Float8Config = group(Float8Config)  # bench.recipes replaces its recipe
 
 
 @dataclass(frozen=True)
 class OptimizerSuiteConfig:
-    """``dtrain bench optimizer``."""
-
     bench: OptimizerBenchConfig = group(OptimizerBenchConfig)
 
 
 @dataclass(frozen=True)
 class CollectivesSuiteConfig:
-    """``dtrain bench collectives``."""
-
     bench: CollectivesBenchConfig = group(CollectivesBenchConfig)
 
 
 @dataclass(frozen=True)
 class CheckpointSuiteConfig:
-    """``dtrain bench checkpoint``."""
-
     bench: CheckpointBenchConfig = group(CheckpointBenchConfig)
 
 
@@ -230,8 +213,6 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class ParitySuiteConfig:
-    """``dtrain parity``."""
-
     run_dir: str | None = setting(None, "Directory of the report; null: `runs/parity-<date>_<time>`.")
     seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
     parity: ParityConfig = group(ParityConfig)
@@ -243,7 +224,6 @@ class ParitySuiteConfig:
     schedule: ScheduleConfig = group(CosineConfig, ScheduleConfig.__doc__ or "")
 
     def training(self, engine: str) -> RunConfig:
-        """The training run with one engine."""
         parity = self.parity
         return RunConfig(
             seed=self.seed,

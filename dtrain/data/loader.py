@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,13 +18,13 @@ class SampleSource(Protocol):
     """A data set that returns samples by their id."""
 
     @property
-    def num_samples(self) -> int:
-        """Number of samples in one epoch."""
+    def num_samples(self) -> int: ...
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0."""
 
 
+@dataclass(eq=False)
 class BatchLoader:
     """Endless iterator over steps; each item is the list of this rank's micro-batches of one step.
 
@@ -31,28 +32,16 @@ class BatchLoader:
     exactly there, also at another world size or global batch size.
     """
 
-    def __init__(
-        self,
-        source: SampleSource,
-        seed: int,
-        micro_batch_size: int,
-        num_micro_batches: int,
-        rank: int = 0,
-        world_size: int = 1,
-        cursor: int = 0,
-    ) -> None:
-        """``num_micro_batches`` is the number of gradient accumulation steps on each rank."""
-        self.source = source
-        self.seed = seed
-        self.micro_batch_size = micro_batch_size
-        self.num_micro_batches = num_micro_batches
-        self.rank = rank
-        self.world_size = world_size
-        self.cursor = cursor
+    source: SampleSource
+    seed: int
+    micro_batch_size: int
+    num_micro_batches: int  # gradient accumulation steps on each rank
+    rank: int = 0
+    world_size: int = 1
+    cursor: int = 0
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples that all ranks consume in one step."""
         return self.micro_batch_size * self.num_micro_batches * self.world_size
 
     def __iter__(self) -> BatchLoader:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
-_NUM_ROUNDS = 8
+_NUM_ROUNDS = 8  # one SHA-512 gives eight round keys of 64 bits
 
 
 def sample_id(seed: int, index: int, num_samples: int) -> int:
@@ -37,14 +37,7 @@ def micro_batch_indices(cursor: int, micro: int, rank: int, world_size: int, mic
     """Returns the global sample indices of one micro-batch of the step that starts at ``cursor``.
 
     The micro-batch's global index is ``m = micro * world_size + rank``, so that every world size computes the same
-    micro-batches.
-
-    Args:
-        cursor: samples consumed by all ranks before this step.
-        micro: index of the micro-batch on this rank, from 0.
-        rank: this rank.
-        world_size: number of ranks.
-        micro_batch_size: samples in a micro-batch.
+    micro-batches. ``cursor`` is the number of samples that all ranks have consumed before this step.
     """
     start = cursor + (micro * world_size + rank) * micro_batch_size
     return np.arange(start, start + micro_batch_size, dtype=np.int64)

@@ -48,7 +48,6 @@ class TokenWindows:
 
     @property
     def num_samples(self) -> int:
-        """Number of windows."""
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
@@ -63,12 +62,9 @@ class TextDataset:
     """Training and validation windows of one text.
 
     Attributes:
-        train: training windows.
-        validation: validation windows.
         fingerprint: sha256 (hex) of the names and contents of all files in order. It differs between ranks that read
             different data.
         description: one line about the files and the validation split.
-        vocab_size: number of tokens.
     """
 
     train: TokenWindows
@@ -154,7 +150,6 @@ def _glob_documents(pattern: str) -> list[Document]:
 
 
 def _fixed_prefix(pattern: str) -> Path:
-    """Returns the folder above the first wildcard, or the file's folder if there is none."""
     folder = Path(pattern).parent
     while glob.has_magic(str(folder)):
         folder = folder.parent
@@ -162,7 +157,7 @@ def _fixed_prefix(pattern: str) -> Path:
 
 
 def _held_out(name: str, percent: float) -> bool:
-    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()  # names need not be UTF-8
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
 
 
@@ -183,6 +178,7 @@ def _hold_out_tail(tokens: Tokens, percent: float, seq_len: int, label: str) -> 
             f"{label} holds {len(tokens)} tokens, but one training and one validation window of model.max_seq_len="
             f"{seq_len} need {needed}; add text or lower model.max_seq_len"
         )
+    # one token more than the windows need as inputs: each target is one ahead
     num_windows = max(1, int(len(tokens) * percent / 100) // seq_len)
     tail = min(num_windows * seq_len + 1, len(tokens) - (seq_len + 1))
     return TokenWindows(tokens[:-tail], seq_len), TokenWindows(tokens[-tail:], seq_len)

@@ -84,13 +84,14 @@ class Pending:
             CommunicationError: the collective failed.
         """
         if self._work is not None:
-            work, self._work = self._work, None
+            work, self._work = self._work, None  # before the wait: a collective that failed is not waited for again
             with _named_failure(self._what):
                 work.wait()
         while self._steps and self._work is None:
             following = self._steps.popleft()()
             if following is not None:
                 self._work, self._what = following._work, following._what
+                # its own steps come before those that wait for it
                 self._steps.extendleft(reversed(following._steps))
 
     def wait(self) -> None:
@@ -104,11 +105,7 @@ class Pending:
 
 
 class _BufferReadyMessage:
-    """One all-gather of the locations of buffers that are ready; sent when a rank waits for one of them, or earlier.
-
-    Args:
-        send: starts the all-gather of all buffers announced until then.
-    """
+    """One all-gather of the locations of buffers that are ready; sent when a rank waits for one of them, or earlier."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         self._send = send
@@ -118,10 +115,9 @@ class _BufferReadyMessage:
         self.work: Any = None
 
     def wait(self) -> None:
-        """Sends the message, if it is not sent, and returns when all ranks have sent theirs."""
         if self.work is None:
             self._send()
-        if self.work is None:
+        if self.work is None:  # the communicator has dropped this message, so another send would be empty
             raise RuntimeError("an earlier attempt to send it failed")
         self.work.wait()
 
@@ -142,9 +138,7 @@ class Communicator:
         may_share: whether :meth:`allocate` still tries shared memory; the same on all ranks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, *, shared_memory: bool = True
-    ) -> None:  # fmt: skip
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, shared_memory: bool = True) -> None:
         self._group = group
         self.device = device
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -201,7 +195,7 @@ class Communicator:
             storage = self._memory.allocate(numel * dtype.itemsize)
             if storage is not None:
                 return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload,no-any-return]
-            self.may_share = False
+            self.may_share = False  # on all ranks: a failure of one is a failure of all
             logger.info(f"buffers are sent through sockets, not shared memory: {self._memory.unsupported_reason}")
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
@@ -210,11 +204,12 @@ class Communicator:
         return self._memory is not None and self._memory.find(tensor) is not None
 
     def begin_schedule(self) -> None:
-        """Starts the log of collectives of one step; the hash covers the whole run."""
+        """Starts the log of one step; the hash covers the whole run."""
         self.schedule_log.clear()
 
     def record(self, op: str, label: str, tensor: Tensor) -> str:
         """Adds a collective, dtrain's or a library's, to the schedule that the vote compares; returns its entry."""
+        # sizes and labels only: reading values would wait for the device
         entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
         if len(self.schedule_log) < _LOG_LENGTH:
             self.schedule_log.append(entry)
@@ -246,6 +241,7 @@ class Communicator:
         index = len(message.entries)
         message.entries.append((number, *location, tensor.nbytes))
         message.nbytes += tensor.nbytes
+        # by the sizes alone, which are equal on all ranks, so that all send at the same point
         if message.nbytes >= _READY_MESSAGE_BYTES or len(message.entries) == _READY_MESSAGE_ENTRIES:
             self.send_ready_message()
 
@@ -253,6 +249,7 @@ class Communicator:
             assert message.rows is not None
             tensors = []
             for rank, (other, region, offset, nbytes) in enumerate(message.rows[:, index].tolist()):
+                # before the bytes are used: a rank that issued another collective offers another buffer
                 if (other, nbytes) != (number, tensor.nbytes):
                     raise CommunicationError(
                         f"rank {self.rank}: {what} is collective number {number} here, of {tensor.nbytes} bytes, and "
@@ -272,6 +269,7 @@ class Communicator:
         message = self._ready_message
         if not message.entries:
             return
+        # first: a failure below must not leave the next buffers in a message that is never sent
         self._ready_message = _BufferReadyMessage(self.send_ready_message)
         # of a fixed size, so that messages with unequal numbers of entries are noticed
         row = torch.zeros(_READY_MESSAGE_ENTRIES, 4, dtype=torch.int64)
@@ -295,7 +293,7 @@ class Communicator:
 
         def copy(shards: list[Tensor]) -> None:
             for target, source in zip(output.view(self.world_size, -1), shards, strict=True):
-                if target.data_ptr() != source.data_ptr():
+                if target.data_ptr() != source.data_ptr():  # this rank's own shard may lie in the output
                     target.copy_(source)
 
         return self._share(what, shard, copy) or self._pending(what, _all_gather_single, output, shard)
@@ -306,15 +304,15 @@ class Communicator:
         """Starts sending shard r of ``flat`` [world_size * n] to rank r.
 
         Args:
-            flat: shared memory, which is read in place, or any other. consume: called after the wait with this rank's
-            shard [n] of every rank's ``flat``, in rank order; must use the
-                shards before it returns.
+            flat: shared memory, which is read in place, or any other.
+            consume: called after the wait with this rank's shard [n] of every rank's ``flat``, in rank order; must use
+                the shards before it returns.
             label: name in messages.
             received: buffer like ``flat`` for shards that were sent through sockets; None allocates one if needed.
         """
         what = self.record("all_to_all_single", label, flat)
         world_size = self.world_size
-        if world_size == 1:
+        if world_size == 1:  # consumed at the wait, as with several ranks
             return Pending().then(lambda: consume([flat]))
         shared = self._share(what, flat, lambda flats: consume([f.view(world_size, -1)[self.rank] for f in flats]))
         if shared is not None:
@@ -386,7 +384,7 @@ class Communicator:
         payload = text.encode()
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
-        if not max(sizes):
+        if not max(sizes):  # a gather of no bytes would be a collective for nothing
             return [""] * self.world_size
         # without a list of Python numbers, which would hold the GIL while another thread trains
         padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
@@ -394,7 +392,6 @@ class Communicator:
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
 
 

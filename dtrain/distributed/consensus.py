@@ -35,7 +35,7 @@ def on_every_rank(
     """
     cause: Exception | None = None
     try:
-        report = json.dumps({"value": work()})
+        report = json.dumps({"value": work()})  # inside: a result that is not JSON is a failure of this rank too
     except Exception as error:
         cause = error
         report = json.dumps({"error": describe(error), "expected": isinstance(error, expected)})
@@ -43,7 +43,7 @@ def on_every_rank(
     failed = [rank for rank, other in enumerate(reports) if "error" in other]
     if not failed:
         return [other["value"] for other in reports]
-    if cause is not None and not isinstance(cause, expected):
+    if cause is not None and not isinstance(cause, expected):  # a bug: the rank that has it shows its traceback
         raise cause
     unexpected = next((rank for rank in failed if not reports[rank]["expected"]), None)
     if unexpected is not None:
@@ -90,7 +90,7 @@ def on_rank_0_for_long(
     def once(report: Callable[[], dict[str, Any]]) -> Any:
         return on_rank_0(comm, what, report, error_class, expected=expected)
 
-    def keep_waiting() -> None:
+    def keep_waiting() -> None:  # one more round of the loop below, in which the other ranks wait
         once(dict)
 
     result = once(lambda: {"value": work(keep_waiting)})

@@ -67,6 +67,7 @@ class SharedMemory:
             nonlocal descriptor
             descriptor = os.memfd_create("dtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(descriptor, 0, nbytes)  # fails now; touching pages that cannot be had would kill
+            # a rank that truncated its file would kill the readers
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
 
@@ -76,7 +77,7 @@ class SharedMemory:
             if files is None or self._on_every_rank(lambda: region.extend(_map(f, nbytes) for f in files)) is None:
                 return None
         finally:
-            if descriptor >= 0:
+            if descriptor >= 0:  # the others have opened it by now, and mappings outlive the descriptor
                 os.close(descriptor)
         self._numbers[region[self._rank].data_ptr()] = len(self._regions)
         self._regions.append(region)
@@ -120,7 +121,7 @@ def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
     pid, descriptor, inode = file
     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        if os.fstat(opened).st_ino != inode:
+        if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
             raise OSError(f"/proc/{pid} is another process here")
         return UntypedStorage.from_file(f"/proc/self/fd/{opened}", shared=True, nbytes=nbytes)  # type: ignore[return-value]
     finally:

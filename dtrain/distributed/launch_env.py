@@ -81,6 +81,7 @@ def _of_torch(env: Mapping[str, str]) -> LaunchEnv:
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     if not 0 <= rank < world_size:
         raise ConfigError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start every rank with its own RANK")
+    # a launcher that does not give it may span hosts, so one_host is then False
     local_world_size = env.get("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE"))
     return LaunchEnv(
         rank,

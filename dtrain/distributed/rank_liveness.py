@@ -20,16 +20,9 @@ _EXIT_DELAY_S = 2.0  # the kernel closes a process's connections before it repor
 
 
 class RankLiveness:
-    """Checks whether the processes of the ranks on this host are alive.
-
-    All ranks construct it at the same point in the order of collectives.
-
-    Args:
-        comm: communicator of the ranks.
-    """
+    """Checks whether the processes of the ranks on this host are alive; all ranks construct it together."""
 
     def __init__(self, comm: Communicator) -> None:
-        self._rank = comm.rank
         here = host_identity()
         processes = [
             json.loads(text) for text in comm.exchange_text(json.dumps([here, os.getpid(), process_start("self")]))
@@ -42,6 +35,7 @@ class RankLiveness:
 
     def ended_ranks(self) -> dict[int, int]:
         """Returns {rank: pid} of the ranks of this host whose process has ended; a zombie has."""
+        # by its start too, because the kernel may give the number to another process
         return {rank: pid for rank, (pid, started) in self._others.items() if process_start(str(pid)) != started}
 
     @contextmanager
@@ -80,6 +74,7 @@ def is_lost_connection(error: BaseException) -> bool:
 def process_start(process: str) -> str | None:
     """Returns when a process started, in the kernel's ticks, or None if it has ended or cannot be seen."""
     try:
+        # proc(5): the name in parentheses may hold blanks and parentheses, so the fields are counted after the last one
         fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None

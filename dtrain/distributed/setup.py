@@ -55,7 +55,7 @@ def processes_to_start(num_processes: int | str | None, device: str) -> int:
         return 1
     if num_processes is None:
         return 1
-    if isinstance(num_processes, str):  # auto
+    if isinstance(num_processes, str):  # auto; more ranks on a CPU would only share its cores
         return max(1, torch.cuda.device_count()) if device != "cpu" else 1
     choose_device(device, num_processes - 1)
     return num_processes
@@ -93,14 +93,13 @@ def connect(
                 "and launch/slurm.sbatch set it"
             )
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":
+    if device.type == "cuda":  # before NCCL, which takes the current device
         torch.cuda.set_device(device)
     env.export()
     if env.one_host or _is_loopback(os.environ["MASTER_ADDR"]):
         _use_loopback()
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
+    dist.init_process_group(_backend(device), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     comm = Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     atexit.register(_leave, comm)
     return comm
@@ -113,7 +112,7 @@ def connect_by_file(store: str, rank: int, world_size: int, device: torch.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        _backend(device),
         store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world_size,
@@ -132,8 +131,8 @@ def ensure_process_group(device: torch.device) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
-    finally:
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    finally:  # groups made later may need another interface
         if interface is None:
             del os.environ["GLOO_SOCKET_IFNAME"]
         else:
@@ -141,7 +140,7 @@ def ensure_process_group(device: torch.device) -> None:
     atexit.register(disconnect)
 
 
-_stores: dict[tuple[str, str], Store] = {}
+_stores: dict[tuple[str, str], Store] = {}  # by address and port; a port can be listened on only once
 
 
 def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
@@ -159,7 +158,7 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
     is_host = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         listener = None
-        if is_host and _is_loopback(host):
+        if is_host and _is_loopback(host):  # TCPStore itself would listen on every interface
             listener = socket.create_server((LOOPBACK, int(port))).detach()
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), env.world_size, is_host, timeout, master_listen_fd=listener
@@ -171,6 +170,10 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
             "is the port taken, or a rank missing?"
         ) from error
     return _stores.setdefault((host, port), store)
+
+
+def _backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _is_loopback(host: str) -> bool:
@@ -186,10 +189,11 @@ def _use_loopback() -> None:
 
 
 def _check_backend(device: torch.device) -> None:
+    # such as cpu:gloo,cuda:nccl
     backends = dict(item.split(":") for item in dist.get_backend_config().split(","))
     backend = backends.get(device.type, "none")
     if backend == "none" or (device.type == "cuda" and backend == "gloo"):
-        need = "nccl" if device.type == "cuda" else "gloo"
+        need = _backend(device)
         raise ConfigError(
             f"the process group has the backend {backend} for {device.type}, but this rank trains on {device}, which "
             f"needs {need}; call init_process_group with backend='{need}', or leave the group to dtrain.initialize"
@@ -208,7 +212,6 @@ def _leave(comm: Communicator) -> None:
 
 
 def disconnect() -> None:
-    """Destroys the process group, if there is one."""
-    atexit.unregister(_leave)
+    atexit.unregister(_leave)  # the user's next group is not dtrain's to destroy
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,12 +19,12 @@ from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retentio
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine.model_state import StateEngine
+from dtrain.engine.model_state import MASTER, MOMENTS, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases
 
-_TRAINED = ("master", "exp_avg", "exp_avg_sq")
+_TRAINED = (MASTER, *MOMENTS)
 _FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumulation")
 """The FP8 options that the bits of a product follow from."""
 
@@ -35,7 +35,7 @@ class Checkpointer:
     """Saves and loads one engine; the last step is finalized before each call that all ranks make.
 
     Args:
-        engine: whose shards and state.
+        engine: the engine, whose shards and state are saved.
         finalizer: holds the applied steps and the loss scale, and learns from the vote that a save has failed.
 
     Attributes:
@@ -66,7 +66,6 @@ class Checkpointer:
         retention: Retention | None = None,
         asynchronous: bool = False,
     ) -> Path:
-        """Saves what the engine holds now; see :meth:`dtrain.engine.interface.Engine.save`."""
         self.wait()
         snapshots: list[Snapshot] = []
 
@@ -79,15 +78,12 @@ class Checkpointer:
         return save(directory, snapshots[0], retention)
 
     def prepare(self) -> None:
-        """Connects the threads that save; all ranks call."""
         self._saver.prepare()
 
     def is_saving(self) -> bool:
-        """Whether an asynchronous save is under way on any rank; all ranks call."""
         return self._saver.is_busy()
 
     def wait(self) -> Path | None:
-        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
         self._finalizer.save_failed = False  # the failure that the vote reported is raised here, and only once
         return self._saver.wait()
 
@@ -102,7 +98,6 @@ class Checkpointer:
             self._saver.raise_failure()
 
     def shut_down(self, *, cancel: bool) -> None:
-        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
         self._saver.shut_down(cancel=cancel)
 
     def _snapshot(
@@ -156,6 +151,7 @@ class Checkpointer:
         _check_same_model(reader, self._engine)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
+        # of the live tensors, so that a wrong read, cast or copy is found too
         reader.check_fingerprints(self._loaded_shards(reader), self._comm)
         extra = self._restore(reader)
         self.load_failed = False
@@ -199,7 +195,7 @@ class Checkpointer:
         finalizer.applied_steps = int(saved["applied_steps"])
         _warn_of_other_bits(reader, engine)
         finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
-        finalizer.skips.reset()
+        finalizer.skips.reset()  # skips before the load say nothing about the loaded weights
         engine.restore_state(saved)  # the masters are filled by now, from which an engine may derive its state
         engine.data_cursor = int(reader.state["data_cursor"])
         seed = reader.state["rng"]["seed"]
@@ -237,7 +233,6 @@ def _replicated_shards(model: nn.Module) -> Iterator[TensorShard]:
 
 
 def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
-    """Compares names, kinds, shapes and dtypes."""
     reader.require_kinds((*_TRAINED, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
     live = {(kind, name): (shape, torch.float32) for name, shape in engine.shapes.items() for kind in _TRAINED}
@@ -265,7 +260,6 @@ def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
 
 
 def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
-    """Warns of each difference because of which the run resumes, but not bit for bit."""
     saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
     if saved is not None and saved != own:
         logger.warning(

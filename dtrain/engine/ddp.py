@@ -7,7 +7,7 @@ The weights of FP8 products are cast to FP8 once a step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -32,18 +32,13 @@ from dtrain.precision.float8.weights import CachedWeights
 
 
 def build(request: EngineRequest) -> Engine:
-    """Returns the engine; the model's parameters are its masters."""
     return DdpEngine(request)
 
 
 class DdpEngine(StepEngine):
-    """See :class:`dtrain.engine.step.StepEngine`.
+    """The step over DistributedDataParallel, which a single rank does not use.
 
-    Micro-batches accumulate on each rank; the last one's backward sums them over the ranks, bucket by bucket. A single
-    rank does not use DistributedDataParallel.
-
-    Args:
-        request: the validated arguments of ``initialize``.
+    Micro-batches accumulate on each rank; the last one's backward sums them over the ranks, bucket by bucket.
     """
 
     name = "ddp"
@@ -86,15 +81,14 @@ class DdpEngine(StepEngine):
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)
 
-    def _reduced_if_last(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._replicated is None or self._is_last else self._replicated.no_sync()
-
     def _backward(self, loss: Tensor, weight: Weight) -> None:
-        with self._gradients.weighted(weight, self._micro_batch), self._reduced_if_last():
-            if self._replicated is not None and self._is_last:
+        replicated = self._replicated
+        accumulates = nullcontext() if replicated is None or self._is_last else replicated.no_sync()
+        with self._gradients.weighted(weight, self._micro_batch), accumulates:
+            if replicated is not None and self._is_last:
                 # DistributedDataParallel searches for unused parameters from the tensor where backward starts. Without
                 # a graph this rank still adds zeros, because the others wait for its part of the sums.
-                loss = self._replicated(loss if loss.requires_grad else None)
+                loss = replicated(loss if loss.requires_grad else None)
             if loss.requires_grad:
                 (loss * self.loss_scale.scale).backward()
 
@@ -148,11 +142,9 @@ class DdpEngine(StepEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields an equal share of each parameter, because every rank holds all of it."""
         return self._local_shards.owned_shards(kind)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind``."""
         return self._local_shards.local_shards(kind)
 
     def _check_live(self) -> None:
@@ -219,8 +211,6 @@ class _Gradients:
         self._weight = None  # not after an error: the engine is unusable then
 
     def hook(self, name: str, number: int) -> Callable[[Tensor], Tensor | None]:
-        """Returns the hook for the parameter ``name``, the ``number``-th in backward."""
-
         def on_gradient(grad: Tensor) -> Tensor | None:
             if self._weight is None:
                 raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
@@ -245,9 +235,6 @@ class _LossModule(nn.Module):
     """The module that DistributedDataParallel wraps: returns the loss from which a backward starts.
 
     It holds the parameters and not the model, so that buffers stay local to each rank, as with the other engines.
-
-    Args:
-        parameters: the trained ones.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -107,6 +107,7 @@ def initialize(
         groups, grad_reduction, UnshardOptions(reshard_after_forward, prefetch, tuple(keep_gathered)), offload
     )
     policy = precision if isinstance(precision, PrecisionPolicy) else PrecisionPolicy.named(precision)
+    # first what needs no other rank: a mistake is reported before a process group is created
     _check_arguments(engine, options, engine_options, policy, reduce_dtype)
     rule = LossScale.of(loss_scale)
     if is_managed(model):
@@ -119,7 +120,9 @@ def initialize(
         policy = policy.on(device)
         comm = connect(device)
     _check_ranks(engine, comm)
-    policy = _decided(engine, policy, comm.device, options, reduce_dtype)
+    policy = resolve_policy(
+        engine, policy, comm.device, zero_stage=stage, reproducible=reproducible, reduce_dtype=reduce_dtype
+    )
     model.to(comm.device)
     casts_float8 = policy.uses_float8 and policy.float8.weight_scale == "delayed"
     options = replace(options, optimizer=options.optimizer.on(comm.device, casts_float8=casts_float8))
@@ -166,6 +169,7 @@ def _stage(engine: str, given: int | None) -> int:
 
 
 def _check_ranks(engine: str, comm: Communicator) -> None:
+    # the libraries below the other engines communicate over the default process group
     everyone = dist.get_world_size() if dist.is_initialized() else 1
     if engine != "native" and comm.world_size != everyone:
         raise ConfigError(
@@ -174,15 +178,25 @@ def _check_ranks(engine: str, comm: Communicator) -> None:
         )
 
 
-def _decided(
-    engine: str, policy: PrecisionPolicy, device: torch.device, options: StepOptions, reduce_dtype: str
+def resolve_policy(
+    engine: str,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    *,
+    zero_stage: int,
+    reproducible: bool,
+    reduce_dtype: str,
 ) -> PrecisionPolicy:
-    """Returns the policy resolved for ``device`` and ``engine``, with the dtype of gradients during reduction."""
-    placements = STAGES[options.zero_stage]
-    reduces_every_micro_batch = engine == "native" and placements.reduces_every_micro_batch(
-        reproducible=options.reproducible
+    """Returns the policy resolved for ``device`` and ``engine``, with the dtype of gradients during reduction.
+
+    Raises:
+        ConfigError: ``device`` cannot compute in it, the engine does not support it, or reduction would lose precision
+            or range for nothing.
+    """
+    every_micro_batch = STAGES[zero_stage].reduces_every_micro_batch(reproducible=reproducible)
+    policy = policy.on(device).reducing(
+        reduce_dtype, reduces_every_micro_batch=engine == "native" and every_micro_batch
     )
-    policy = policy.on(device).reducing(reduce_dtype, reduces_every_micro_batch=reduces_every_micro_batch)
     assert policy.reduce_dtype is not None
     settings: dict[str, Any] = {"device_type": device.type, "reduce_dtype": format_name(policy.reduce_dtype)}
     if policy.name in SETTINGS["precision"]:
@@ -194,6 +208,7 @@ def _decided(
 def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, casts_each_time: bool) -> Contract:
     """Returns ``given`` with all FP8 products decided: as in earlier decisions, else by rank 0 for all ranks."""
     policy = given.policy
+    # a resumed run keeps its decisions: new timings could choose other products, and with them other bits
     before = {decision.name: decision for decision in policy.decisions}
     candidates = float8_candidates(policy, model)
     kept = [before[product.name] for product in candidates if product.name in before]
@@ -257,14 +272,10 @@ def _check_arguments(
         )
     if options.max_grad_norm is not None and not options.max_grad_norm > 0:
         raise ConfigError(f"max_grad_norm must be above 0, or None for no clipping; got {options.max_grad_norm}")
-    _check_schedule(options.schedule)
-
-
-def _check_schedule(schedule: Schedule) -> None:
-    if not is_dataclass(schedule):
+    if not is_dataclass(options.schedule):
         raise ConfigError(
-            f"the schedule is {type(schedule).__name__}, whose values the ranks cannot compare; make it a frozen "
-            f"dataclass, its numbers as fields, with a method factor(step)"
+            f"the schedule is {type(options.schedule).__name__}, whose values the ranks cannot compare; make it a "
+            f"frozen dataclass, its numbers as fields, with a method factor(step)"
         )
 
 
@@ -282,8 +293,9 @@ def _use_deterministic_kernels() -> None:
     # read when cuBLAS starts; torch refuses its non-deterministic workspaces otherwise
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
+    # on by default with deterministic algorithms: it would write every new tensor once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = False  # it may choose another kernel in each process
 
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
@@ -318,7 +330,7 @@ def _config_text(
     content: dict[str, Any] = {
         "engine": engine,
         "options": asdict(options),
-        "schedule": type(options.schedule).__name__,
+        "schedule": type(options.schedule).__name__,  # asdict leaves out the class, which has the formula
         "loss_scale": asdict(rule),
         "engine_options": asdict(engine_options),
         "contract": contract.to_dict(),
@@ -339,6 +351,7 @@ def _config_text(
 
 def _require_equal_configs(comm: Communicator, config_text: str) -> None:
     """Compares configurations before anything else is sent: models of different shapes would hang the broadcast."""
+    # the texts are long, so they are exchanged only to name a difference
     digests = comm.exchange_text(hashlib.sha256(config_text.encode()).hexdigest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is not None:

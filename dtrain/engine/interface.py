@@ -99,6 +99,7 @@ class LazyOutcome(StepOutcome):
     """
 
     def __init__(self, peek: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
+        # around the frozen dataclass, whose fields stay unset: each read of one reaches __getattr__
         self.__dict__["_peek"], self.__dict__["_finalize_step"] = peek, finalize_step
 
     def __getattr__(self, name: str) -> Any:
@@ -145,7 +146,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self._micro_batch = 0
-        self._is_last = True
+        self._is_last = True  # without accumulate a step has one micro-batch
         self._batch: object | None = None  # a token of the current batch
         self._evaluating = False
         self._stop_requested = False
@@ -188,6 +189,7 @@ class Engine(ABC):
             UsageError: called again before ``step``, unless the last loop ended before any backward.
         """
         if self._batch is not None:
+            # two batches in one step would give two micro-batches one number, and with it one RNG key
             raise UsageError(
                 "engine.accumulate was called again before engine.step; one batch makes one step. If an exception "
                 "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
@@ -240,7 +242,7 @@ class Engine(ABC):
 
     def request_stop(self) -> None:
         """Requests, through the next vote, that all ranks stop after that step; the request holds for one step."""
-        self._stop_requested = True
+        self._stop_requested = True  # a rank that stopped alone would leave the others waiting in a collective
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,11 +20,10 @@ from dtrain.parameters.local_shards import check_frozen, full_tensors
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_MANAGED: WeakSet[nn.Module] = WeakSet()
+_MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Whether an engine manages the parameters of ``model``."""
     return model in _MANAGED
 
 
@@ -78,7 +77,6 @@ class StateEngine(Engine):
         self._is_unobserved = True
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind, counted on the tensors themselves."""
         storages = {**self._storages(), "buffers": [*self.module.buffers(), *(p for _, p in self._frozen)]}
         return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in storages.items()}
 

@@ -19,7 +19,7 @@ from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.optim.flat import FlatAdamW
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.layout import ParamSpec, ShardInterval
+from dtrain.sharding.layout import ShardInterval
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
 
@@ -64,7 +64,7 @@ class NativeEngine(StepEngine):
         def build() -> None:
             self._optimizer = FlatAdamW(self.options.optimizer, self.state.update_slices())
 
-        # a compiler may fail on one rank alone
+        # a compiler may fail on a single rank
         on_every_rank(self.comm, "", build, ConfigError, expected=(ConfigError,))
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -73,16 +73,16 @@ class NativeEngine(StepEngine):
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         state = self.state
         state.weight = weight
+        # before backward, so that the all-gather of the weights overlaps with it
         state.reducer.begin_micro_batch(weight, number=self._micro_batch, last=self._is_last)
-        if loss.requires_grad:
+        if loss.requires_grad:  # else this rank's gradients are zero, and it reduces with the others all the same
             with state.backward():
                 (loss * self.loss_scale.scale).backward()
         state.reducer.end_micro_batch()
 
     def finish_gradients(self) -> None:
-        """Completes the main grads of this step, still scaled and weighted."""
         self.state.reducer.finish()
-        if self._reduce_dtype_check is not None:
+        if self._reduce_dtype_check is not None:  # in the first step only: later ones reduce the same tensors
             self._reduce_dtype_check.require_complete()
             self._reduce_dtype_check = self.comm.on_reduction = None
 
@@ -106,9 +106,10 @@ class NativeEngine(StepEngine):
         self.state.refresh_replicas()
 
     def _clear_gradients(self) -> None:
-        """Does nothing, because the first gradients of a step overwrite the last step's."""
+        pass  # the first gradients of a step overwrite the last step's
 
     def _check_live(self) -> None:
+        # a single rank reduces nothing
         if self.world_size > 1:
             dtypes = {layout.name: self.state.grad_dtype(layout) for layout in self.state.layouts}
             self._reduce_dtype_check = ReduceDtypeCheck(self.policy, dtypes)
@@ -124,16 +125,13 @@ class NativeEngine(StepEngine):
         super()._check_step()
 
     def saved_state(self) -> dict[str, Any]:
-        """Returns the current FP8 scales, if they are not a function of the masters."""
         scales = self.state.scales.saved()
         return {} if scales is None else {"float8": scales}
 
     def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores the FP8 scales; without saved ones they are computed from the masters."""
         self.state.scales.restore(saved.get("float8"))
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields this rank's shard of ``kind``, at every stage."""
         if kind == MAIN_GRAD:
             for layout, grad in self.state.owned_main_grads():
                 for interval in layout.intervals(*layout.shard(self.rank)):
@@ -142,7 +140,6 @@ class NativeEngine(StepEngine):
             yield from self._arena_shards(kind, self.state.owned_intervals())
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind`` that lies in this rank's arena."""
         yield from self._arena_shards(kind, self.state.local_intervals())
 
     def _arena_shards(self, kind: str, intervals: Iterator[tuple[ShardInterval, int]]) -> Iterator[TensorShard]:
@@ -158,9 +155,8 @@ class NativeEngine(StepEngine):
         return self.state.storages()
 
     def memory_formula(self) -> dict[str, int]:
-        """Returns the bytes on a rank by kind, by the ZeRO formula, without padding and buffers."""
         numel = {1: 0, 2: 0, 4: 0}  # by bytes of an element
-        for spec in self._specs():
+        for spec in (slot.spec for layout in self.state.layouts for slot in layout.slots):
             numel[spec.replica_dtype.itemsize] += spec.numel
         return memory_formula(
             STAGES[self.options.zero_stage],
@@ -173,14 +169,10 @@ class NativeEngine(StepEngine):
         )
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full FP32 tensor), all-gathered buffer by buffer; all ranks call."""
         state = self.state
         full = state.full_main_grads() if kind == MAIN_GRAD else state.full_tensors(self._arena(kind))
         for spec, tensor in full:
             yield spec.name, tensor
-
-    def _specs(self) -> list[ParamSpec]:
-        return [slot.spec for layout in self.state.layouts for slot in layout.slots]
 
 
 def _tensor_shard(kind: str, interval: ShardInterval, values: Tensor, start: int) -> TensorShard:

@@ -57,6 +57,7 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
             continue
         names = {local: canonical[id(p)] for local, p in module.named_parameters(recurse=False)}
         if names:
+            # registered now, so it runs after the hook with which a library unshards the parameters
             check = partial(_check_parameters, names, contract, nodes)
             handles.append(module.register_forward_pre_hook(check))
         if id(module) in float8:
@@ -94,6 +95,7 @@ def _check_parameters(
                 f"says {want}"
             )
         if parameter.requires_grad and torch.is_grad_enabled():
+            # before accumulation, which may cast the gradient
             node = get_gradient_edge(parameter).node
             node.register_prehook(partial(_check_gradient, name, want))
             nodes.append(node)

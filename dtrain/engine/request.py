@@ -20,10 +20,7 @@ class StepOptions:
     """Options of a step; equal on all ranks.
 
     Attributes:
-        optimizer: AdamW's hyper-parameters.
-        schedule: learning-rate schedule.
         max_grad_norm: clipping threshold of the global norm, or None.
-        zero_stage: 0 to 3.
         reproducible: whether sums are formed in canonical order.
         max_consecutive_skips: number of skipped steps in a row that ends the run.
     """
@@ -68,9 +65,6 @@ class EngineRequest:
     Attributes:
         model: on its device, its values equal on all ranks and not rounded yet.
         contract: the precision policy resolved on it.
-        comm: the ranks that train together.
-        step: options of a step.
-        engine: options of some engines only.
         loss_scale: initial state of the loss-scale machine.
         identity: run id and seed; a load replaces both with the saved ones.
         config_text: everything that must be equal on all ranks, as canonical JSON.

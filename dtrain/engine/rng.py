@@ -20,6 +20,7 @@ def rng_key(seed: int, step: int, index: int, call: int = 0) -> int:
         call: number of earlier forwards of this micro-batch.
     """
     key = 0
+    # each value has its own round, so that (1, 2) and (2, 1) give different keys
     for value in (seed, step, index, call):
         key = (key + value + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ key >> 30) * 0xBF58476D1CE4E5B9) & _MASK

@@ -92,13 +92,11 @@ class StepEngine(StateEngine):
 
     @contextmanager
     def eval(self) -> Iterator[None]:
-        """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
         self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own forward under the precision policy; returns what the model returns."""
         if self.forward_communicates:
             self._finalize_step()  # [Note: finalize before the next collective]
         keyed: Any = nullcontext()
@@ -227,12 +225,10 @@ class StepEngine(StateEngine):
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether reading an outcome costs nothing; else it waits for the device."""
         return self._finalizer.is_synchronous
 
     @property
     def applied_steps(self) -> int:
-        """Number of updates of the masters; on a GPU this waits for the last step's decision."""
         self._finalizer.finalize_step()
         return self._finalizer.applied_steps
 
@@ -252,7 +248,6 @@ class StepEngine(StateEngine):
     # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
 
     def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
-        """Writes a checkpoint under ``directory``; all ranks call. See :meth:`dtrain.engine.interface.Engine.save`."""
         self._require_usable("save")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
@@ -262,25 +257,20 @@ class StepEngine(StateEngine):
         return self._checkpointer.save(Path(directory), **options)
 
     def prepare_saves(self) -> None:
-        """Connects the threads that save, so that the first asynchronous save need not; all ranks call."""
         self._checkpointer.prepare()
 
     def is_saving(self) -> bool:
-        """Whether an asynchronous save is under way on any rank; all ranks call."""
         self._finalize_step()
         return self._checkpointer.is_saving()
 
     def wait_for_save(self) -> Path | None:
-        """Returns the path of the last asynchronous save once it is committed, None before any; all ranks call."""
         self._finalize_step()
         return self._checkpointer.wait()
 
     def leave_save(self, *, cancel: bool = False) -> None:
-        """Returns when an asynchronous save under way has ended on this rank; asks no other rank."""
         self._checkpointer.shut_down(cancel=cancel)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores the newest checkpoint under ``path`` that verifies, or that at ``path``; returns its ``extra``."""
         self._require_usable("load")
         self._finalize_step()
         extra = self._checkpointer.load(Path(path))
@@ -304,7 +294,6 @@ class StepEngine(StateEngine):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def master_state(self) -> dict[str, Tensor]:
-        """Returns {name: FP32 full tensor on CPU} on rank 0, {} elsewhere; gathered one by one; all ranks call."""
         self._finalize_step()
         # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
         pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))

@@ -42,12 +42,12 @@ def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
     logits = logits.float()
     if targets is None:
         return ModelOutput(logits, None)
+    # not reduction="mean", which is NaN if all targets are ignored
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """Returns the number of embedding rows for ``vocab_size`` tokens."""
     return round_up(vocab_size, VOCAB_MULTIPLE)
 
 
@@ -64,9 +64,6 @@ def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[s
     depends only on the seed and its own name. Biases are 0; the weights of norms stay 1.
 
     Args:
-        model: the model whose weights are overwritten.
-        seed: seed of the draws.
-        num_layers: number of layers that add to the residual stream.
         residual: suffixes of the names of the projections into the residual stream.
     """
     for name, parameter in model.named_parameters():
@@ -76,6 +73,7 @@ def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[s
             continue
         std = _INIT_STD / math.sqrt(2 * num_layers) if name.endswith(residual) else _INIT_STD
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        # a generator for each name: the weights do not depend on the order or number of the others
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
         # drawn on the CPU, so that the weights are the same on every device
         values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
@@ -96,7 +94,6 @@ def generate(
     Args:
         model_forward: maps int64 [B, T] to an object with ``logits`` [B, T, vocab_size]. Put the model in eval mode.
         tokens: prompt, int64 [B, T] with T >= 1.
-        num_tokens: number of tokens to append.
         max_seq_len: largest number of tokens that the model sees, counted from the end.
         generator: generator of the draws, which run on its device.
         temperature: divisor of the logits; below 1 favors likely tokens.
@@ -113,11 +110,7 @@ def generate(
 
 
 def refuse_args(config: ModelConfig) -> None:
-    """Checks that ``model.args`` is empty, because no built-in model reads it.
-
-    Raises:
-        ConfigError: ``model.args`` has keys.
-    """
+    """Raises ``ConfigError`` if ``model.args`` has keys, because no built-in model reads them."""
     if config.args:
         raise ConfigError(
             f"model.args={dict(config.args)} would be ignored: a built-in model takes none; remove it or set "

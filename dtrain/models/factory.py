@@ -40,10 +40,7 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
     or configuration, never from a checkpoint. Its module may be in the working directory.
 
-    Args:
-        config: the model group of the configuration.
-        vocab_size: vocabulary of the data; the factory gets the result of :func:`vocabulary`.
-        seed: seed of torch's generators.
+    ``vocab_size`` is the data's; the factory gets the result of :func:`vocabulary`.
 
     Raises:
         ConfigError: the factory is not of the form ``package.module:function``, cannot be imported, does not exist, or

@@ -22,7 +22,7 @@ from dtrain.models.causal_lm import (
 
 
 class GPT2Attention(nn.Module):
-    """Causal self-attention; queries, keys and values in one matmul."""
+    """Causal self-attention, [B, T, hidden] to the same shape; queries, keys and values in one matmul."""
 
     def __init__(self, hidden_dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -32,7 +32,6 @@ class GPT2Attention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, T, hidden] to [B, T, hidden]."""
         queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
@@ -49,7 +48,6 @@ class GPT2FeedForward(nn.Module):
         self.down = nn.Linear(ffn_dim, hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, T, hidden] to [B, T, hidden]."""
         out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
         return out
 
@@ -66,7 +64,6 @@ class GPT2Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, T, hidden] to [B, T, hidden]."""
         x = x + self.dropout(self.attn(self.attn_norm(x)))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
@@ -112,15 +109,10 @@ class GPT2(nn.Module):
 
 
 def ffn_dim(config: ModelConfig) -> int:
-    """Returns the hidden dimension of the feed-forward network; 4 x ``hidden_dim`` by default."""
     return 4 * config.hidden_dim if config.ffn_dim is None else config.ffn_dim
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """Builds GPT-2; a ``model.factory``.
-
-    Raises:
-        ConfigError: the sizes are inconsistent, or ``model.args`` has keys, which this model does not read.
-    """
+    """Builds GPT-2; raises ``ConfigError`` if the sizes are inconsistent or ``model.args`` has keys."""
     refuse_args(config)
     return GPT2(config, vocab_size)

@@ -30,8 +30,6 @@ _FFN_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Dims:
-    """Sizes derived from a ``ModelConfig``."""
-
     hidden: int
     num_layers: int
     num_heads: int
@@ -118,7 +116,6 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(dims.ffn, dims.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps [B, T, hidden] to [B, T, hidden]."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(F.silu(gate) * up)
         return out
@@ -136,7 +133,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Maps ``x`` [B, T, hidden] and ``rotation`` as in :class:`Attention` to [B, T, hidden]."""
         x = x + self.dropout(self.attn(self.attn_norm(x), rotation))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
@@ -181,10 +177,6 @@ class Transformer(nn.Module):
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
-    """Builds the default model; the default ``model.factory``.
-
-    Raises:
-        ConfigError: the sizes are inconsistent, or ``model.args`` has keys, which this model does not read.
-    """
+    """Builds the default model; raises ``ConfigError`` if the sizes are inconsistent or ``model.args`` has keys."""
     refuse_args(config)
     return Transformer(config, vocab_size)

@@ -115,7 +115,7 @@ class UpdateSlice:
 
     @property
     def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The master, main grad and both moments."""
+        """Master, main grad and both moments."""
         return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
 
     def cut(self, size: int) -> list[UpdateSlice]:

@@ -25,7 +25,7 @@ from dtrain.precision.float8.cast import E4M3, cast
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
-    """Returns FP32 [6], each computed in double first: both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
+    """Returns FP32 [6], each computed in double and rounded once: both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
     beta1, beta2 = betas
     logs = [math.log(beta) if beta else -math.inf for beta in betas]
     return torch.tensor([*logs, 1 - beta1, beta2, 1 - beta2, eps], dtype=torch.float32, device=device)
@@ -75,9 +75,8 @@ def _rebased(part: UpdateSlice) -> tuple[Tensor, ...]:
     return tuple(from_dlpack(tensor.detach()) for tensor in tensors)
 
 
-@cache
+@cache  # engines of one process share the graphs
 def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
-    """Compiles both functions, once in a process, so that engines share the graphs."""
     return (
         torch.compile(_coefficients, dynamic=True, fullgraph=True),
         torch.compile(_update, dynamic=True, fullgraph=True),
@@ -110,7 +109,7 @@ class CompiledAdamW:
             self._build(slices)
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """See :meth:`dtrain.optim.flat.FlatAdamW.update`; the main grads are left as they were."""
+        """Updates a segment; the main grads are left as they were."""
         coefficients, update = _compiled()
         for tensors, part in self._segments[number]:
             if scalars is not self._scalars:  # the first slice of this update

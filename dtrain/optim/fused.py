@@ -26,10 +26,10 @@ class BlockedAdamW:
         )
 
     def update(self, number: int, scalars: UpdateScalars) -> None:
-        """See :meth:`dtrain.optim.flat.FlatAdamW.update`; the main grads are left divided."""
+        """Updates a segment; the main grads are left divided."""
         for block in self._segments[number]:
             _fused(self._rule, block.decayed, tuple([tensor] for tensor in block.states), scalars)
-            _cast(block)
+            _cast(block)  # now, while the masters are in the cache
 
 
 def _cast(block: UpdateSlice) -> None:
@@ -43,7 +43,7 @@ def _cast(block: UpdateSlice) -> None:
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
-    """Returns ``part`` in blocks; uncut on a GPU, where blocks do not help."""
+    # uncut on a GPU, where blocks do not help
     return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
 
 
@@ -85,7 +85,7 @@ def _fused(rule: AdamW, decayed: bool, tensors: tuple[list[Tensor], ...], scalar
         exp_avgs,
         exp_avg_sqs,
         [],
-        [scalars.step] * len(masters),
+        [scalars.step] * len(masters),  # read only: the kernel leaves counting to its caller
         lr=scalars.lr,
         beta1=rule.betas[0],
         beta2=rule.betas[1],

@@ -11,7 +11,7 @@ from torch import Tensor
 class GradientMonitor:
     """Records the gradient of each parameter from each micro-batch of this rank, before any other rank's is added.
 
-    Every gradient is summed once, while it is hot in cache: the sum is finite unless an element is Inf or NaN, or the
+    Every gradient is summed once, while it is in the cache: the sum is finite unless an element is Inf or NaN, or the
     sum itself overflows. Nothing waits for the device.
 
     Args:
@@ -39,12 +39,14 @@ class GradientMonitor:
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
         wide = torch.float32 if dtype == torch.float16 else None
         self._sums.setdefault(dtype, []).extend(grad.sum(dtype=wide) for grad in grads)
+        # ordered by micro-batch, then by backward, so the least number is the gradient that went wrong first
         start = micro_batch * self._num_parameters + first
         self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
 
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
         """Returns the number of each gradient (micro-batch x parameters + parameter), and which are bad: bool."""
         numbers = [number for own in self._numbers.values() for number in own]
+        # a kernel for each dtype, because stack takes one, instead of one for each gradient
         bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
         return numbers, torch.cat(bad) if bad else None
 
@@ -57,10 +59,10 @@ class GradientMonitor:
         """Returns the largest recorded magnitude of this step: 0-dim FP64 on ``device``, 0 if none was recorded."""
         if not self._maxima:
             return torch.zeros((), dtype=torch.float64, device=device)
+        # widened, because stack takes one dtype
         return torch.stack([maximum.double() for maximum in self._maxima]).amax()
 
     def clear(self) -> None:
-        """Drops the records at the end of a step."""
         self._maxima.clear()
         self._sums.clear()
         self._numbers.clear()

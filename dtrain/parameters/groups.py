@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dtrain.errors import ConfigError, ModelError, nearest
-from dtrain.precision.rules import is_fp32_class
+from dtrain.precision.rules import fp32_class
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
@@ -75,7 +75,8 @@ def backward_names(groups: Sequence[ParamGroup]) -> list[str]:
 
 def decayed_names(model: nn.Module) -> set[str]:
     """Returns the trainable parameters that weight decay acts on: of two dimensions or more, and not in a norm."""
-    norms = {id(p) for module in model.modules() if is_fp32_class(module) for p in module.parameters(recurse=False)}
+    # by identity, because a tied parameter has several names
+    norms = {id(p) for module in model.modules() if fp32_class(module) for p in module.parameters(recurse=False)}
     return {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1 and id(p) not in norms}
 
 
@@ -123,7 +124,7 @@ def _auto_units(model: nn.Module) -> list[str]:
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if isinstance(module, _CONTAINERS):
+            if isinstance(module, _CONTAINERS):  # not deeper: only the outermost container gives units
                 units.append(path)
             else:
                 visit(child, f"{path}.")
@@ -145,14 +146,13 @@ def _matched_units(model: nn.Module, patterns: str | Sequence[str]) -> list[str]
 
 
 def _check_overlaps(model: nn.Module) -> None:
-    """Raises if two parameters overlap in memory, because flattening would untie them."""
-    extents = []
+    extents = []  # flattening would untie parameters that overlap in memory
     for name, p in model.named_parameters():
         if p.numel():
             reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
             extents.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), name))
     end, name = 0, ""
-    for start, stop, other in sorted(extents):
+    for start, stop, other in sorted(extents):  # by address, so only neighbors can overlap
         if start < end:
             raise ModelError(
                 f"'{name}' and '{other}' are two parameters over one storage; tie them by assigning the Parameter "

@@ -21,12 +21,10 @@ class LocalShard:
     """An interval of one parameter on this rank; the tensors are 1-D, FP32 and of one length.
 
     Attributes:
-        name: of the parameter.
         shape: of the whole parameter.
         start: the first element, row-major.
         master: the weights that are updated, as the library holds them.
         main_grad: the reduced gradient of the current step, where it lies now.
-        decayed: whether weight decay acts on it.
         replicated: whether all ranks hold the same interval; each rank then owns a part of it.
     """
 
@@ -55,6 +53,7 @@ def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tenso
         ContractError: it was frozen or replaced.
     """
     require_trained(name, parameter)
+    # by address: a comparison of values would pass while the two are equal by chance, and cost a pass over memory
     if local.dtype != own.dtype or local.data_ptr() != own.data_ptr():
         raise ContractError(
             f"parameter '{name}' no longer lies where the engine updates it (it is {local.dtype} on {local.device}); "
@@ -77,7 +76,6 @@ def check_frozen(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None
 
 
 def require_trained(name: str, parameter: nn.Parameter) -> None:
-    """Raises ``ContractError`` if the parameter called ``name`` has been frozen."""
     if not parameter.requires_grad:
         raise ContractError(
             f"'{name}' was frozen after dtrain.initialize; its moments and decay would go on, so freeze it before, and "
@@ -103,18 +101,16 @@ class LocalShards:
             "exp_avg": [torch.zeros_like(master) for master in masters],
             "exp_avg_sq": [torch.zeros_like(master) for master in masters],
         }
-        numbers = range(len(self.shards))
         # one fused call per weight-decay class
-        self._classes = [[n for n in numbers if self.shards[n].decayed is decayed] for decayed in (True, False)]
-        self._classes = [chosen for chosen in self._classes if chosen]
-        lists = [[[self._values[kind][n] for n in chosen] for kind in self._values] for chosen in self._classes]
-        self._optimizer = ParameterListAdamW(
-            rule,
-            [
-                UpdateGroup(self.shards[chosen[0]].decayed, *own)
-                for chosen, own in zip(self._classes, lists, strict=True)
-            ],
-        )
+        classes = {
+            decayed: [n for n, shard in enumerate(self.shards) if shard.decayed is decayed] for decayed in (True, False)
+        }
+        self._classes = [chosen for chosen in classes.values() if chosen]
+        groups = [
+            UpdateGroup(decayed, *([values[n] for n in chosen] for values in self._values.values()))
+            for decayed, chosen in classes.items()
+        ]
+        self._optimizer = ParameterListAdamW(rule, groups)
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields what this rank owns of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``."""
@@ -134,16 +130,15 @@ class LocalShards:
 
     def update(self, scalars: UpdateScalars) -> None:
         """Runs one AdamW update of masters and moments; the main grads are left divided."""
+        # read now, because a library may replace the gradients' tensors at any step
         self._optimizer.update([[self.shards[n].main_grad for n in chosen] for chosen in self._classes], scalars)
 
     @property
     def masters(self) -> list[Tensor]:
-        """The tensors of the masters."""
         return self._values["master"]
 
     @property
     def moments(self) -> list[Tensor]:
-        """The tensors of both moments."""
         return [*self._values["exp_avg"], *self._values["exp_avg_sq"]]
 
 

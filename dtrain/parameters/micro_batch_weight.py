@@ -43,6 +43,6 @@ class Weight:
     @staticmethod
     def of_ranks(row: Tensor) -> list[Weight]:
         """Returns the weights of all ranks from ``row`` [world_size]; the host reads only values in host memory."""
-        if row.device.type != "cpu":
+        if row.device.type != "cpu":  # reading a device's values would wait for it
             return [Weight(value) for value in row.unbind()]
         return [Weight(value, number == 1.0) for value, number in zip(row.unbind(), row.tolist(), strict=True)]

@@ -69,7 +69,6 @@ def enabled(device_type: str) -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Whether code runs inside :func:`enabled`."""
     return _depth > 0
 
 

@@ -21,17 +21,10 @@ from dtrain.precision.rules import DTYPES, POLICY, FormatAssignment, assign, for
 
 @dataclass(frozen=True)
 class ModuleFormat:
-    """The format of one module, for reports.
-
-    Attributes:
-        name: name of the module.
-        kind: name of its class.
-        format: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
-        reason: ``policy``, ``norm``, ``rule 'blocks.0.*'``, ``last product``, ...
-    """
+    """The format of one module, for reports; ``format`` and ``reason`` as in :class:`FormatAssignment`."""
 
     name: str
-    kind: str
+    kind: str  # name of its class
     format: str
     reason: str
 
@@ -41,7 +34,6 @@ class Contract:
     """The dtypes of a model under a policy.
 
     Attributes:
-        policy: the policy that was resolved.
         modules: the modules that have parameters, multiply, or are FP32 by their class.
         regions: compute dtype of each module whose dtype differs from that of the modules around it, or from what
             autocast would choose.
@@ -67,12 +59,10 @@ class Contract:
 
     @property
     def float8_modules(self) -> tuple[str, ...]:
-        """Names of the FP8 Linears."""
         return tuple(module.name for module in self.modules if module.format == "fp8")
 
     @property
     def recipe(self) -> Recipe | None:
-        """Recipe of the FP8 Linears, or None if there are none."""
         return Recipe.of(self.policy.float8, self.policy.compute_dtype) if self.float8_modules else None
 
     @property
@@ -86,7 +76,8 @@ class Contract:
         return torch.float16 in (self.policy.compute_dtype, *self.regions.values())
 
     def parameter_dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a parameter and its gradient in autograd; FP8 weights appear in the compute dtype."""
+        """Returns the dtype of a parameter and its gradient in autograd."""
+        # the parameter of an FP8 weight is an expanded NaN of the compute dtype, see decision 0025
         dtype = self.replica_dtypes[name]
         return self.policy.compute_dtype if dtype == E4M3 else dtype
 
@@ -113,7 +104,6 @@ class Contract:
         return lines + self._describe_modules()
 
     def _describe_modules(self) -> list[str]:
-        """Returns one line per format and reason, or none if neither rules nor FP8 are in use."""
         if not self.policy.rules and not self.policy.uses_float8:
             return []
         groups: dict[tuple[str, str], list[str]] = {}
@@ -230,6 +220,7 @@ def resolve(
 
 def _regions(assigned: Sequence[FormatAssignment], policy: PrecisionPolicy) -> dict[str, torch.dtype]:
     dtypes = {item.module: _compute_dtype(item.format, policy) for item in assigned}
+    # a module in the policy's own dtype is a region too if an ancestor has another one
     return {
         item.name: dtypes[item.module]
         for item in assigned
@@ -239,7 +230,7 @@ def _regions(assigned: Sequence[FormatAssignment], policy: PrecisionPolicy) -> d
 
 
 def _compute_dtype(name: str, policy: PrecisionPolicy) -> torch.dtype:
-    """Returns the dtype of a module's operations other than FP8 matmuls."""
+    # of all operations but FP8 matmuls, whose output has the policy's compute dtype
     return policy.compute_dtype if name == "fp8" else DTYPES[name]
 
 

@@ -54,28 +54,23 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Total number of bits, including the sign."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Smallest exponent of a normal number."""
         return 2 - (1 << self.exponent_bits - 1)
 
     @property
     def max_exponent(self) -> int:
-        """Exponent of the largest number."""
         return (1 << self.exponent_bits - 1) - (1 if self.ieee else 0)
 
     @property
     def max(self) -> float:
-        """Largest finite number."""
         ulps_below_next_power = 1 if self.ieee else 2  # without Inf, the all-ones mantissa is NaN
         return math.ldexp(2 ** (self.mantissa_bits + 1) - ulps_below_next_power, self.max_exponent - self.mantissa_bits)
 
     @property
     def min_normal(self) -> float:
-        """Smallest positive normal number."""
         return math.ldexp(1.0, self.min_exponent)
 
     @property
@@ -100,7 +95,6 @@ class FloatFormat:
 
     @property
     def num_finite(self) -> int:
-        """Number of finite values, counting zero once."""
         exponents = self.max_exponent - self.min_exponent + 2  # plus the exponent of the subnormal numbers
         nans = 0 if self.ieee else 1
         return 2 * ((exponents << self.mantissa_bits) - nans) - 1

@@ -26,7 +26,6 @@ REDUCED_SUMS = (
 )
 """Flags of ``torch.backends.cuda.matmul`` that allow sums in 16 bits; two of them are on by default."""
 
-
 _REGION = "region_dtype"  # attribute of a replaced forward
 
 
@@ -66,7 +65,6 @@ class Autocast:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Context manager for a forward."""
         is_reduced = self._policy.is_reduced_precision
         with (
             torch.autocast(self._device_type, dtype=self._policy.compute_dtype) if is_reduced else nullcontext(),
@@ -75,7 +73,6 @@ class Autocast:
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """Returns the context manager for a backward."""
         return autocast_ops.enabled(self._device_type) if self._is_mixed else nullcontext()
 
     def cast_output(self, output: Any) -> Any:
@@ -169,7 +166,6 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype:
-    """Returns the dtype of autocast, or FP32 if autocast is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
 
 
@@ -199,9 +195,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 @contextmanager
 def _weights_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, ``module`` and its submodules read their weights in ``dtype``; gradients flow through the casts."""
+    # a region inside a region is cast already
     replaced = [
         (child, child._parameters) for child in module.modules() if not isinstance(child._parameters, _CastView)
     ]
+    # RNNs read this list instead of their parameters
     flat = [(child, child._flat_weights) for child, _ in replaced if isinstance(child, nn.RNNBase)]
     try:
         for child, parameters in replaced:

@@ -24,7 +24,6 @@ class GPU:
     """One GPU model and its published peak rates.
 
     Attributes:
-        name: display name.
         device_names: exact names that torch reports. A slice of a GPU (MIG) has another name, and therefore no rate.
         rates: dense TFLOP/s by format, accumulated in FP32; half of the sparse rate if only that is published. ``fp32``
             is the rate without Tensor Cores. None means that the vendor's documents disagree. A format that the GPU
@@ -41,126 +40,76 @@ class GPU:
 
 
 _NVIDIA = "https://www.nvidia.com"
-_HOPPER_PAPER = "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper"
-_HOPPER_SHEET = "https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet"
+_RESOURCES = "https://resources.nvidia.com/en-us"
 _SOLUTIONS = f"{_NVIDIA}/content/dam/en-zz/Solutions/Data-Center"
+_PAGES = f"{_NVIDIA}/en-us/data-center"
+_VOLTA = "https://images.nvidia.com/content/technologies/volta/pdf"
+
+_V100 = ("V100 datasheet", f"{_VOLTA}/volta-v100-datasheet-update-us-1165301-r5.pdf")
+_T4 = ("T4 datasheet", f"{_SOLUTIONS}/tesla-t4/t4-tensor-core-datasheet-951643.pdf")
+_A10 = ("A10 datasheet", f"{_SOLUTIONS}/a10/pdf/a10-datasheet.pdf")
+_A30 = ("A30 specifications", f"{_PAGES}/products/a30-gpu/")
+_A40 = ("A40 specifications", f"{_PAGES}/a40/")
+_A100 = ("A100 datasheet", f"{_SOLUTIONS}/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf")
+_L4 = ("L4 specifications", f"{_PAGES}/l4/")
+_L40 = ("L40 specifications", f"{_PAGES}/l40/")
+_L40S = ("L40S specifications", f"{_PAGES}/l40s/")
+_H100 = ("H100 datasheet", f"{_RESOURCES}-tensor-core/nvidia-tensor-core-gpu-datasheet")
+_H200 = ("H200 specifications", f"{_PAGES}/h200/")
+_HOPPER = ("H100 architecture paper", f"{_RESOURCES}-tensor-core/gtc22-whitepaper-hopper")
+_BLACKWELL = ("Blackwell architecture brief", f"{_RESOURCES}-blackwell-architecture")
 
 GPUS = (
-    GPU(
-        "V100 PCIe",
-        ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"),
-        {"fp32": 14.0, "fp16": 112.0},
-        "V100 datasheet",
-        "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
-    ),
-    GPU(
-        "V100 SXM2",
-        ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"),
-        {"fp32": 15.7, "fp16": 125.0},
-        "V100 datasheet",
-        "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
-    ),
-    GPU(
-        "T4",
-        ("Tesla T4",),
-        {"fp32": 8.1, "fp16": 65.0},
-        "T4 datasheet",
-        f"{_SOLUTIONS}/tesla-t4/t4-tensor-core-datasheet-951643.pdf",
-    ),
-    GPU(
-        "A10",
-        ("NVIDIA A10",),
-        {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0},
-        "A10 datasheet",
-        f"{_SOLUTIONS}/a10/pdf/a10-datasheet.pdf",
-    ),
-    GPU(
-        "A30",
-        ("NVIDIA A30",),
-        {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0},
-        "A30 specifications",
-        f"{_NVIDIA}/en-us/data-center/products/a30-gpu/",
-    ),
-    GPU(
-        "A40",
-        ("NVIDIA A40",),
-        {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
-        "A40 specifications",
-        f"{_NVIDIA}/en-us/data-center/a40/",
-    ),
+    GPU("V100 PCIe", ("Tesla V100-PCIE-16GB", "Tesla V100-PCIE-32GB"), {"fp32": 14.0, "fp16": 112.0}, *_V100),
+    GPU("V100 SXM2", ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"), {"fp32": 15.7, "fp16": 125.0}, *_V100),
+    GPU("T4", ("Tesla T4",), {"fp32": 8.1, "fp16": 65.0}, *_T4),
+    GPU("A10", ("NVIDIA A10",), {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0}, *_A10),
+    GPU("A30", ("NVIDIA A30",), {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0}, *_A30),
+    GPU("A40", ("NVIDIA A40",), {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7}, *_A40),
     GPU(
         "A100",
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
         {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0},
-        "A100 datasheet",
-        f"{_SOLUTIONS}/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
+        *_A100,
     ),
-    GPU(
-        "L4",
-        ("NVIDIA L4",),
-        {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
-        "L4 specifications",
-        f"{_NVIDIA}/en-us/data-center/l4/",
-    ),
-    GPU(
-        "L40",
-        ("NVIDIA L40",),
-        {"fp32": 90.5, "tf32": 90.5, "bf16": 181.05, "fp16": 181.05, "fp8": 362.0},
-        "L40 specifications",
-        f"{_NVIDIA}/en-us/data-center/l40/",
-    ),
-    GPU(
-        "L40S",
-        ("NVIDIA L40S",),
-        {"fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05, "fp8": 733.0},
-        "L40S specifications",
-        f"{_NVIDIA}/en-us/data-center/l40s/",
-    ),
+    GPU("L4", ("NVIDIA L4",), {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5}, *_L4),
+    GPU("L40", ("NVIDIA L40",), {"fp32": 90.5, "tf32": 90.5, "bf16": 181.05, "fp16": 181.05, "fp8": 362.0}, *_L40),
+    GPU("L40S", ("NVIDIA L40S",), {"fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05, "fp8": 733.0}, *_L40S),
     GPU(
         "H100 PCIe",
         ("NVIDIA H100 PCIe",),
         {"fp32": 51.0, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0},
-        "H100 datasheet",
-        _HOPPER_SHEET,
+        *_H100,
     ),
     GPU(
         "H100 NVL",
         ("NVIDIA H100 NVL",),
         {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5},
-        "H100 datasheet",
-        _HOPPER_SHEET,
+        *_H100,
     ),
     GPU(
         "H200 NVL",
         ("NVIDIA H200 NVL",),
         {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5},
-        "H200 specifications",
-        f"{_NVIDIA}/en-us/data-center/h200/",
+        *_H200,
     ),
     GPU(
         "H100 SXM, H200 SXM, GH200",
         ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"),
         {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9},
-        "H100 architecture paper",
-        _HOPPER_PAPER,
+        *_HOPPER,
     ),
     GPU(
         "B200",
         ("NVIDIA B200",),
         {"fp32": None, "tf32": None, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0},
-        "Blackwell architecture brief",
-        "https://resources.nvidia.com/en-us-blackwell-architecture",
+        *_BLACKWELL,
     ),
 )
 
 
 def rate(device_name: str, format_name: str) -> float | None:
-    """Returns the dense matmul TFLOP/s of a device in a format, or None if it is unknown.
-
-    Args:
-        device_name: exact name that torch reports.
-        format_name: one of :data:`RATED`.
-    """
+    """Returns the dense matmul TFLOP/s of a device in a format of :data:`RATED`, or None if it is unknown."""
     for gpu in GPUS:
         if device_name in gpu.device_names:
             return gpu.rates.get(format_name)

@@ -113,8 +113,6 @@ class LossScaleState:
     range of FP16. Later overflows lower it permanently; it never grows again.
 
     Attributes:
-        rule: settings of loss scaling.
-        scale: current scale.
         clean_steps: steps without overflow since the scale last changed.
         overflows_left: overflows tolerated before the scale backs off.
         max_abs_grad: largest measured gradient, unscaled.
@@ -144,7 +142,7 @@ class LossScaleState:
         """
         if self.rule.mode not in ("dynamic", "calibrated"):
             return self
-        if found_inf:
+        if found_inf:  # its gradients are not finite, so they are not measured
             return self._overflowed()
         if self.is_calibrated:
             return self
@@ -173,7 +171,7 @@ class LossScaleState:
         return replace(measured, scale=scale, clean_steps=0, overflows_left=self.rule.hysteresis, is_calibrated=True)
 
     def _chosen_scale(self) -> float:
-        """Returns the largest power of two that keeps gradient x margin x scale within FP16, clamped to the limits."""
+        # the largest power of two with gradient x margin x scale <= 65,504; from exponents, because log2 rounds
         mantissa, exponent = math.frexp(self.max_abs_grad * self.rule.margin)
         limit, room = math.frexp(_LARGEST_FP16)
         power = room - exponent - (mantissa > limit)
@@ -209,7 +207,7 @@ class LossScaleState:
         if saved["rule"]["mode"] != rule.mode or rule.mode not in ("dynamic", "calibrated"):
             return self
         return LossScaleState(
-            rule,
+            rule,  # the limits of the current settings hold for the saved numbers too
             scale=min(max(float(saved["scale"]), rule.min), rule.max),
             clean_steps=int(saved["clean_steps"]),
             overflows_left=min(int(saved["overflows_left"]), rule.hysteresis),

@@ -88,12 +88,7 @@ class PrecisionPolicy:
     def named(
         name: str, *, rules: Mapping[str, str] | None = None, float8: Float8Options | None = None
     ) -> PrecisionPolicy:
-        """Returns the policy of that name.
-
-        Args:
-            name: one of :data:`NAMES`.
-            rules: format by name pattern, see :mod:`dtrain.precision.rules`.
-            float8: options of FP8 matmuls.
+        """Returns the policy ``name`` of :data:`NAMES`; ``rules`` is format by name pattern.
 
         Raises:
             ConfigError: the name or a format is unknown, or a rule says ``fp8`` but the compute dtype is not BF16.
@@ -129,8 +124,7 @@ class PrecisionPolicy:
 
         Args:
             name: ``fp32``, ``bf16``, ``fp16`` or ``auto``. ``auto`` is the policy's own ``reduce_dtype``. If that is
-                None, it is the compute dtype for micro-batch gradients, which have that dtype already, and FP32 for
-                sums, which would be rounded.
+                None, it is the compute dtype for micro-batch gradients and FP32 for sums.
             reduces_every_micro_batch: whether each micro-batch's gradient is sent, instead of the rank's FP32 sum.
 
         Raises:
@@ -138,6 +132,7 @@ class PrecisionPolicy:
         """
         if name not in REDUCE_NAMES:
             raise ConfigError(f"unknown reduce dtype '{name}'{nearest(name, REDUCE_NAMES)}")
+        # micro-batch gradients have the compute dtype already; a rank's FP32 sums would be rounded
         if name == "auto":
             dtype = self.reduce_dtype or (self.compute_dtype if reduces_every_micro_batch else torch.float32)
         else:
@@ -170,7 +165,7 @@ def _choose(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
-        if major >= 8:
+        if major >= 8:  # Ampere, the first with BF16 Tensor Cores
             return "bf16", f"{name} (compute capability {major}.{minor}) has BF16 Tensor Cores"
         return "fp16", f"{name} (compute capability {major}.{minor}) has no BF16 Tensor Cores; FP16 with loss scaling"
     if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():

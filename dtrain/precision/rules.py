@@ -51,16 +51,12 @@ def format_name(dtype: torch.dtype | None) -> str:
     return "auto" if dtype is None else names.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def is_fp32_class(module: nn.Module) -> bool:
-    """Whether the class alone keeps a module in FP32: norms (by class name), softmax and losses.
+def fp32_class(module: nn.Module) -> str:
+    """Returns ``norm``, ``softmax`` or ``loss`` if the class alone keeps ``module`` in FP32, else an empty string.
 
     A class with ``norm`` in its name whose children have parameters is a block that contains a norm, such as
     ``PreNorm``, and is not FP32 itself.
     """
-    return bool(_fp32_class(module))
-
-
-def _fp32_class(module: nn.Module) -> str:
     if isinstance(module, _SOFTMAX):
         return "softmax"
     if isinstance(module, _LOSS):
@@ -91,8 +87,7 @@ class FormatAssignment:
     """The format of one module.
 
     Attributes:
-        name: name of the module; its first name if it has several.
-        module: the module.
+        name: first name of the module, which has several if it is shared.
         format: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
         reason: ``policy``, ``norm``, ``rule 'blocks.0.*'``, ``last product``, ...
         ancestors: the modules that contain it, innermost first.
@@ -107,13 +102,13 @@ class FormatAssignment:
     @property
     def overrides_fp32_class(self) -> bool:
         """Whether a rule puts a module into reduced precision that is FP32 by its class or an ancestor's class."""
-        return self.format != "fp32" and any(map(is_fp32_class, (self.module, *self.ancestors)))
+        return self.format != "fp32" and any(map(fp32_class, (self.module, *self.ancestors)))
 
     @property
     def is_listed(self) -> bool:
         """Whether tables list it: it has parameters, multiplies, or is FP32 by its class."""
         has_own = any(True for _ in self.module.parameters(recurse=False))
-        return has_own or isinstance(self.module, _PRODUCTS) or is_fp32_class(self.module)
+        return has_own or isinstance(self.module, _PRODUCTS) or bool(fp32_class(self.module))
 
 
 class ModuleTree:
@@ -148,7 +143,6 @@ class ModuleTree:
         return tuple({id(outer): outer for outer in map(self._by_name.__getitem__, names)}.values())
 
     def first_or_last(self, module: nn.Module) -> str:
-        """Returns ``first product``, ``last product`` or an empty string, in the order of definition."""
         if module in self._first:
             return "first product"
         return "last product" if module in self._last else ""
@@ -182,10 +176,9 @@ def assign(
     default: str,
     decisions: Mapping[str, Float8Decision] | None = None,
 ) -> list[FormatAssignment]:
-    """Assigns a format to every module of ``model``, in the order of definition.
+    """Assigns a format to every module of ``model``, which may be on ``meta``, in the order of definition.
 
     Args:
-        model: provides names and shapes; it may be on ``meta``.
         rules: pairs of pattern and format.
         default: format of the policy. ``fp8`` means FP8 for Linears except the first and the last product, and BF16
             for all else.
@@ -212,17 +205,18 @@ def _assign(
 ) -> FormatAssignment:
     ancestors = modules.ancestors(module)
     own_names = modules.names[id(module)]
-    by_class = next((other for other in (module, *ancestors) if is_fp32_class(other)), None)
+    by_class = next((other for other in (module, *ancestors) if fp32_class(other)), None)
     found: tuple[str, str] | None = None
-    for pattern, wanted in rules:
+    for pattern, wanted in rules:  # to the end: the last rule decides
+        # a reduced precision reaches norms, softmax and losses only by an exact name, see decision 0026
         if by_class is not None and wanted != "fp32" and pattern not in (*own_names, *modules.names[id(by_class)]):
             continue
         if _covers(pattern, own_names):
             found = pattern, wanted
     wanted, reason = (found[1], f"rule '{found[0]}'") if found else (default, POLICY)
     if found is None and by_class is not None:
-        inside = f"inside '{modules.names[id(by_class)][0]}', a {_fp32_class(by_class)}"
-        return FormatAssignment(name, module, "fp32", _fp32_class(module) or inside, ancestors)
+        inside = f"inside '{modules.names[id(by_class)][0]}', a {fp32_class(by_class)}"
+        return FormatAssignment(name, module, "fp32", fp32_class(module) or inside, ancestors)
     if wanted == "fp8":
         unsupported_reason = modules.unsupported_reason(module)
         if not unsupported_reason and found is None:
@@ -264,7 +258,7 @@ def _check_float8_reach(modules: ModuleTree, pattern: str) -> None:
             continue
         unsupported_reason = modules.unsupported_reason(module)
         is_named = pattern in modules.names[id(module)]
-        if is_named and unsupported_reason and (isinstance(module, _PRODUCTS) or is_fp32_class(module)):
+        if is_named and unsupported_reason and (isinstance(module, _PRODUCTS) or fp32_class(module)):
             raise ConfigError(f"precision rule '{pattern}: fp8': {unsupported_reason}; give it bf16 or fp32")
         if isinstance(module, nn.Linear):
             reasons[name] = unsupported_reason

@@ -19,12 +19,13 @@ _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core'
 
 def add_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
     """Adds ``grad`` times ``weight``, an FP32 product, to ``target`` (FP32)."""
+    # widened first: a product in BF16 would be rounded
     target.add_(grad if weight.is_one else grad.float() * weight.value)
 
 
 def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
     """Overwrites ``target`` (FP32) with ``grad`` times ``weight``."""
-    target.copy_(grad)
+    target.copy_(grad)  # widened before the product, as in add_scaled
     if not weight.is_one:
         target.mul_(weight.value)
 
@@ -80,7 +81,6 @@ class TreeSum:
         self._levels: list[Tensor | None] = []
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Adds the next gradients, with carries."""
         for grad, weight in zip(grads, weights, strict=True):
             self._push(grad, weight)
 
@@ -91,14 +91,13 @@ class TreeSum:
             if block is None:
                 self._levels[level] = carry
                 return
-            carry = block.add_(carry)
+            carry = block.add_(carry)  # the earlier block on the left, always
             self._levels[level] = None
         self._levels.append(carry)
 
     def finish(self, output: Tensor) -> None:
-        """Merges the remaining blocks, the latest gradients first."""
         total: Tensor | None = None
-        for block in self._levels:
+        for block in self._levels:  # the lowest level first: it holds the latest gradients
             if block is not None:
                 total = block if total is None else block.add_(total)
         self._levels.clear()

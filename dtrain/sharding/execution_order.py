@@ -35,22 +35,19 @@ class ShardedGroup:
         return self.is_ready and (not self.name or self.calls > 0)
 
     def start_unshard(self) -> None:
-        """Starts the all-gather, once."""
         if not self.is_started:
             self.is_started = True
             for replica in self.replicas:
                 replica.start_unshard()
 
     def finish_unshard(self) -> None:
-        """Waits for the all-gather and binds the parameters to their values."""
-        self.start_unshard()
+        self.start_unshard()  # if no prefetch has
         if not self.is_ready:
             self.is_ready = True
             for replica in self.replicas:
                 replica.finish_unshard()
 
     def reshard(self) -> None:
-        """Frees the full replicas."""
         self.is_started = self.is_ready = False
         for replica in self.replicas:
             replica.reshard()
@@ -66,20 +63,16 @@ class ExecutionOrder:
 
     @property
     def current(self) -> ShardedGroup | None:
-        """Group that was used last."""
         return self._used[-1] if self._used else None
 
     @property
     def is_at_end(self) -> bool:
-        """Whether no other group is expected."""
         return bool(self._used) and self._index == len(self._expected) - 1
 
     def begin(self) -> None:
-        """Begins a pass."""
         self._used, self._index = [], -1
 
     def use(self, group: ShardedGroup) -> None:
-        """Records the use of a group."""
         self._used.append(group)
         with suppress(ValueError):  # the pass takes another order
             self._index = self._expected.index(group, self._index + 1)
@@ -88,6 +81,7 @@ class ExecutionOrder:
         """Returns the next ``count`` groups after the current one; none if the pass takes another order."""
         if self._used and (self._index < 0 or self._expected[self._index] is not self._used[-1]):
             return []
+        # a group may be used several times in a pass, but is unsharded once
         ahead = dict.fromkeys(group for group in self._expected[self._index + 1 :] if group is not self.current)
         return list(ahead)[:count]
 

@@ -92,7 +92,6 @@ class ScaleTable:
 
     @property
     def names(self) -> list[str]:
-        """Names of the weights, in the order of the table."""
         return list(self._slices)
 
     @property
@@ -144,9 +143,9 @@ def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
     values.copy_(cast(master, scale, E4M3))
 
 
-@cache
+@cache  # engines of one process share the graphs
 def _compiled() -> tuple[Callable[[Tensor, Tensor, int], None], Callable[[Tensor, Tensor, Tensor], None]]:
-    """Compiles both functions, once in a process; beyond torch's limit of shapes they run eagerly, to the same bits."""
+    # beyond torch's limit of recompilations they run eagerly, to the same bits
     return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
 
 
@@ -207,12 +206,12 @@ class CurrentScales:
             boxes = rectangles(interval.start, interval.stop, interval.spec.shape[1])
         else:
             boxes = rectangles(0, length, length)
+        # blocks stay in a CPU's cache; on a GPU they would only cost launches
         limit = _BLOCK if self._table.amax.device.type == "cpu" else length
         return (part for box in boxes for part in box.cut(limit))
 
     @property
     def num_copies(self) -> int:
-        """Number of quantized copies per weight."""
         return self._table.num_copies
 
     @property
@@ -234,7 +233,6 @@ class CurrentScales:
         return list(self._patches)
 
     def measure(self, number: int) -> None:
-        """Adds the masters of segment ``number`` to the largest magnitudes."""
         for patch in self._patches[number]:
             self._measure(patch.master, patch.amax, patch.axis)
 
@@ -251,7 +249,6 @@ class CurrentScales:
         self._table.scale.copy_(scale_of(self._table.amax, E4M3))
 
     def cast(self, number: int) -> None:
-        """Casts the masters of segment ``number``."""
         for patch in self._patches[number]:
             self._cast(patch.master, patch.scale, patch.values)
 
@@ -290,11 +287,10 @@ class DelayedScales(CurrentScales):
         super().__init__(table, segments, master, replicas, comm, compiled=compiled)
         self._peak_lr = peak_lr
         self._next = torch.ones_like(table.scale)
-        self._is_fresh = True
+        self._is_fresh = True  # the current scales are to be computed, not kept
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors that are held at all times."""
         return [*super().tensors, self._next]
 
     def cast_ranges(self, number: int) -> list[CastRange]:
@@ -315,11 +311,13 @@ class DelayedScales(CurrentScales):
         if skipped is None:
             return measured
         scale = self._table.scale
+        # on the device, which alone knows the decision; in place, because the update's slices hold views
         scale.copy_(torch.where(skipped != 0, scale, self._next))
         return []
 
     def _set_scales(self) -> None:
         amax = self._table.amax
+        # the next scale is chosen one update ahead: see HEAD_ROOM
         self._next.copy_(scale_of(torch.maximum(HEAD_ROOM * amax, amax + HEAD_ROOM * self._peak_lr), E4M3))
         scale = self._next if self._is_fresh else self._table.scale
         self._is_fresh = False
@@ -327,7 +325,7 @@ class DelayedScales(CurrentScales):
         self._table.scale.copy_(torch.where(self._next.isnan(), torch.nan, scale))
 
     def saved(self) -> dict[str, float] | None:
-        """Returns {weight: current scale}, without scales that are not finite."""
+        """Returns {weight: current scale}, without scales that are not finite, which JSON cannot hold."""
         scales = zip(self._table.names, self._table.scale.tolist(), strict=True)
         return {name: scale for name, scale in scales if math.isfinite(scale)}
 

@@ -42,7 +42,6 @@ class ModuleHook:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        """Runs the function."""
         self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -16,8 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 CHUNK = 1024
 """Elements of one chunk, the unit of sharding, of hyper-parameters and of the norm's partial sums."""
@@ -27,7 +30,6 @@ ALIGNMENT = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -42,7 +44,6 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return torch.Size(self.shape).numel()
 
 
@@ -55,7 +56,6 @@ class ParameterSlot:
 
     @property
     def stop(self) -> int:
-        """End of the parameter, without padding."""
         return self.start + self.spec.numel
 
 
@@ -107,16 +107,13 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
-        return round_up(round_up(self.real_numel, CHUNK) // CHUNK, self.world_size) // self.world_size * CHUNK
+        return round_up(self.real_numel // CHUNK, self.world_size) // self.world_size * CHUNK
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
         return self.shard_numel * self.world_size
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """Returns start and stop of the shard of ``rank`` in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def intervals(self, start: int, stop: int) -> tuple[ShardInterval, ...]:
@@ -128,28 +125,13 @@ class FlatLayout:
                 found.append(ShardInterval(slot.spec, begin - slot.start, end - slot.start, begin - start))
         return tuple(found)
 
-    def class_ranges(self, start: int, stop: int) -> tuple[tuple[bool, int, int], ...]:
-        """Returns (decayed, start, stop) of each class between ``start`` and ``stop``, counted from ``start``."""
-        cut = ((decayed, max(begin, start) - start, min(end, stop) - start) for decayed, begin, end in self.classes)
-        return tuple((decayed, begin, end) for decayed, begin, end in cut if begin < end)
-
-    def slot_ranges(self, start: int, stop: int) -> tuple[tuple[ParameterSlot, int, int], ...]:
-        """Returns (slot, start, stop) of each parameter with the padding after it, counted from ``start``."""
-        ends = [*(slot.start for slot in self.slots[1:]), self.real_numel]
-        cut = (
-            (slot, max(slot.start, start) - start, min(end, stop) - start)
-            for slot, end in zip(self.slots, ends, strict=True)
-        )
-        return tuple((slot, begin, end) for slot, begin, end in cut if begin < end)
-
 
 def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
     """Returns the flat buffers of one group, one a replica dtype, the narrowest first."""
+    # a stable sort: definition order within a class; the dtype's name separates dtypes of one size
     ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), not s.decayed))
-    layouts = []
-    for dtype, same_dtype in groupby(ordered, key=lambda s: s.replica_dtype):
-        layouts.append(_flat_layout(group, dtype, same_dtype, world_size))
-    return tuple(layouts)
+    by_dtype = groupby(ordered, key=lambda s: s.replica_dtype)
+    return tuple(_flat_layout(group, dtype, same_dtype, world_size) for dtype, same_dtype in by_dtype)
 
 
 def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int) -> FlatLayout:
@@ -159,7 +141,7 @@ def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], wor
     for decayed, same_class in groupby(specs, key=lambda s: s.decayed):
         begin = cursor
         for spec in same_class:
-            cursor = round_up(cursor, ALIGNMENT)
+            cursor = round_up(cursor, ALIGNMENT)  # a function of the parameters alone, so equal at every world size
             slots.append(ParameterSlot(spec, cursor))
             cursor += spec.numel
         cursor = round_up(cursor, CHUNK)
@@ -178,7 +160,6 @@ class ArenaSegment:
 
     @property
     def arena_stop(self) -> int:
-        """End of the segment in the arena."""
         return self.arena_start + self.numel
 
     def intervals(self) -> tuple[ShardInterval, ...]:
@@ -187,11 +168,17 @@ class ArenaSegment:
 
     def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
         """Returns (decayed, start, stop) of the hyper-parameter classes, counted from its beginning."""
-        return self.layout.class_ranges(self.flat_start, self.flat_start + self.numel)
+        return self._cut(self.layout.classes)
 
     def slot_ranges(self) -> tuple[tuple[ParameterSlot, int, int], ...]:
         """Returns (slot, start, stop) of each parameter with the padding after it, counted from its beginning."""
-        return self.layout.slot_ranges(self.flat_start, self.flat_start + self.numel)
+        ends = [*(slot.start for slot in self.layout.slots[1:]), self.layout.real_numel]
+        return self._cut((slot, slot.start, end) for slot, end in zip(self.layout.slots, ends, strict=True))
+
+    def _cut(self, ranges: Iterable[tuple[_T, int, int]]) -> tuple[tuple[_T, int, int], ...]:
+        low, high = self.flat_start, self.flat_start + self.numel
+        cut = ((what, max(start, low) - low, min(stop, high) - low) for what, start, stop in ranges)
+        return tuple((what, start, stop) for what, start, stop in cut if start < stop)
 
 
 @dataclass(frozen=True)
@@ -212,5 +199,4 @@ class ArenaLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the arena."""
         return self.segments[-1].arena_stop if self.segments else 0

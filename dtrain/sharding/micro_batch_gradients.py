@@ -35,14 +35,11 @@ class MicroBatchGradient(Protocol):
 
 @dataclass(frozen=True)
 class MicroBatchGradientSpec:
-    """Layout and dtype of an unreduced gradient."""
-
     layout: FlatLayout
     dtype: torch.dtype  # during reduction
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one gradient."""
         return self.layout.numel * self.dtype.itemsize
 
 
@@ -62,16 +59,16 @@ class MicroBatchGradientBuffers:
         self._pool = BufferPool(comm.device)
         self._ring_memory: Tensor | None = None
         self.buffers: list[MicroBatchGradient] = [_PrivateGradient(spec, comm, self._pool) for spec in specs]
-        if specs and comm.may_share:
+        if specs and comm.may_share:  # the same on all ranks, as allocate must be called by all
             schedule = RingSchedule([spec.nbytes for spec in specs], num_last, MAX_BYTES_IN_FLIGHT)
             memory = comm.allocate(schedule.capacity, torch.uint8)
-            if comm.is_shared(memory):
+            if comm.is_shared(memory):  # else the allocation failed on some rank, and is private on all
                 self._ring_memory = memory
                 ring = RingBuffer(comm, memory, schedule)
                 self.buffers = [_RingGradient(number, spec, ring, self._pool) for number, spec in enumerate(specs)]
 
     def idle(self) -> list[Tensor]:
-        """Memory that is not in use now: between steps, all of it."""
+        """Returns the memory that is not in use: between steps, all of it."""
         return self._pool.idle() if self._ring_memory is None else [self._ring_memory, *self._pool.idle()]
 
 
@@ -94,7 +91,7 @@ class _PrivateGradient:
         if self._comm.world_size > 1:
             received = self._pool.take("received", layout.numel, self._spec.dtype)
 
-        def give_back() -> None:
+        def give_back() -> None:  # after the wait: until then the backend reads and writes both
             self._pool.give(layout.extents, gradient)
             if received is not None:
                 self._pool.give("received", received)
@@ -125,13 +122,13 @@ class _RingGradient:
         if gradient is None:
             self._private = self._pool.take(layout.extents, layout.numel, self._spec.dtype)
             return self._private
-        for low, high in self._gaps:  # other gradients have used this slot
+        for low, high in self._gaps:  # other gradients have used this slot, and the owners sum the padding too
             gradient[low:high].zero_()
         return gradient
 
     def send(self, gradient: Tensor, consume: ConsumeShards) -> Pending:
         pending = self._ring.send(self._number, gradient, consume, self._spec.layout.name)
-        if self._private is not None:
+        if self._private is not None:  # the ring holds a copy
             self._pool.give(self._spec.layout.extents, self._private)
             self._private = None
         return pending

@@ -41,6 +41,7 @@ class Placements:
 
 
 STAGES: dict[int, Placements] = {
+    # compute replica, gradient, master
     0: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.REPLICATE),
     1: Placements(Placement.REPLICATE, Placement.REPLICATE, Placement.SHARD),
     2: Placements(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
@@ -76,7 +77,7 @@ def memory_formula(
     numel = reduced_numel + fp32_numel + float8_numel
     fp32_bytes = 0 if placements.shares_fp32_storage(world_size) else 4
 
-    def per_rank(total: int, placement: Placement) -> int:
+    def per_rank(total: int, placement: Placement) -> int:  # rounded up, as shards are padded to equal sizes
         return total if placement is Placement.REPLICATE else -(-total // world_size)
 
     replicas = reduced_numel * reduced_bytes + fp32_numel * fp32_bytes + float8_numel * float8_copies

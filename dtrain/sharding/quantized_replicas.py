@@ -28,7 +28,7 @@ class ReplicaWeights(QuantizedWeights):
         recipe: recipe of the Linear.
         name: name of the weight.
         parameter: the model's parameter that stands for the weight.
-        scales: scales of the copies: 0-dim, or [N] and [K].
+        scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K].
     """
 
     def __init__(self, recipe: Recipe, name: str, parameter: nn.Parameter, scales: Sequence[Tensor]) -> None:
@@ -44,21 +44,19 @@ class ReplicaWeights(QuantizedWeights):
         self.invalidate()
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`; another weight is cast here."""
-        if weight is not self._parameter:
+        if weight is not self._parameter:  # such as a functional call's: it has no replica
             return self._cast(weight)
         if not self._copies:
             raise ContractError(f"'{self._name}' is computed with while it is sharded; its group was not unsharded")
+        # a weight with one scale has one copy, which serves as both operands
         found = [Quantized(values, scale) for values, scale in zip(self._copies, self._scales, strict=True)]
         return found[0], found[-1]
 
     def stored_copies(self) -> Sequence[Tensor]:
-        """See :class:`dtrain.precision.float8.weights.QuantizedWeights`."""
         return self._copies
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """See :class:`dtrain.precision.float8.weights.WeightSource`; NaN, as the parameter, while it is sharded."""
-        if weight is not self._parameter or not self._copies:
+        if weight is not self._parameter or not self._copies:  # NaN, as the parameter, while it is sharded
             return weight
         return dequantized(self._name, weight, self.copies(weight)[0])
 
@@ -84,6 +82,7 @@ class Float8Views(ParameterViews):
             self._sources[name] = ReplicaWeights(
                 recipe, name, parameters[name], scales if table.rowwise else [scales[0][0]]
             )
+        # after the sources, which the constructor unbinds
         super().__init__(layout, parameters, recipe.out_dtype)
         self._versions = [parameter._version for parameter in self._parameters]
 
@@ -102,7 +101,6 @@ class Float8Views(ParameterViews):
                 )
 
     def attach(self, model: nn.Module) -> None:
-        """Sets the weight source of each Linear."""
         for name, source in self._sources.items():
             module = model.get_submodule(name.rpartition(".")[0])
             if not isinstance(module, Float8Linear):
@@ -116,16 +114,14 @@ class Float8Views(ParameterViews):
             source.bind(views)
 
     def unbind(self) -> None:
-        """Marks the weights as sharded."""
         super().unbind()
         for source in self._sources.values():
             source.bind(())
 
     def invalidate(self) -> None:
-        """Drops the operands that were made from the old values."""
         for source in self._sources.values():
             source.invalidate()
 
     def cached(self) -> list[Tensor]:
-        """Operands of products, which are made once after each refresh."""
+        """Returns the operands of products, which are made once after each refresh."""
         return [tensor for source in self._sources.values() for tensor in source.cached()]

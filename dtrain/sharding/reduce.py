@@ -89,7 +89,6 @@ class UnshardedGradient:
         self._stale = set(range(len(self._views)))  # slots that still hold the last step's gradient
 
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
-        """Adds the weighted gradient in FP32."""
         view = self._views[slot]
         if slot in self._stale:
             self._stale.discard(slot)
@@ -98,19 +97,17 @@ class UnshardedGradient:
             add_scaled(view, grad, weight)
 
     def complete(self) -> Sequence[Tensor]:
-        """Zeroes slots without a gradient; returns the sums over this rank's micro-batches so far."""
         for slot in self._stale:
             self._views[slot].zero_()
         self._stale.clear()
         return self._views
 
     def launch(self, weights: Weights) -> Pending:
-        """Starts the one reduction of this step."""
         self._stale = set(range(len(self._views)))
         if self._rounded is not None:
             rounded = self._rounded.open()
-            rounded.copy_(self._full)
-            ones = [self._one] * self._comm.world_size
+            rounded.copy_(self._full)  # rounds this rank's sum, once; the owner adds in FP32
+            ones = [self._one] * self._comm.world_size  # the sums are weighted already
             return self._rounded.send(rounded, lambda shards: self._sum.push(shards, ones))
         if self._all_reduce:
             return self._comm.all_reduce_sum(self._full, label=self._layout.name)
@@ -123,6 +120,7 @@ class UnshardedGradient:
         self._sum.finish(self._shard)
         if not self._all_reduce:
             return Pending()
+        # in FP32: a second rounding would save a third of the bytes
         return self._comm.all_gather(self._full, self._shard, label=f"sum {self._layout.name}")
 
 
@@ -134,7 +132,8 @@ class ShardedGradient:
         comm: the ranks that reduce.
         buffer: buffers of the unreduced gradient.
         gradient_sum: sums this rank's shard.
-        main_grad: FP32 [shard_numel], or [numel] if every rank needs the whole sum (stage 0, reproducible).
+        shard: FP32 [shard_numel], this rank's shard of ``main_grad``.
+        main_grad: ``shard``, or FP32 [numel] if every rank needs the whole sum (stage 0, reproducible).
     """
 
     reduces_every_micro_batch = True
@@ -145,15 +144,15 @@ class ShardedGradient:
         comm: Communicator,
         buffer: MicroBatchGradient,
         gradient_sum: GradientSum,
+        shard: Tensor,
         main_grad: Tensor,
     ) -> None:
         self._layout = layout
         self._comm = comm
         self._buffer = buffer
         self._sum = gradient_sum
+        self._shard = shard
         self._main_grad = main_grad
-        start, stop = layout.shard(comm.rank)
-        self._shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
         self.transient_bytes = buffer.nbytes
         self._gradient: Tensor | None = None
         self._views: list[Tensor] = []
@@ -166,15 +165,13 @@ class ShardedGradient:
         return self._gradient
 
     def receive(self, slot: int, grad: Tensor, weight: Weight) -> None:
-        """Copies the gradient, unweighted, into its slot."""
         self._open()
-        self._views[slot].copy_(grad)
+        self._views[slot].copy_(grad)  # unweighted: the product would be rounded to the reduce dtype
         self._missing.discard(slot)
 
     def complete(self) -> Sequence[Tensor]:
-        """Zeroes slots without a gradient; returns the gradient of this micro-batch."""
         self._open()
-        for slot in self._missing:
+        for slot in self._missing:  # the buffer holds another gradient from before
             self._views[slot].zero_()
         self._missing.clear()
         return self._views
@@ -183,13 +180,13 @@ class ShardedGradient:
         """Sends the shards to their owners; sums this rank's shards, in rank order, when it is waited for."""
         gradient = self._open()
         self._missing = set(range(len(self._views)))
-        self._gradient, self._views = None, []
+        self._gradient, self._views = None, []  # the next micro-batch takes another buffer while this one is read
         return self._buffer.send(gradient, lambda shards: self._sum.push(shards, weights()))
 
     def finish(self) -> Pending:
         """Writes the sum to the main grad, and starts its all-gather if the main grad is the whole buffer."""
         self._sum.finish(self._shard)
-        if self._shard is self._main_grad:
+        if self._shard.numel() == self._main_grad.numel():
             return Pending()
         return self._comm.all_gather(self._main_grad, self._shard, label=f"sum {self._layout.name}")
 
@@ -238,6 +235,7 @@ class GradientReducer:
         if self._reduces_every:
             row = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
             pending = self._comm.all_gather(row, weight.value.reshape(1), label="weights")
+            # waited for inside the first reduction's wait: [Note: order of waits]
             self._weights = cache(partial(_waited, pending, row))
             self.micro_batch_weights.append(row)
 
@@ -250,6 +248,7 @@ class GradientReducer:
         self._missing[group].discard(parameter)
         if not self._missing[group]:
             self._complete(group)
+        # the next in the fixed order, not the one just completed: other ranks may complete others first
         while self._reduce and self._next < len(self._groups) and not self._missing[self._next]:
             self._launch_next()
 
@@ -271,31 +270,25 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         for flat in self._groups[self._next]:
-            while self._has_enough_in_flight():
+            # sizes and order are equal on all ranks, so all wait for the same ones here; two always overlap
+            while len(self._in_flight) >= 2 and sum(size for _, size in self._in_flight) > MAX_BYTES_IN_FLIGHT:
                 self._in_flight.popleft()[0].wait()
             self._in_flight.append((flat.launch(self._weights), flat.transient_bytes))
         self._next += 1
-
-    def _has_enough_in_flight(self) -> bool:
-        held = sum(size for _, size in self._in_flight)
-        return len(self._in_flight) >= 2 and held > MAX_BYTES_IN_FLIGHT
-
-    def drain(self) -> None:
-        """Waits for all launched reductions, in launch order."""
-        for pending, _ in self._in_flight:
-            pending.proceed()  # starts the second collective of all of them before any is waited for
-        while self._in_flight:
-            self._in_flight.popleft()[0].wait()
 
     def finish(self) -> None:
         """Completes the main grads of this step; a second call does nothing."""
         if self._finished:
             return
         self._finished = True
-        if not self._reduce:
+        if not self._reduce:  # the loop over the batch ended early, so no micro-batch was marked as the last
             self._reduce = True
             self.end_micro_batch()
-        self.drain()
+        for pending, _ in self._in_flight:
+            pending.proceed()  # starts the second collective of all of them before any is waited for
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
+        # all are started before the first wait, which sends their ready messages together
         for pending in [flat.finish() for group in self._groups for flat in group]:
             pending.wait()
 

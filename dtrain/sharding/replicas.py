@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from dtrain.distributed.communicator import Communicator, Pending
 from dtrain.errors import ContractError
+from dtrain.parameters.local_shards import require_trained
 from dtrain.sharding.layout import ArenaSegment, FlatLayout
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    """Returns one view a parameter, in the parameter's shape."""
     return [flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots]
 
 
@@ -38,18 +38,18 @@ class ParameterViews:
         self._layout = layout
         self._parameters = [parameters[slot.spec.name] for slot in layout.slots]
         device = self._parameters[0].device
+        # NaN spreads into every result, so a read of a sharded parameter cannot pass for a plausible number
         nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
         for parameter in self._parameters:
-            parameter.grad = None
-        self.unbind()
+            parameter.grad = None  # else autograd would add the first gradient to it
+        self.unbind()  # frees the original values; the masters have copied them: [Note: construction order]
 
     def bind(self, copies: Sequence[Tensor]) -> None:
         """Makes the parameters views of ``copies``, each [numel]."""
         self._set(slot_views(copies[0], self._layout))
 
     def unbind(self) -> None:
-        """Makes the parameters NaN."""
         self._set(self._placeholders)
 
     def _set(self, values: Sequence[Tensor]) -> None:
@@ -61,7 +61,7 @@ class ParameterViews:
         """Drops what was derived from the values: they have changed in place."""
 
     def cached(self) -> list[Tensor]:
-        """Tensors derived from the copies' values and kept beside them."""
+        """Tensors derived from the copies' values."""
         return []
 
     def check(self) -> None:
@@ -71,12 +71,9 @@ class ParameterViews:
             ContractError: naming the parameter that was replaced.
         """
         for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
-            if not parameter.requires_grad:
-                raise ContractError(
-                    f"'{slot.spec.name}' was frozen after dtrain.initialize; its moments and decay would go on, "
-                    f"so freeze it before, and build a new engine"
-                )
+            require_trained(slot.spec.name, parameter)
         for parameter, slot, address in zip(self._parameters, self._layout.slots, self._addresses, strict=True):
+            # views of no element have no address of their own
             if slot.spec.numel and parameter.data_ptr() != address:
                 raise ContractError(
                     f"parameter '{slot.spec.name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
@@ -147,15 +144,16 @@ class ShardedReplica(ReplicaBuffer):
         self.reshard()
 
     def start_unshard(self) -> None:
-        """Starts the all-gather of all shards; all ranks call in the same order."""
+        """Starts the all-gather; all ranks call in the same order."""
         with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
+            # private memory: other ranks read only ``local``
             self.copies = [local.new_empty(self.layout.numel) for local in self.local]
         self._pending = self.start_all_gather()
 
     def finish_unshard(self) -> None:
         """Waits for the all-gather and binds the parameters to its result."""
         self._wait()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # as in start_unshard
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
@@ -171,31 +169,30 @@ class ShardedReplica(ReplicaBuffer):
 
     @property
     def persistent(self) -> list[Tensor]:
-        """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
         return [] if self.shares_master else self.local
 
     @property
     def unsharded(self) -> list[Tensor]:
-        """Tensors that this rank holds only while the group is unsharded."""
         return [*self.copies, *self.views.cached()]
 
 
 class BufferPool:
-    """Flat buffers that the next group of the same layout reuses; their padding stays zero."""
+    """Flat buffers that the next group of the same layout reuses."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: dict[object, list[Tensor]] = {}
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a buffer that was given back under ``key``, or a new one of zeros."""
+        """Returns a buffer that was given back under ``key``, or a new one of zeros.
+
+        A key that stands for the slots of a layout keeps the padding zero, because its users write the same elements.
+        """
         free = self._free.get((key, numel, dtype))
         return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
 
     def give(self, key: object, buffer: Tensor) -> None:
-        """Puts ``buffer`` back into the pool."""
         self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
 
     def idle(self) -> list[Tensor]:
-        """Buffers that are not in use: between steps, all of them."""
         return [buffer for free in self._free.values() for buffer in free]

@@ -47,11 +47,12 @@ class RingSchedule:
     def __init__(self, sizes: Sequence[int], num_last: int, limit: int) -> None:
         self._sizes = sizes
         self.cycle = len(sizes)
+        # as many sends as fit into the limit, but at least two, so that they overlap, and at most one micro-batch
         self.window = next((w for w in range(self.cycle, 2, -1) if _longest_run(sizes, w) <= limit), min(2, self.cycle))
         self._num_ring = self.cycle - num_last
         ring, last = sizes[: self._num_ring], sizes[self._num_ring :]
         self._split = 0
-        if ring:
+        if ring:  # the largest on top, because a send that does not fit at the end leaves a gap there
             self._split = min(2 * sum(ring), _longest_run(ring, self.window + 2) + max(ring))
         self.capacity = self._split + 2 * sum(last)
         self._cursors = [0, self._split]  # of the ring, and of the last gradients
@@ -73,17 +74,18 @@ class RingSchedule:
         if start + self._sizes[index] > high:
             start = low
         stop = self._cursors[region] = start + self._sizes[index]
+        # forgotten slots are free: all ranks have read them
         overlapping = [n for n, other in self._slots.items() if other.start < stop and start < other.stop]
         return RingSlot(start, stop, max(overlapping) + self.window if overlapping else -1)
 
     def forget(self, number: int) -> None:
-        """Drops the slots of sends up to ``number``: all ranks have read them."""
+        """Drops the slots of sends up to ``number``, which all ranks must have read."""
         for old in [n for n in self._slots if n <= number]:
             del self._slots[old]
 
 
 def _longest_run(sizes: Sequence[int], count: int) -> int:
-    """The largest sum of ``count`` consecutive ``sizes``, which repeat."""
+    """Returns the largest sum of ``count`` consecutive ``sizes``, which repeat."""
     return max(sum(sizes[(first + i) % len(sizes)] for i in range(count)) for first in range(len(sizes)))
 
 
@@ -105,6 +107,7 @@ class RingBuffer:
 
     def next_number(self, index: int) -> int:
         """Returns the number of the next send of the flat buffer at ``index`` in the cycle."""
+        # sends go around in one order, so this one starts within a cycle from the next
         return self._num_started + (index - self._num_started) % self._schedule.cycle
 
     def open(self, number: int, dtype: torch.dtype) -> Tensor | None:
@@ -114,7 +117,7 @@ class RingBuffer:
         sends whose ready message has been sent.
         """
         slot = self._schedule.slot(number)
-        if slot.free_after >= self._num_started:
+        if slot.free_after >= self._num_started:  # this rank has not started that send, so nothing could be waited for
             return None
         if any(started <= slot.free_after and not pending.is_sent for started, pending in self._in_flight):
             return None

@@ -2,12 +2,14 @@
 
 [Note: construction order] :class:`ShardedState` is built in this order, the same on all ranks:
 
-1. Layouts and arena: arithmetic only. 2. Masters, from the parameters: a replica that is bound takes the parameter's
-unrounded values away. 3. Replicas, then FP8 scales, which cast into the replicas, then the unshard scheduler, which
-frees what is sharded. 4. Main grads and the buffers of unreduced gradients. ``Communicator.allocate`` is a collective,
-so its calls for masters,
-   replicas, main grads and ring come in one order on all ranks.
-5. The gradient hooks, which need the reducer; at last the first refresh, which fills the replicas.
+1. Layouts and arena: arithmetic only.
+2. Masters, copied from the parameters, because binding a replica takes a parameter's unrounded values away.
+3. Replicas, then the FP8 scales, which cast into them, then the unshard scheduler, which holds the sharded ones.
+4. Buffers of unreduced gradients, main grads and the reducer.
+5. Gradient hooks, which use all of these.
+6. The first refresh, which fills the replicas.
+
+``Communicator.allocate`` is a collective, so its calls in steps 2 to 4 come in one order on all ranks.
 
 [Note: FP32 replicas] An FP32 replica has the numbers of its master. If a rank holds the same elements of both
 (:meth:`Placements.shares_fp32_storage`), the replica's local slice is the master's segment of the arena: the update
@@ -108,11 +110,11 @@ class ShardedState:
         self.groups = move_to_root(found, matching_parameters(model, unshard.keep_gathered))
         self._decayed = decayed_names(model)
         parameters = dict(model.named_parameters())
-        layouts = [self._layouts_of(group) for group in self.groups]
-        self.layouts = [layout for group in layouts for layout in group]
+        self.layouts = [layout for group in self.groups for layout in self._layouts_of(group)]
         self.arena = ArenaLayout.of(self.layouts, comm.rank, sharded=placements.master is Placement.SHARD)
-        # a single rank's shard is the whole buffer
+        # a single rank's shard is the whole buffer, so nothing is left to gather
         shards_compute = placements.compute is Placement.SHARD and comm.world_size > 1
+        # [Note: construction order] from here on
         self.master = self._copy_masters(parameters, others_read=shards_compute)
         self.exp_avg = self._zeros(self.arena.numel)
         self.exp_avg_sq = self._zeros(self.arena.numel)
@@ -128,11 +130,11 @@ class ShardedState:
         )
         self._grad_storages: list[Tensor] = []
         self.monitor = GradientMonitor(sum(len(layout.slots) for layout in self.layouts))
-        # {index of a group: position in which backward completes it}
+        # {index of a group: position in which backward completes it}, sorted by position
         self._backward_position = {group: position for position, group in enumerate(backward_order(self.groups))}
         self.main_grads, self._flat_gradients = self._build_gradients()
-        self.reducer = self._build_reducer(layouts)
-        self._install_hooks(layouts, parameters)
+        self.reducer = self._build_reducer()
+        self._install_hooks(parameters)
         self.weight = Weight(torch.ones((), dtype=torch.float32, device=self._device), is_one=True)
         self.in_backward = False
         self.refresh_replicas()
@@ -195,6 +197,7 @@ class ShardedState:
 
     def _float8_scales(self, peak_lr: float) -> CurrentScales:
         replicas = [replica.local for replica in self.replicas]
+        # with replicated masters every rank sees whole weights, so there is nothing to reduce
         comm = self._comm if self._placements.master is Placement.SHARD else None
         recipe = self._contract.recipe
         compiled = recipe is not None and recipe.compile
@@ -228,9 +231,9 @@ class ShardedState:
         main_grads: list[Tensor] = []
         flats: list[FlatGradient] = []
         arena: Tensor | None = None
-        if has_full_masters:
+        if has_full_masters:  # the other ranks read it, during the all-reduce or the all-gather of sums
             arena = self._comm.allocate(self.arena.numel, torch.float32)
-        elif every_micro_batch:
+        elif every_micro_batch:  # no other rank reads it
             arena = self._zeros(self.arena.numel)
         if arena is not None:
             self._grad_storages.append(arena)
@@ -239,14 +242,17 @@ class ShardedState:
             full = None
             if arena is not None:
                 main_grad = arena[segment.arena_start : segment.arena_stop]
-            else:
+            else:  # stage 1: gradients are unsharded, masters are not
                 full = self._comm.allocate(layout.numel, torch.float32)
                 self._grad_storages.append(full)
                 main_grad = full[segment.flat_start : segment.flat_start + segment.numel]
             main_grads.append(main_grad)
             if every_micro_batch:
                 assert buffer is not None
-                flats.append(self._sharded_gradient(layout, main_grad, buffer))
+                start, stop = layout.shard(self._comm.rank)
+                shard = main_grad[start - segment.flat_start : stop - segment.flat_start]
+                gradient_sum = TreeSum() if self.reproducible else RunningSum(shard)
+                flats.append(ShardedGradient(layout, self._comm, buffer, gradient_sum, shard, main_grad))
             elif full is None:
                 flats.append(UnshardedGradient(layout, self._comm, main_grad, True, buffer))
             else:
@@ -254,7 +260,7 @@ class ShardedState:
         return main_grads, flats
 
     def _micro_batch_gradients(self, every_micro_batch: bool) -> dict[str, MicroBatchGradient]:
-        """Returns them by flat buffer: for all, or, if FP32 sums are reduced, for those that are rounded first."""
+        """Returns them by flat buffer: all, or, if FP32 sums are reduced, those that are rounded before."""
         dtype_during_reduction = self._contract.policy.dtype_during_reduction
         specs = [
             MicroBatchGradientSpec(layout, dtype_during_reduction(self.grad_dtype(layout)))
@@ -262,40 +268,33 @@ class ShardedState:
         ]
         if not every_micro_batch:
             specs = [spec for spec in specs if self._comm.world_size > 1 and spec.dtype != torch.float32]
+        # backward order: the root group comes last
         num_root = sum(spec.layout.group == specs[-1].layout.group for spec in specs)
         self._gradient_buffers = MicroBatchGradientBuffers(self._comm, specs, num_root)
         return {spec.layout.name: buffer for spec, buffer in zip(specs, self._gradient_buffers.buffers, strict=True)}
 
-    def _sharded_gradient(self, layout: FlatLayout, main_grad: Tensor, buffer: MicroBatchGradient) -> ShardedGradient:
-        start, stop = layout.shard(self._comm.rank)
-        shard = main_grad if main_grad.numel() == layout.shard_numel else main_grad[start:stop]
-        gradient_sum = TreeSum() if self.reproducible else RunningSum(shard)
-        return ShardedGradient(layout, self._comm, buffer, gradient_sum, main_grad)
+    def _build_reducer(self) -> GradientReducer:
+        flats = list(zip(self.layouts, self._flat_gradients, strict=True))
+        groups = [self.groups[index] for index in self._backward_position]
+        by_group = [[flat for layout, flat in flats if layout.group == group.name] for group in groups]
+        return GradientReducer(by_group, [len(group.parameters) for group in groups], self._comm, self.monitor)
 
-    def _build_reducer(self, layouts: list[tuple[FlatLayout, ...]]) -> GradientReducer:
-        remaining = iter(self._flat_gradients)
-        by_group = [[next(remaining) for _ in group] for group in layouts]
-        counts = [len(group.parameters) for group in self.groups]
-        order = self._backward_position
-        return GradientReducer([by_group[i] for i in order], [counts[i] for i in order], self._comm, self.monitor)
-
-    def _install_hooks(self, layouts: list[tuple[FlatLayout, ...]], parameters: dict[str, nn.Parameter]) -> None:
-        flat = 0
-        for group, group_layouts in enumerate(layouts):
-            number = 0
-            for layout in group_layouts:
-                for index, slot in enumerate(layout.slots):
-                    destination = _GradientDestination(slot.spec.name, flat, index, group, number)
-                    self._install_hook(parameters[slot.spec.name], destination)
-                    number += 1
-                flat += 1
+    def _install_hooks(self, parameters: dict[str, nn.Parameter]) -> None:
+        indices = {group.name: index for index, group in enumerate(self.groups)}
+        counts = [0] * len(self.groups)
+        for flat, layout in enumerate(self.layouts):
+            group = indices[layout.group]
+            for index, slot in enumerate(layout.slots):
+                destination = _GradientDestination(slot.spec.name, flat, index, group, counts[group])
+                self._install_hook(parameters[slot.spec.name], destination)
+                counts[group] += 1
 
     def _install_hook(self, parameter: nn.Parameter, destination: _GradientDestination) -> None:
         owner = ref(self)  # a parameter that refers to the state would be a cycle, which frees late
 
         def on_gradient(parameter: Tensor) -> None:
             state = owner()
-            grad, parameter.grad = parameter.grad, None
+            grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
             if state is None or not state.in_backward:
                 raise UsageError(
                     f"'{destination.name}' got a gradient outside engine.backward; call engine.backward(loss) instead"
@@ -312,7 +311,7 @@ class ShardedState:
                 f"'{destination.name}' got a second gradient in one micro-batch; reentrant activation checkpointing "
                 f"does this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        self.monitor.record_magnitude(grad)
+        self.monitor.record_magnitude(grad)  # before it is weighted, rounded or summed
         self._flat_gradients[destination.flat].receive(destination.slot, grad, self.weight)
         self.reducer.complete(position, destination.number)
         if self.unshard_scheduler is not None:
@@ -359,7 +358,7 @@ class ShardedState:
         )
 
     def refresh_replicas(self, update: Callable[[int], None] | None = None, skipped: Tensor | None = None) -> None:
-        """Casts the masters into the compute replicas in forward order, and all-gathers sharded results.
+        """Casts the masters into the compute replicas, and all-gathers sharded results; all ranks call.
 
         FP8 weights with current scales are deferred: their cast needs the largest magnitudes over all ranks, which are
         reduced while the other segments are updated.
@@ -370,7 +369,7 @@ class ShardedState:
             skipped: with ``update``: whether it changes nothing, decided on the device; 0-dim.
         """
         gathers = self._placements.master is Placement.SHARD and self._placements.compute is Placement.REPLICATE
-        if self.unshard_scheduler is not None:
+        if self.unshard_scheduler is not None:  # what is unsharded now would keep the old values
             self.unshard_scheduler.reshard()
         deferred = self.scales.begin(skipped)
         for number in deferred:
@@ -379,6 +378,7 @@ class ShardedState:
             self.scales.measure(number)
         maximum = self.scales.start_maximum() if deferred else Pending()
         pending = []
+        # in forward order, so that what the next forward needs first arrives first
         for number, (segment, replica) in enumerate(zip(self.arena.segments, self.replicas, strict=True)):
             if number in deferred:
                 continue
@@ -391,11 +391,11 @@ class ShardedState:
         for number in deferred:
             self.scales.cast(number)
             pending += self.replicas[number].start_all_gather() if gathers else []
-        if not deferred:
+        if not deferred:  # the updates above have measured the largest magnitudes for the next scales
             pending.append(self.scales.start_maximum())
-        for work in pending:
+        for work in pending:  # before the next vote: [Note: buffer reuse]
             work.wait()
-        for replica in self.replicas:
+        for replica in self.replicas:  # after the waits: operands are made from gathered values
             replica.views.invalidate()
 
     # -- the norm --------------------------------------------------------------------------------------------------
@@ -421,6 +421,7 @@ class ShardedState:
         squares, column = [], 0
         for layout in self.layouts:
             width = layout.shard_numel // CHUNK
+            # without the padding that the world size adds: zeros too would change the order of the sum
             squares.append(rows[:, column : column + width].reshape(-1)[: layout.real_numel // CHUNK])
             column += width
         return torch.cat(squares).sum()
@@ -467,7 +468,7 @@ class ShardedState:
         full = local
         if segment.numel != layout.numel:
             full = self._zeros(layout.numel)
-            self._comm.all_gather(full, local.contiguous(), label=f"full {layout.name}").wait()
+            self._comm.all_gather(full, local, label=f"full {layout.name}").wait()
         for slot in layout.slots:
             yield slot.spec, full[slot.start : slot.stop].view(slot.spec.shape)
 

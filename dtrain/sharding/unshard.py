@@ -4,9 +4,8 @@ A group is unsharded by one of three events:
 
 - Forward: hooks on the modules. The root group is unsharded for the whole forward and backward, a unit's group for its
   call.
-- Backward: autograd's saved-tensor hooks. A saved view of an unsharded buffer is saved as a reference to its place, and
-  looked up when backward needs it. Hooks on outputs would miss outputs that are not tensors, and activation
-  checkpointing.
+- Backward: autograd's saved-tensor hooks. A view of an unsharded buffer is saved as a reference, which is resolved when
+  backward needs it. Hooks on outputs would miss outputs that are not tensors, and activation checkpointing.
 - A module that reads its parameter while backward recomputes part of the forward.
 
 The next groups are prefetched in the order in which the last pass used them. Every rank runs the same modules, so all
@@ -92,7 +91,7 @@ class UnshardScheduler:
     # -- hooks -----------------------------------------------------------------------------------------------------
 
     def _install(self, model: nn.Module) -> None:
-        """Installs the hooks; those of one module run in the order model, unit, owner of a parameter."""
+        # prepended hooks run last to first, so those of one module run in the order model, unit, owner of a parameter
         owners = {id(p): group for group in self._groups for p in group.parameters.values()}
         names = {id(p): name for group in self._groups for name, p in group.parameters.items()}
         for module in model.modules():
@@ -105,6 +104,7 @@ class UnshardScheduler:
                 module.register_forward_pre_hook(
                     ModuleHook(lambda *_, group=group: self._enter_unit(group)), prepend=True
                 )
+                # always_call: a forward that raises must not leave its group open
                 leave = ModuleHook(lambda module, args, output, group=group: self._leave_unit(group, output))
                 module.register_forward_hook(leave, always_call=True)
         model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
@@ -189,12 +189,12 @@ class UnshardScheduler:
             self._use(group)
 
     def _leave_unit(self, group: ShardedGroup, output: Any) -> None:
-        group.calls = max(group.calls - 1, 0)
+        group.calls = max(group.calls - 1, 0)  # 0 if another pre-hook failed before this forward began
         if group.calls or self._in_backward or not group.is_started:
             return
         names = {id(p): name for name, p in group.parameters.items()}
         for value in pytree.tree_leaves(output):
-            if id(value) in names:
+            if id(value) in names:  # the caller would read NaN
                 raise ModelError(
                     f"'{group.name}' returns its parameter '{names[id(value)]}', which is sharded outside its forward "
                     f"(zero_stage=3); return a view or a copy, or keep it gathered: "
@@ -212,7 +212,7 @@ class UnshardScheduler:
         """Context of one micro-batch's backward; reshards all groups after it."""
         for group in self._groups:
             group.num_missing_gradients = len(group.parameters)
-        if self._backward is None:
+        if self._backward is None:  # later passes follow the last backward, recomputations included
             self._backward = self._forward.reverse()
         self._backward.begin()
         self._prefetch(self._backward)
@@ -222,13 +222,13 @@ class UnshardScheduler:
         finally:
             self._in_backward = False
             self._backward.end()
-            self.reshard()
+            self.reshard()  # also what was prefetched in vain: [Note: buffer reuse]
 
     def gradient_received(self, number: int) -> None:
         """Reshards group ``number`` after its last gradient, because backward no longer needs it."""
         group = self._groups[number]
         group.num_missing_gradients -= 1
-        if group.name and not group.num_missing_gradients:
+        if group.name and not group.num_missing_gradients:  # the root group stays for the whole backward
             self._reshard(group)
 
     def reshard(self) -> None:
@@ -240,6 +240,7 @@ class UnshardScheduler:
         """Saves a view of an unsharded buffer as a reference, any other tensor with its version."""
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
             found = self._storages.get(tensor.untyped_storage().data_ptr())
+            # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
             if found is not None and tensor.dtype == found[1].layout.dtype:
                 return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # detached: autograd would keep an output alive that holds its own graph; the version is shared
@@ -273,7 +274,7 @@ class UnshardScheduler:
             assert order is not None
             order.use(group)
             self._prefetch(order, group)
-        group.finish_unshard()
+        group.finish_unshard()  # after the prefetch, whose all-gathers run while this one is waited for
         for replica in group.replicas:
             for number, copy in enumerate(replica.copies):
                 self._storages[copy.data_ptr()] = (group, replica, number)
@@ -282,14 +283,15 @@ class UnshardScheduler:
         """Starts ``current`` and the groups expected next; reshards the least recently used groups for them."""
         wanted = [*current, *order.following(self._options.prefetch)]
         if self._options.reshard_after_forward:
+            # the least recently used first; a group whose forward is running must stay
             others = [group for group in self._unsharded if group not in wanted and not group.calls]
             allowed = 1 + self._options.prefetch - len(wanted)
             for group in others[: max(len(others) - allowed, 0)]:
                 self._reshard(group)
-        for group in reversed(wanted):
+        for group in reversed(wanted):  # the one that is needed first becomes the most recently used
             self._unsharded.pop(group, None)
             self._unsharded[group] = None
-        for group in wanted:
+        for group in wanted:  # in the order of use, which is that of the collectives on all ranks
             group.start_unshard()
         # now, and not at the wait: the other ranks may read while this one computes
         self._comm.send_ready_message()
@@ -298,7 +300,7 @@ class UnshardScheduler:
     def _reshard(self, group: ShardedGroup) -> None:
         if group.is_started:
             for replica in group.replicas:
-                for copy in replica.copies:
+                for copy in replica.copies:  # the address may be given to another tensor
                     self._storages.pop(copy.data_ptr(), None)
             group.reshard()
             self._unsharded.pop(group, None)

@@ -15,12 +15,7 @@ from dtrain.telemetry.metrics import StepMetrics
 
 
 class Console:
-    """Prints logged steps as lines, or on a terminal beside a progress bar.
-
-    Args:
-        total_steps: attempted steps of the whole run.
-        start_step: step that the run resumes from.
-    """
+    """Prints logged steps as lines, or on a terminal beside a progress bar."""
 
     def __init__(self, total_steps: int, start_step: int) -> None:
         self._total = total_steps
@@ -41,11 +36,10 @@ class Console:
             self._progress.update(task, completed=metrics.step, status=line.split("  ", 1)[1], refresh=True)
 
     def validation(self, step: int, loss: float) -> None:
-        """Shows a validation loss."""
         logger.info("step %d/%d  val_loss %.4f", step, self._total, loss)
 
     def close(self, exit_code: int) -> None:
-        """Removes the progress bar."""
+        # the handlers first: they write to a proxy that ends with the progress bar
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()

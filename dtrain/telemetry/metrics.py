@@ -46,7 +46,6 @@ class StepMetrics:
     evidence: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as JSON values; ``reason`` and ``culprit`` only for a skipped step."""
         values = finite(asdict(self))
         del values["evidence"]
         return {key: value for key, value in values.items() if value is not None or key not in ("reason", "culprit")}
@@ -81,13 +80,9 @@ class Summary:
 
 
 class Sink(Protocol):
-    """Receives the metrics of a run on rank 0: the metrics file, the console, a tracker."""
+    def step(self, metrics: StepMetrics) -> None: ...
 
-    def step(self, metrics: StepMetrics) -> None:
-        """Receives a logged step."""
-
-    def validation(self, step: int, loss: float) -> None:
-        """Receives the validation loss after ``step`` attempted steps."""
+    def validation(self, step: int, loss: float) -> None: ...
 
     def close(self, exit_code: int) -> None:
         """Ends the run, also after a failure."""
@@ -96,10 +91,7 @@ class Sink(Protocol):
 class MetricsFile:
     """Appends lines to ``metrics.jsonl`` and flushes each.
 
-    Args:
-        run_dir: the run directory.
-        start_step: step that the run resumes from. Lines after it are dropped first, so that a resumed run does not
-            repeat them.
+    Lines after ``start_step``, which the run resumes from, are dropped first: the resumed run writes them again.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -112,7 +104,6 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Appends a training line."""
         self._append(metrics.to_dict())
 
     def validation(self, step: int, loss: float) -> None:
@@ -122,7 +113,6 @@ class MetricsFile:
             self._validated = step
 
     def close(self, exit_code: int) -> None:
-        """Closes the file."""
         self._file.close()
 
     def _append(self, line: dict[str, Any]) -> None:
@@ -131,17 +121,12 @@ class MetricsFile:
 
 
 class FailureFiles:
-    """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``).
-
-    Args:
-        run_dir: the run directory. The folder ``failures`` is created with the first skipped step.
-    """
+    """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``)."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FAILURES
 
     def step(self, metrics: StepMetrics) -> None:
-        """Writes the file of a skipped step."""
         if metrics.applied:
             return
         self._folder.mkdir(exist_ok=True)
@@ -150,11 +135,9 @@ class FailureFiles:
             self._folder / f"step-{metrics.step}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"
         )
 
-    def validation(self, step: int, loss: float) -> None:
-        """Does nothing."""
+    def validation(self, step: int, loss: float) -> None: ...
 
-    def close(self, exit_code: int) -> None:
-        """Does nothing: no file stays open."""
+    def close(self, exit_code: int) -> None: ...
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -181,7 +164,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Writes ``summary.json`` atomically."""
     text = json.dumps(finite(asdict(summary)), indent=2, allow_nan=False)
     write_atomically(run_dir / SUMMARY_FILE, text + "\n")
 

@@ -14,12 +14,10 @@ from dtrain.precision.hardware import rate
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name that torch reports for a GPU, or the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # respects a scheduler's limit; macOS has no such call
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -42,8 +40,6 @@ def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Number of steps and the seconds they took."""
-
     steps: int = 0
     seconds: float = 0.0
 
@@ -53,7 +49,6 @@ class StepTiming:
         return self.seconds / self.steps if self.steps else 0.0
 
     def plus(self, seconds: float) -> StepTiming:
-        """Returns the timing with one more step that took ``seconds``."""
         return StepTiming(self.steps + 1, self.seconds + seconds)
 
 
@@ -70,7 +65,6 @@ class StepTimer:
         self._later = StepTiming()
 
     def step_done(self) -> None:
-        """Ends one step and begins the next."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         self._window = self._window.plus(seconds)
@@ -81,13 +75,11 @@ class StepTimer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes the time spent inside."""
         start = time.perf_counter()
         yield
         self._mark += time.perf_counter() - start
 
     def window(self) -> StepTiming:
-        """Returns the timing of the steps since the last call."""
         timing, self._window = self._window, StepTiming()
         return timing
 

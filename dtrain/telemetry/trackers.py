@@ -27,11 +27,7 @@ Mode = Literal["online", "offline", "disabled"]
 
 
 def check_tracker(config: TrackerConfig) -> None:
-    """Checks on every rank, before anything starts, that the tracker is available.
-
-    Raises:
-        ConfigError: its package is not installed.
-    """
+    """Raises ``ConfigError`` if the tracker's package is missing; called on every rank before anything starts."""
     if isinstance(config, TensorboardConfig) and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "tracker=tensorboard needs the package tensorboard, which is not installed: "
@@ -42,19 +38,13 @@ def check_tracker(config: TrackerConfig) -> None:
 def open_tracker(config: TrackerConfig, run_dir: Path, *, settings: Mapping[str, Any], start_step: int) -> list[Sink]:
     """Opens the tracker that ``config`` names; returns a list of zero or one sinks.
 
-    Args:
-        config: the tracker group of the run.
-        run_dir: the run directory, for all files of the tracker.
-        settings: resolved config of the run, redacted because it may leave this machine.
-        start_step: step that the run resumes from.
+    ``settings`` is the resolved config of the run, redacted because it may leave this machine.
     """
-    opened: Sink | None = None
     if isinstance(config, WandbConfig):
-        wandb_config = config
-        opened = _guarded("wandb", lambda: WandbTracker(wandb_config, run_dir, settings))
-    elif isinstance(config, TensorboardConfig):
-        opened = _guarded("tensorboard", lambda: TensorboardTracker(run_dir, start_step))
-    return [opened] if opened is not None else []
+        return _guarded("wandb", lambda: WandbTracker(config, run_dir, settings))
+    if isinstance(config, TensorboardConfig):
+        return _guarded("tensorboard", lambda: TensorboardTracker(run_dir, start_step))
+    return []
 
 
 class WandbTracker:
@@ -90,15 +80,12 @@ class WandbTracker:
             logger.info("wandb: offline in %s; upload with `wandb sync`", run_dir / "wandb")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Logs the numbers of a training step as ``train/...``."""
         self._run.log({"step": metrics.step} | {f"train/{key}": value for key, value in _scalars(metrics).items()})
 
     def validation(self, step: int, loss: float) -> None:
-        """Logs ``val/loss``."""
         self._run.log({"step": step, "val/loss": loss})
 
     def close(self, exit_code: int) -> None:
-        """Ends the run, marked as failed if ``exit_code`` is not 0."""
         self._run.finish(exit_code=exit_code)
 
 
@@ -135,7 +122,6 @@ def _logged_in() -> bool:
 
 
 def _run_id(run_dir: Path) -> str:
-    """Returns the run's id from ``tracker.json``, which the first call writes."""
     path = run_dir / TRACKER_FILE
     if path.exists():
         run_id = json.loads(path.read_text(encoding="utf-8")).get("wandb_run_id")
@@ -155,16 +141,13 @@ class TensorboardTracker:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step + 1)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Logs the numbers of a training step as ``train/...``."""
         for key, value in _scalars(metrics).items():
             self._writer.add_scalar(f"train/{key}", value, metrics.step)
 
     def validation(self, step: int, loss: float) -> None:
-        """Logs ``val/loss``."""
         self._writer.add_scalar("val/loss", loss, step)
 
     def close(self, exit_code: int) -> None:
-        """Flushes and closes the event file."""
         self._writer.close()
 
 
@@ -194,12 +177,12 @@ class _Guarded:
             _warn(self._name, error)
 
 
-def _guarded(name: str, make: Callable[[], Sink]) -> Sink | None:
+def _guarded(name: str, make: Callable[[], Sink]) -> list[Sink]:
     try:
-        return _Guarded(name, make())
+        return [_Guarded(name, make())]
     except Exception as error:
         _warn(name, error)
-        return None
+        return []
 
 
 def _warn(name: str, error: Exception) -> None:

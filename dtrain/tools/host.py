@@ -21,11 +21,7 @@ _PEERS = ("accelerate", "deepspeed")
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and its software.
-
-    Attributes:
-        peers: versions of the installed packages that dtrain is measured against.
-    """
+    """A machine and its software; ``peers`` are the installed packages that dtrain is measured against."""
 
     cpu: str
     cores: int
@@ -38,7 +34,6 @@ class Host:
     peers: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """Returns machine and software in one line."""
         gpus = "".join(f", {name}" for name in self.gpus)
         peers = "".join(f", {name} {number}" for name, number in self.peers.items())
         return (
@@ -48,7 +43,6 @@ class Host:
 
 
 def describe_host() -> Host:
-    """Describes this machine and its software."""
     return Host(
         cpu=_cpu_model(),
         cores=num_cores(),

@@ -15,9 +15,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from dtrain.errors import RankError
+from dtrain.errors import DtrainError, RankError
 
 _POLL_S = 0.02
+_MAX_REASON_LENGTH = 500
 
 
 def environment(threads: int) -> dict[str, str]:
@@ -43,11 +44,7 @@ def start_rank(module: str, *, threads: int, stdout: IO[str] | int, stderr: IO[s
 
 
 def send_line(process: subprocess.Popen[str], line: str) -> None:
-    """Writes one line to the standard input of ``process``.
-
-    Raises:
-        BrokenPipeError: it has ended.
-    """
+    """Writes one line to the standard input of ``process``; raises BrokenPipeError if it has ended."""
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
@@ -113,8 +110,13 @@ def open_result() -> IO[str]:
     return result
 
 
+def failure_reason(error: Exception) -> str:
+    """Returns the message of ``error`` in one line, with the type of an error that is not dtrain's."""
+    text = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:_MAX_REASON_LENGTH]
+
+
 def kill_group(process: subprocess.Popen[str]) -> None:
-    """Ends ``process`` and what it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

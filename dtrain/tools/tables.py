@@ -25,7 +25,6 @@ class Table:
 
     @classmethod
     def of(cls, title: str, columns: Sequence[Column[Row]], rows: Sequence[Row]) -> Table:
-        """Fills every column's function with every row."""
         texts = [tuple(cell(row) for _, cell in columns) for row in rows]
         return cls(title, tuple(name for name, _ in columns), texts)
 
@@ -42,7 +41,6 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Prints the tables, each under its title."""
     console = Console(markup=False, highlight=False)
     for table in tables:
         if not sys.stdout.isatty():
@@ -54,6 +52,11 @@ def show(tables: Sequence[Table]) -> None:
         for row in table.rows:
             drawn.add_row(*map(_without_backticks, row))
         console.print(drawn)
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns ``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _without_backticks(text: str) -> str:

@@ -39,7 +39,6 @@ def launch(configs: Sequence[RunConfig], num_processes: int, argv: Sequence[str]
 
     Args:
         configs: the runs of ``argv``; checked before any process is started.
-        num_processes: number of ranks.
         argv: the command line after the verb.
 
     Returns:

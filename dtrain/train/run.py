@@ -171,7 +171,6 @@ def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
 
 
 def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink]:
-    """Opens the receivers of metrics on rank 0: the metrics file, the console and the tracker."""
     sinks: list[Sink] = []
     step = engine.attempted_steps
 

@@ -45,7 +45,6 @@ class RunDir:
     """Directory of a run, and the checkpoint from which it starts.
 
     Attributes:
-        path: the run directory; it exists.
         load_from: a checkpoint or a directory of checkpoints; None: start from step 0.
         finished: whether all steps are done already.
         contract: the precision contract of that checkpoint; empty if unknown.
@@ -58,16 +57,11 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of the run's own checkpoints."""
         return self.path / CHECKPOINTS
 
 
 def check_resume(config: RunConfig) -> None:
-    """Checks a ``resume`` that is a path before anything starts.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
+    """Raises ``ConfigError`` if ``resume`` is a path without a checkpoint, before anything starts."""
     if config.resume not in ("auto", "none"):
         _find_checkpoints(config.resume)
 
@@ -95,7 +89,11 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
         manifest = None if load_from is None else _newest_manifest(load_from)
         contract: dict[str, Any] = {}
         if manifest is not None:
-            _compare_with_checkpoint(manifest, redacted(config))
+            before, now = manifest.state.get("config") or {}, redacted(config)
+            # groups that the checkpoint lacks are not compared: an imported one has only its model
+            shared = {group: now[group] for group in now if group in before}
+            if before:
+                compare_configs(before, shared, manifest.step)
             contract = manifest.state.get("contract") or {}
         return str(path), str(load_from) if load_from else None, finished, contract
 
@@ -225,12 +223,6 @@ def _newest_manifest(load_from: Path) -> Manifest | None:
         return load_manifest(candidates[-1]) if candidates else None
     except (DamageError, OSError):
         return None  # the engine names the damage, and loads an older one if it can
-
-
-def _compare_with_checkpoint(manifest: Manifest, now: dict[str, Any]) -> None:
-    before = manifest.state.get("config")
-    if before:  # groups that the checkpoint lacks are not compared: an imported one has only its model
-        compare_configs(before, {group: now[group] for group in now if group in before}, manifest.step)
 
 
 def _find_checkpoints(resume: str) -> Path:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.checkpoint.snapshot import redact
-from dtrain.config.capabilities import check
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.schema import (
     CosineConfig,
@@ -28,7 +27,7 @@ from dtrain.config.schema import (
 from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.engine.initialize import initialize
+from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
@@ -40,7 +39,6 @@ from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding.placement import STAGES
 from dtrain.telemetry.throughput import num_cores
 
 
@@ -108,7 +106,6 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 
 
 def make_policy(config: RunConfig) -> PrecisionPolicy:
-    """Returns the precision policy of ``config``: its name, rules, and FP8 options for a micro-batch of this run."""
     precision = config.precision
     num_rows = precision.float8.num_rows or config.train.micro_batch_size * config.model.max_seq_len
     float8 = Float8Options(**(asdict(precision.float8) | {"num_rows": num_rows}))
@@ -116,35 +113,28 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Checks that every pattern of module names matches something in ``model``.
-
-    Raises:
-        ConfigError: naming the pattern that does not.
-    """
+    """Raises ``ConfigError`` for a pattern of module names that matches nothing in ``model``."""
     resolve(make_policy(config), model)
     if isinstance(config.engine, NativeEngineConfig):
         matching_parameters(model, config.engine.keep_gathered)
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
-    """Checks the precision of ``config`` on ``device``.
-
-    Raises:
-        ConfigError: ``device`` cannot compute in it, or reduction would lose precision or range for nothing.
-    """
-    policy, engine = make_policy(config).on(device), config.engine
-    check(engine.name, zero_stage=engine.zero_stage, precision=policy.name, device_type=device.type)
-    placements = STAGES[engine.zero_stage]
-    reduces_every_micro_batch = engine.name == "native" and placements.reduces_every_micro_batch(
-        reproducible=engine.reproducible
+    """Checks the precision of ``config`` on ``device``; raises as :func:`dtrain.engine.initialize.resolve_policy`."""
+    engine = config.engine
+    resolve_policy(
+        engine.name,
+        make_policy(config),
+        device,
+        zero_stage=engine.zero_stage,
+        reproducible=engine.reproducible,
+        reduce_dtype=engine.reduce_dtype,
     )
-    policy.reducing(engine.reduce_dtype, reduces_every_micro_batch=reduces_every_micro_batch)
 
 
 def make_engine(
     config: RunConfig, model: nn.Module, comm: Communicator, saved_contract: Mapping[str, Any] | None = None
 ) -> Engine:
-    """Builds the engine of ``config`` around ``model``, with the FP8 decisions of ``saved_contract``."""
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optim, scale, engine = config.optim, config.precision.loss_scale, config.engine
@@ -168,7 +158,6 @@ def make_engine(
 
 
 def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
-    """Builds the schedule of ``config`` over ``total_steps`` applied steps."""
     warmup_steps = config.resolve_warmup_steps(total_steps)
     match config:
         case CosineConfig():
@@ -182,7 +171,6 @@ def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 
 def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:
-    """Builds the loader of this rank's micro-batches, from the engine's data cursor on."""
     train = config.train
     return BatchLoader(
         dataset.train,

@@ -29,7 +29,6 @@ class StopSignals:
 
     @property
     def requested(self) -> bool:
-        """Whether a stop signal has arrived."""
         return self._first is not None
 
     @property

@@ -73,10 +73,7 @@ class Trainer:
     """Trains ``engine`` on ``data`` for ``config.steps`` attempted steps.
 
     Args:
-        engine: the engine; the loop starts at its ``attempted_steps``.
-        config: number of steps, and how often to log, validate and save.
-        saving: where and how to save checkpoints.
-        stop: the stop signals of this process.
+        engine: the loop starts at its ``attempted_steps``.
         sinks: receivers of metrics; empty on ranks other than 0.
     """
 
@@ -104,7 +101,6 @@ class Trainer:
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
 
     def run(self) -> TrainResult:
-        """Runs the remaining steps; evaluates, logs and saves on the way and at the end."""
         self._timer = StepTimer()  # starts now, not when the trainer was built
         try:
             return self._run()
@@ -269,7 +265,6 @@ class Trainer:
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch with its tensors on ``device``."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

@@ -1,4 +1,4 @@
-"""Main grads keep the error bound of FP32 sums over micro-batches and ranks, which sums in low precision break.
+"""Main grads keep the error bound of FP32 sums over micro-batches and ranks, which sums in reduced precision break.
 
 Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., sections 3.1 and 4.2: a sum of n products rounded one
 by one differs from the exact one by at most gamma(d) times the sum of the absolute values, with d = n roundings on the
@@ -34,7 +34,7 @@ class Dot(nn.Module):
         return (self.vector.float() * x).sum()
 
 
-def leaf(number: int) -> Tensor:
+def micro_batch(number: int) -> Tensor:
     """Values of BF16 over many magnitudes and both signs, for micro-batch ``number`` of the global order."""
     generator = torch.Generator().manual_seed(number)
     values = torch.randn(NUMEL, 1, generator=generator) * 2.0 ** torch.randint(-12, 12, (NUMEL, 1), generator=generator)
@@ -45,7 +45,7 @@ def main_grads(rank: int, world: int, stage: int, reproducible: bool) -> Tensor 
     engine = dtrain.initialize(Dot(), precision="bf16", zero_stage=stage, reproducible=reproducible, seed=0)
     numbers = range(rank, NUM_MICRO_BATCHES * world, world)
     for number, weight in engine.accumulate(zip(numbers, WEIGHTS, strict=True)):
-        engine.backward(engine(leaf(number)), weight=weight)
+        engine.backward(engine(micro_batch(number)), weight=weight)
     engine.finish_gradients()  # type: ignore[attr-defined]
     full = [grad.clone() for _, grad in engine.state.full_main_grads()]  # type: ignore[attr-defined]
     engine.step()
@@ -59,7 +59,7 @@ def bound(depth: int) -> float:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_error_stays_under_the_bound(world: int) -> None:
     number = NUM_MICRO_BATCHES * world
-    terms = torch.stack([leaf(n).double() * float(torch.tensor(WEIGHTS[n // world])) for n in range(number)])
+    terms = torch.stack([micro_batch(n).double() * float(torch.tensor(WEIGHTS[n // world])) for n in range(number)])
     exact, size = terms.sum(dim=0), terms.abs().sum(dim=0)
     for stage in (0, 1, 2, 3):
         got = run_ranks(world, main_grads, stage, False)[0]
@@ -67,7 +67,7 @@ def test_the_error_stays_under_the_bound(world: int) -> None:
     got = run_ranks(world, main_grads, 2, True)[0]
     depth = 1 + math.ceil(math.log2(number))
     assert ((got.double() - exact).abs() <= bound(depth) * size).all(), "canonical tree"
-    low = torch.zeros(NUMEL, 1, dtype=torch.bfloat16)
+    reduced = torch.zeros(NUMEL, 1, dtype=torch.bfloat16)
     for n in range(number):
-        low += (leaf(n) * WEIGHTS[n // world]).bfloat16()
-    assert ((low.double() - exact).abs() > bound(number) * size).float().mean() > 0.9, "the control"
+        reduced += (micro_batch(n) * WEIGHTS[n // world]).bfloat16()
+    assert ((reduced.double() - exact).abs() > bound(number) * size).float().mean() > 0.9, "the control"

@@ -46,7 +46,7 @@ def test_resharding_over_real_ranks(tmp_path: Path, saved: int, loaded: int) -> 
 def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> None:
     for step in (10, 20):
         run_ranks(2, _save, tmp_path, step)
-    file = tmp_path / "step-00000020" / "r0001.safetensors"  # verified by rank 1 alone
+    file = tmp_path / "step-00000020" / "r0001.safetensors"  # verified only by rank 1
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -82,9 +82,9 @@ def test_equal_bits(world: int, stages: range) -> None:
 
 def test_recipes_and_the_plain_order_differ() -> None:
     """The controls: the test above can fail."""
-    alone = bits(1, range(1))
-    assert alone["tensorwise"] != alone["rowwise"]
-    assert bits(2, range(1), False)["tensorwise"] != alone["tensorwise"]
+    single = bits(1, range(1))
+    assert single["tensorwise"] != single["rowwise"]
+    assert bits(2, range(1), False)["tensorwise"] != single["tensorwise"]
 
 
 MODELS = [
@@ -186,7 +186,7 @@ def test_replicas_are_the_masters_cast(variant: str) -> None:
 
 
 def skipped(rank: int, world: int, variant: str) -> list[Any]:
-    """What changes in a step that one rank's overflow skips: nothing."""
+    """Returns what changes in a step that is skipped after an overflow on one rank."""
     engine = start(variant, zero_stage=3)
     train(engine, [0, 1, 2])
     if isinstance(engine.state.scales, DelayedScales):
@@ -284,12 +284,12 @@ def copied(rank: int, world: int) -> list[bool]:
     found = []
     for stage in (1, 3):
         engine = start("rowwise", zero_stage=stage)
-        twin = copy.deepcopy(engine.module)
-        has_values = not any(p.isnan().any() for p in twin.parameters())
-        train(engine, [0], leaves=2)
-        twin.load_state_dict({name: 0.01 * torch.ones_like(p) for name, p in twin.named_parameters()})
+        copied_model = copy.deepcopy(engine.module)
+        has_values = not any(p.isnan().any() for p in copied_model.parameters())
+        train(engine, [0], num_micro_batches=2)
+        copied_model.load_state_dict({name: 0.01 * torch.ones_like(p) for name, p in copied_model.named_parameters()})
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            is_finite = bool(twin(batch(0, 0)).isfinite())
+            is_finite = bool(copied_model(batch(0, 0)).isfinite())
         found += [has_values, is_finite]
     return found
 
@@ -439,13 +439,13 @@ def test_memory_counts_what_products_keep() -> None:
 
 
 def test_few_collectives_a_step() -> None:
-    """A maximum for all weights, and one gather a flat buffer: biases and norms lie with the root's."""
+    """One maximum for all weights, and one all-gather per flat buffer; biases and norms are in the root's."""
     assert run_ranks(2, collectives_of_a_step)[0] == {"all_reduce_max": 1, "all_gather": 4}
 
 
 def collectives_of_a_step(rank: int, world: int) -> dict[str, int]:
     engine = start(zero_stage=2)
-    train(engine, [0], leaves=2)
+    train(engine, [0], num_micro_batches=2)
     engine.backward(engine(batch(1, rank)))
     engine.finish_gradients()
     before = engine.comm._num_issued

@@ -138,11 +138,11 @@ def test_auto_is_one_process_on_a_cpu_and_the_launchers_number_under_one(tmp_pat
     argv = [*SMALL, data, *SHORT, f"run_dir={tmp_path}/run", "launch.device=cpu"]
     assert command_line(tmp_path / "log", *argv, "launch.num_processes=auto") == 0
     assert summary(tmp_path / "run")["world_size"] == 1
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for number in ("auto", "1"):
         argv[-2] = f"run_dir={tmp_path}/run-{number}"
-        assert command_line(tmp_path / "log", *argv, f"launch.num_processes={number}", env=alone) == 0
-    assert command_line(tmp_path / "contradiction", *argv, "launch.num_processes=2", env=alone) == 2
+        assert command_line(tmp_path / "log", *argv, f"launch.num_processes={number}", env=one_rank) == 0
+    assert command_line(tmp_path / "contradiction", *argv, "launch.num_processes=2", env=one_rank) == 2
     log = (tmp_path / "contradiction").read_text()
     assert log.startswith("dtrain: launch.num_processes=2, but a launcher has started 1 ranks on this host")
 
@@ -156,16 +156,17 @@ def deepspeed(folder: Path, *argv: str) -> Job:
     return Job(["deepspeed", *options, str(ROOT / "launch/train.py"), *argv], folder)
 
 
-LAUNCHERS: dict[str, tuple[Callable[..., Job], int, str]] = {
-    "launch.num_processes": (started, 1, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
-    "deepspeed": (deepspeed, 247, r"exits with return code = -9"),
-    "srun": (sbatch, 137, r"task 1: -9"),
+# SLURM gives the highest code of its tasks: 128 + SIGKILL, or + SIGTERM if it ends the other rank while that one exits
+LAUNCHERS: dict[str, tuple[Callable[..., Job], set[int], str]] = {
+    "launch.num_processes": (started, {1}, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
+    "deepspeed": (deepspeed, {247}, r"exits with return code = -9"),
+    "srun": (sbatch, {137, 143}, r"task 1: -9"),
 }
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: str, launcher: str) -> None:
-    start, code, report = LAUNCHERS[launcher]
+    start, codes, report = LAUNCHERS[launcher]
     run_dir = tmp_path / "run"
     # it saves all the time, in threads that communicate over a group of their own
     with start(tmp_path, *SMALL, data, *ENDLESS, "train.save_every=1", f"run_dir={run_dir}") as job:
@@ -173,7 +174,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: s
         assert listening(job) == LOOPBACK
         pid = job.ranks()[1]
         os.kill(pid, signal.SIGKILL)
-        assert job.wait() == code, job.output
+        assert job.wait() in codes, job.output
         assert job.gone()
     assert re.search(report.format(pid=pid), job.output), job.output
     assert re.search(

@@ -36,7 +36,7 @@ def start(engine: str, precision: str) -> Any:
 
 
 def resident(what: str) -> int:
-    """``RSS`` now or ``HWM``, the most since the last reset, in bytes."""
+    """Resident bytes: ``RSS`` now, or ``HWM``, the maximum since the last reset."""
     found = re.search(rf"Vm{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
@@ -47,15 +47,15 @@ def save(rank: int, world: int, folder: Path) -> None:
 
 
 def load(rank: int, world: int, folder: Path, engine: str) -> tuple[int, float]:
-    """Bytes that a load took beside what was there, and the last weight of this rank."""
+    """Returns the bytes that a load took beside the existing state, and the last weight of this rank."""
     running = start(engine, "bf16")  # so that the frozen weight, saved in FP32, is cast
-    pieces = [piece for kind in ("master", "exp_avg", "exp_avg_sq") for piece in running.local_shards(kind)]
-    for piece in pieces:
-        piece.data.fill_(0.5)
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    shards = [shard for kind in ("master", "exp_avg", "exp_avg_sq") for shard in running.local_shards(kind)]
+    for shard in shards:
+        shard.data.fill_(0.5)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
     before = resident("RSS")
     running.load(folder)
-    return resident("HWM") - before, pieces[0].data[-1].item()
+    return resident("HWM") - before, shards[0].data[-1].item()
 
 
 @pytest.mark.parametrize(("saved", "loaded", "engines"), [(1, 2, ("native", "fsdp2")), (2, 1, ("native",))])

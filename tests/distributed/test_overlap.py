@@ -79,7 +79,7 @@ def test_ranks_may_take_different_branches(stage: int) -> None:
 
 
 class Chain(nn.Module):
-    """More groups than there are places in the ring of leaves."""
+    """More groups than slots in the ring of gradient buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,10 +118,10 @@ def branch_at_stage_3(rank: int, world: int) -> str:
 
 
 def test_at_stage_3_different_branches_end_the_run() -> None:
-    """Every rank gathers what it computes with, so the ranks must go through the same groups."""
-    said = run_ranks(2, branch_at_stage_3)
-    assert all(said)
-    assert any("the ranks issued different collectives" in text for text in said)
+    """Every unshard is a collective, so all ranks must go through the same groups."""
+    messages = run_ranks(2, branch_at_stage_3)
+    assert all(messages)
+    assert any("the ranks issued different collectives" in text for text in messages)
 
 
 def _initial() -> Branches:

@@ -121,4 +121,4 @@ def test_a_resumed_run_keeps_its_decisions(tmp_path: Path) -> None:
     assert run_ranks(1, train, str(tmp_path), "train.steps=3", "precision.float8.recipe=rowwise") == [0]
     after = contract_in(tmp_path)
     assert after["float8"]["recipe"] == "rowwise"
-    assert after["decisions"] != before["decisions"], "other products are timed anew"
+    assert after["decisions"] != before["decisions"], "other products are timed again"

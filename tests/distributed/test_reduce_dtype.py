@@ -1,4 +1,4 @@
-"""The dtype on the wire: what is rounded, and that the sums over ranks never are."""
+"""The dtype of gradients during reduction: addends are rounded to it, sums over ranks are not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-LEAVES = [256.0, *[1.0] * 7]  # BF16 holds 256 and 1, but 256 + 1 is 256 there
+GRADIENTS = [256.0, *[1.0] * 7]  # BF16 holds 256 and 1, but 256 + 1 is 256 there
 
 
 class Sum(nn.Module):
@@ -28,12 +28,12 @@ class Sum(nn.Module):
 
 
 def summed(rank: int, world: int, stage: int, precision: str, reduce_dtype: str) -> tuple[str, float]:
-    """What the contract says, and the sum of all leaves, `LEAVES` dealt out to the ranks in turn."""
+    """The contract's dtype, and the sum of `GRADIENTS`, which are dealt to the ranks round-robin."""
     engine = dtrain.initialize(
         Sum(), zero_stage=stage, precision=precision, loss_scale=1.0, reduce_dtype=reduce_dtype, seed=0
     )
     assert isinstance(engine, NativeEngine)
-    for value in engine.accumulate(LEAVES[rank::world]):
+    for value in engine.accumulate(GRADIENTS[rank::world]):
         engine.backward(engine(torch.full((8,), value)))
     engine.finish_gradients()
     ((_, gradient),) = engine.state.full_main_grads()

@@ -1,4 +1,4 @@
-"""What CUDA's own autocast lacks, and a region of FP32, with real kernels."""
+"""Operations that CUDA's autocast does not protect, and an FP32 region, with real kernels."""
 
 from __future__ import annotations
 

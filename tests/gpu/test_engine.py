@@ -256,7 +256,7 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path, copied: bool) -> None:
-    """What is written, hashed and fingerprinted is the same: what was queued on the current stream before."""
+    """The written, hashed and fingerprinted bytes are those queued on the current stream before the save."""
     alone = Communicator(None, torch.device("cuda", 0))
     data = torch.zeros(1 << 22, dtype=torch.float32, device="cuda")
     snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})

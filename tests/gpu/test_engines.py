@@ -78,4 +78,4 @@ def test_goes_on_from_the_native_engine(engine: str, stage: int, tmp_path: Path)
 def test_offloaded_states_lie_in_host_memory() -> None:
     made = make_engine("deepspeed", 2, "bf16", offload="cpu")
     assert all(outcome.applied for outcome in train(made, 2))
-    assert {piece.data.device.type for piece in made.owned_shards("master")} == {"cpu"}
+    assert {shard.data.device.type for shard in made.owned_shards("master")} == {"cpu"}

@@ -99,7 +99,7 @@ def run_linear(linear: nn.Linear, x: Tensor, gradient: Tensor) -> tuple[Tensor, 
 
 
 def sqnr(got: Tensor, want: Tensor) -> float:
-    """Of the signal over its error, in dB."""
+    """Ratio of the signal to its error, in dB."""
     return float(20 * torch.log10(want.norm() / (got.double() - want).norm()))
 
 

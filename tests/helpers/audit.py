@@ -1,4 +1,4 @@
-"""What a process does behind one's back: code that it makes or runs, processes, sockets, files elsewhere."""
+"""Records forbidden acts of this process by audit events: code, processes, sockets, files outside a folder."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def _is_harmless(path: str, folder: Path) -> bool:
 
 
 def install() -> None:
-    """Adds the hook to this process, which keeps it to its end."""
+    """Adds the hook to this process; audit hooks cannot be removed."""
     sys.addaudithook(_hook)
 
 
 @contextmanager
 def watched(folder: Path) -> Iterator[list[str]]:
-    """Gives the list of what is done in the block that must not be: see above; ``folder`` is where files may be."""
+    """Yields the list of forbidden acts in the block; files inside ``folder`` are allowed."""
     seen: list[str] = []
     _watching.append((folder, seen))
     try:

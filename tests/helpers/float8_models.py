@@ -76,11 +76,11 @@ def batch(step: int, index: int) -> Tensor:
     return torch.randn(6, DIM, generator=torch.Generator().manual_seed(100 * step + index))
 
 
-def train(engine: NativeEngine, steps: Sequence[int], leaves: int = 4) -> list[float]:
-    """The losses of ``steps``, of ``leaves`` micro-batches of unequal weight each, whatever the number of ranks."""
+def train(engine: NativeEngine, steps: Sequence[int], num_micro_batches: int = 4) -> list[float]:
+    """Returns the losses of ``steps``, each of ``num_micro_batches`` of unequal weight on all ranks together."""
     losses = []
     for step in steps:
-        for index in engine.accumulate(range(engine.rank, leaves, engine.world_size)):
+        for index in engine.accumulate(range(engine.rank, num_micro_batches, engine.world_size)):
             engine.backward(engine(batch(step, index)), weight=1.0 + 0.1 * index)
         losses.append(engine.step().loss)
     return losses
@@ -92,5 +92,7 @@ def copies(engine: NativeEngine) -> dict[str, Tensor]:
     found = {"scales": table.scale.clone()}
     for replica in engine.state.replicas:
         if replica.layout.dtype.itemsize == 1:
-            found |= {f"{replica.layout.name}/{n}": local.view(torch.uint8).clone() for n, local in enumerate(replica.local)}
+            found |= {
+                f"{replica.layout.name}/{n}": local.view(torch.uint8).clone() for n, local in enumerate(replica.local)
+            }
     return found

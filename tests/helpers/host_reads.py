@@ -1,4 +1,4 @@
-"""What makes the host wait for the device: forbidden, on a CPU too, where it would cost nothing and go unnoticed."""
+"""Forbids operations that make the host wait for the device, on a CPU too, where they cost nothing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _FROM_LISTS = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
 _FUNCTIONS = {getattr(torch.Tensor, name) for name in (*_METHODS, "__format__", "__contains__", "__complex__")}
 
 
-# functions that ask first whether the tensor lies on the host, and leave it alone where it does not
-_OF_THE_HOST = {("communicator.py", "read"), ("micro_batch_weight.py", "of_ranks")}
+# functions that read only tensors on the host
+_HOST_ONLY = {("communicator.py", "read"), ("micro_batch_weight.py", "of_ranks")}
 
 
 class HostRead(AssertionError):
-    """The host asked for a value of a tensor."""
+    """The host read a value of a tensor."""
 
 
 class _Operators(TorchDispatchMode):
@@ -58,7 +58,7 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1).f_code
-        if func in _FUNCTIONS and (Path(caller.co_filename).name, caller.co_name) not in _OF_THE_HOST:
+        if func in _FUNCTIONS and (Path(caller.co_filename).name, caller.co_name) not in _HOST_ONLY:
             raise HostRead(str(func))
         if func in _FROM_LISTS and (kwargs or {}).get("device") is not None and not isinstance(args[0], Tensor):
             raise HostRead(f"{func} with a device: a copy from memory that is not pinned waits")
@@ -67,14 +67,14 @@ class _Methods(TorchFunctionMode):
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Any read of a tensor's value by this thread raises :class:`HostRead`."""
+    """Raises :class:`HostRead` at any read of a tensor's value by this thread."""
     with _Methods(), _Operators():
         yield
 
 
 def like_a_gpu(engine: NativeEngine) -> list[int]:
-    """Lets the host learn a decision only when someone looks; returns the list that grows by the step of each look."""
-    looks: list[int] = []
+    """Makes decisions arrive at the host only on demand; returns the list of the steps at which they were read."""
+    reads: list[int] = []
     finalizer = engine._finalizer
     finalizer.is_synchronous = False
 
@@ -82,11 +82,11 @@ def like_a_gpu(engine: NativeEngine) -> list[int]:
         kept, step = values.clone(), engine.attempted_steps
 
         def read() -> list[int]:
-            looks.append(step)
+            reads.append(step)
             with torch._C.DisableTorchFunction():
                 return kept.tolist()
 
         return read
 
     finalizer._readback.post = post  # type: ignore[method-assign]
-    return looks
+    return reads

@@ -19,7 +19,7 @@ NAMES = {
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
-"""What is noted of a dtype; others, such as indices, are not."""
+"""Short names of the recorded dtypes; others, such as those of indices, are not recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Ran:
 
 
 class OpDtypes(TorchDispatchMode):
-    """Notes every kernel that runs inside, by module.
+    """Records every kernel that runs inside, by module.
 
     Args:
-        model: whose modules are told apart.
+        model: the model whose modules are distinguished.
 
     Attributes:
-        ran: what ran, in order.
+        ran: the kernels, in order.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -75,7 +75,7 @@ class OpDtypes(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[OpDtypes]:
-        """The context in which kernels are noted."""
+        """Records kernels in the block."""
 
         def leave(*_: Any) -> None:
             self._open.pop()

@@ -32,13 +32,13 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class OracleStep:
-    """What one step did.
+    """Result of one step.
 
     Attributes:
-        reason: None where applied, else the first that holds of ``empty``, ``nonfinite_loss``, ``overflow``.
-        loss: weighted mean over the micro-batches; NaN where the weights sum to 0.
+        reason: None if applied, else the first that holds of ``empty``, ``nonfinite_loss``, ``overflow``.
+        loss: weighted mean over the micro-batches; NaN if the weights sum to 0.
         grad_norm: L2 norm of all gradients together, before clipping.
-        gradients: by name, before clipping; empty where the weights sum to 0.
+        gradients: by name, before clipping; empty if the weights sum to 0.
     """
 
     applied: bool
@@ -71,7 +71,7 @@ class Oracle:
         max_grad_norm: clips the global L2 norm; None does not clip.
         loss: ``loss(model, micro_batch)`` runs the forward and returns the scalar loss.
         before_forward: called with (attempted step, global index) before each forward, to seed its random numbers.
-        dtype: of everything that is floating point, micro-batches too; float64 tells what FP32 itself costs.
+        dtype: of everything that is floating point, micro-batches too; float64 shows the error of FP32 itself.
     """
 
     def __init__(
@@ -121,12 +121,12 @@ class Oracle:
             if self._before_forward is not None:
                 self._before_forward(self.attempted_steps, index)
             loss = self._loss(self.model, _cast(micro_batch, self._dtype))
-            leaves = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+            own = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
             losses.append(loss.item())
             weights.append(float(weight))
-            for total, leaf in zip(gradients.values(), leaves, strict=True):
-                if leaf is not None:
-                    total += weights[-1] * leaf
+            for total, gradient in zip(gradients.values(), own, strict=True):
+                if gradient is not None:
+                    total += weights[-1] * gradient
         self.attempted_steps += 1
 
         if sum(weights) == 0:

@@ -1,4 +1,4 @@
-"""What the ranks of the tests need and would each import anew: seconds of a processor for every one of them.
+"""Imports that the ranks of the tests need, which cost each rank seconds of processor time otherwise.
 
 The forkserver imports this once. None of it starts a thread or a process, or opens a socket: forking stays safe.
 """

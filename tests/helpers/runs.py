@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.rng import rng_key
 from dtrain.engine.model_state import MAIN_GRAD
+from dtrain.engine.rng import rng_key
 from dtrain.engine.step import StepEngine
 from tests.helpers.oracle import AdamWSettings, Oracle, OracleStep, assert_close_to_largest, normwise_error
 from tests.helpers.zoo import make

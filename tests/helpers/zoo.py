@@ -25,7 +25,7 @@ from tests.helpers.oracle import extract_loss
 
 
 class Micro(NamedTuple):
-    """One micro-batch: what the model is called with, and the target where the caller computes the loss."""
+    """One micro-batch: arguments of the model, and the target if the caller computes the loss."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,7 +50,7 @@ class ZooEntry:
     writes_buffers: bool = False
 
     def loss(self, model: Callable[..., Any], micro: Micro) -> Tensor:
-        """Runs the forward of ``model``, or of an engine round it, and returns the mean loss of the micro-batch."""
+        """Runs the forward of ``model``, or of an engine around it, and returns the mean loss of the micro-batch."""
         output = model(*micro.args, **micro.kwargs)
         return extract_loss(output) if micro.target is None else F.mse_loss(models.at_least_fp32(output), micro.target)
 

@@ -213,7 +213,7 @@ class DictOutput(nn.Module):
 
 @dataclass
 class Output:
-    """What ObjectOutput returns, as libraries of models do."""
+    """Output of ObjectOutput, an object as model libraries return it."""
 
     loss: Tensor
     prediction: Tensor

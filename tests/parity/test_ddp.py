@@ -47,7 +47,7 @@ def test_a_dummy_without_a_graph_takes_part() -> None:
 
 
 class CountingBuckets:
-    """Stands for the engine's watch on the wire."""
+    """Stands in for the engine's check of the reduced dtype."""
 
     def __init__(self) -> None:
         self.dtypes: list[torch.dtype] = []
@@ -63,14 +63,14 @@ def buckets_of_two_steps(rank: int, world: int, run: Run) -> list[list[torch.dty
     engine: Any = start(run)
     counts = []
     for step in range(2):
-        wire = engine._gradients.reduce_dtype_check = CountingBuckets()
+        check = engine._gradients.reduce_dtype_check = CountingBuckets()
         forward_backward(engine, run, step)
         engine.step()
-        counts.append(wire.dtypes)
+        counts.append(check.dtypes)
     return counts
 
 
-def test_gradients_travel_once_a_step_in_fp32() -> None:
+def test_gradients_are_reduced_once_a_step_in_fp32() -> None:
     for dtypes in run_ranks(2, buckets_of_two_steps, ddp(accumulation=3))[0]:
         assert dtypes == [torch.float32], "one bucket, after the last of three micro-batches"
 
@@ -166,7 +166,7 @@ def masters_of_both(rank: int, world: int, name: str) -> list[tuple[dict[str, Te
             for index in engine.accumulate(range(1 + step % 2)):
                 engine.backward(loss(engine, batch(rank, step, index)), weight=1.0 + index)
             assert engine.step().applied
-        both.append((engine.master_state(), [piece.data.clone() for piece in engine.local_shards("master")]))
+        both.append((engine.master_state(), [shard.data.clone() for shard in engine.local_shards("master")]))
     return both
 
 
@@ -194,7 +194,7 @@ def loops_left_early(rank: int, world: int, stops: list[int]) -> list[tuple[dict
                     break
             with torch.no_grad():
                 assert engine.step().applied
-        both.append((engine.master_state(), [piece.data.clone() for piece in engine.local_shards("master")]))
+        both.append((engine.master_state(), [shard.data.clone() for shard in engine.local_shards("master")]))
     return both
 
 
@@ -207,7 +207,7 @@ def a_step_without_sums(rank: int, world: int) -> list[str]:
     engine = start_small(Heads, "ddp")
     texts = []
     for step in range(3):
-        if step:  # after the first step nothing watches the wire
+        if step:  # after the first step the reduced dtype is not checked
             engine._replicated.require_backward_grad_sync = False
         engine.backward(engine(batch(rank, step, 0)))
         try:

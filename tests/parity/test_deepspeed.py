@@ -225,7 +225,7 @@ def evaluate(engine: StepEngine, run: Run) -> Tensor:
 
 
 def computes_with_other_weights(engine: StepEngine, run: Run, where: str) -> list[str]:
-    """What it should compute with are the cast masters, and the frozen weights that it was given."""
+    """It should compute with the cast masters, and with the frozen weights that it was given."""
     loss, entry = evaluate(engine, run), make(run.model)
     reference = make(run.model).build(0)
     masters = engine.full_state("master")

@@ -1,4 +1,4 @@
-"""Places where low precision goes wrong without a word, and what the engine does about them."""
+"""Silent failures of low precision, and how the engine avoids them."""
 
 from __future__ import annotations
 

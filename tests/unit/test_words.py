@@ -16,13 +16,22 @@ SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 
 # whole words; an identifier counts as the words between its underscores and humps
 WORDS = (
-    "leaf leaves piece pieces plane planes settle settles settled settling settlement tally tallies island islands torn "
-    "verdict verdicts blame blames blamed contender contenders entrant entrants rival rivals yardstick yardsticks shake "
-    "shakes shaken wire wires anew cure cures cured suspect suspects shortcoming shortcomings obstacle obstacles twin "
-    "twins grave graves lone news"
+    "leaf piece pieces plane planes settle settles settled settling settlement tally tallies island islands torn "
+    "verdict verdicts blame blames blamed contender contenders entrant entrants rival rivals yardstick yardsticks "
+    "shake shakes shaken wire wires anew cure cures cured suspect suspects shortcoming shortcomings obstacle "
+    "obstacles twin twins grave graves lone news"
 ).replace(" ", "|")
 STEMS = ("quantis", "initialis", "normalis", "serialis", "synchronis", "optimis", "recognis", "summaris")  # US: -iz-
-PHRASES = ("for ever", "so many", "part company", "parts company", "sign of life", "one rank alone", "what became of")
+PHRASES = (
+    "for ever",
+    "so many",
+    "part company",
+    "sign of life",
+    "one rank alone",
+    "the leaves",
+    "all leaves",
+    "num leaves",
+)
 
 # names of libraries and terms of the field that contain one of the words
 ALLOWED = re.compile(

@@ -38,7 +38,6 @@ def _multiples() -> _UInt64s:
 
 
 def _fill_weights(z: _UInt64s, scratch: _UInt64s, start: int) -> None:
-    """Fills ``z`` with the weights of the indices from ``start`` on."""
     if start + len(z) <= 1 << 30:  # z >> 30 is 0, so the first products are an arithmetic progression
         np.add(_multiples()[: len(z)], np.uint64(start * _FIRST & MASK), out=z)
     else:

@@ -1,7 +1,8 @@
 """Checks of a checkpoint's files, all of which pass before any value is used.
 
 Order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes; each file's
-header against the manifest; each file's SHA-256; the fingerprint of every tensor from the files' bytes.
+header against the manifest; each file's SHA-256; the fingerprint of every tensor from the files' bytes. A check that
+fails raises a ``DamageError`` that names the file; a file that cannot be read raises an ``OSError``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import os
 import stat
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from dtrain.checkpoint.directory import STEP_NAME
@@ -27,30 +29,19 @@ from dtrain.checkpoint.format.safetensors_file import (
 )
 
 _READ_BYTES = 4 << 20
-_THREAD_BYTES = (
-    1 << 20
-)  # blocks of this size or more are hashed in another thread; for smaller ones the hand-over costs as much
+_THREAD_BYTES = 1 << 20  # blocks of this size are hashed in a thread; for smaller ones the hand-over costs as much
 
 PartialSums = dict[int, int]  # index of a tensor in the manifest -> part of its fingerprint
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Reads and checks the manifest of the checkpoint at ``path``.
-
-    Raises:
-        DamageError: the manifest is damaged, or its step differs from the directory's name.
-        OSError: the directory or the manifest cannot be read.
-    """
     mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode):
         raise DamageError(".", f"not a directory ({stat.filemode(mode)})", "not-a-directory")
-    descriptor, size = open_regular(path / manifests.FILE)
-    try:
+    with open_regular(path / manifests.FILE) as (descriptor, size):
         if size > manifests.SIZE_LIMIT:
             raise DamageError(manifests.FILE, f"{size} bytes, more than {manifests.SIZE_LIMIT}", "size")
         manifest = Manifest.decode(read_bytes(descriptor, manifests.FILE, 0, size))
-    finally:
-        os.close(descriptor)
     match = STEP_NAME.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
         raise DamageError(manifests.FILE, f"is of step {manifest.step}, not of {path.name}", "other-step")
@@ -58,46 +49,34 @@ def load_manifest(path: Path) -> Manifest:
 
 
 def check_files(path: Path, manifest: Manifest) -> None:
-    """Checks that the directory holds exactly the manifest's files, with their sizes.
-
-    Raises:
-        DamageError: names the file.
-    """
+    """Checks that the directory holds exactly the manifest's files, with their sizes."""
     expected = {file.name for file in manifest.files} | {manifests.FILE}
     for name in sorted(os.listdir(path)):
         if name not in expected:
             raise DamageError(name, "not listed in the manifest", "extra-file")
     for file in manifest.files:
-        descriptor, _ = open_file(path, file)
-        os.close(descriptor)
+        with open_file(path, file):
+            pass
 
 
-def open_file(path: Path, file: FileEntry) -> tuple[int, int]:
-    """Opens a data file and checks its size; returns its descriptor and size.
-
-    Raises:
-        DamageError: the file is missing, not a regular file, or of another size than the manifest states.
-        OSError: the file cannot be opened.
-    """
-    descriptor, size = open_regular(path / file.name)
-    if size != file.bytes:
-        os.close(descriptor)
-        raise DamageError(file.name, f"size differs (expected {file.bytes} bytes, got {size})", "size")
-    return descriptor, size
+@contextmanager
+def open_file(path: Path, file: FileEntry) -> Iterator[int]:
+    """Opens a data file, checks its size, and yields its descriptor."""
+    with open_regular(path / file.name) as (descriptor, size):
+        if size != file.bytes:
+            raise DamageError(file.name, f"size differs (expected {file.bytes} bytes, got {size})", "size")
+        yield descriptor
 
 
 def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) -> dict[str, StoredTensor]:
-    """Reads the header of an open data file and checks it against the manifest.
-
-    Raises:
-        DamageError: header and manifest differ.
-    """
+    """Reads the header of an open data file and checks it against the manifest."""
     stored = read_header(descriptor, file.name, file.bytes)
     listed = manifest.by_file[file.name]
     if stored.keys() != listed.keys():
         key = min(stored.keys() ^ listed.keys())
         where = "its header" if key in stored else "the manifest"
         raise DamageError(file.name, f"only {where} lists {key}", "header")
+    # SHA-256 proves the bytes; only this comparison proves that manifest and header cut them alike
     for key, (tensor, chunk) in listed.items():
         actual, shape = stored[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
         if actual.dtype != tensor.dtype or actual.shape != shape:
@@ -107,24 +86,10 @@ def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) ->
 
 
 def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> PartialSums:
-    """Checks one data file, by default every byte, and returns its part of the tensors' fingerprints.
-
-    Args:
-        path: the checkpoint's directory.
-        manifest: its manifest.
-        file: the file to check.
-        fast: check size and header only.
-
-    Raises:
-        DamageError: names the file and the damage.
-        OSError: the file cannot be read.
-    """
-    descriptor, _ = open_file(path, file)
-    try:
+    """Checks one data file and returns its part of the tensors' fingerprints; ``fast`` reads size and header only."""
+    with open_file(path, file) as descriptor:
         stored = read_stored_tensors(descriptor, manifest, file)
         return {} if fast else _scan_data(descriptor, manifest, file, stored)
-    finally:
-        os.close(descriptor)
 
 
 def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Mapping[str, StoredTensor]) -> PartialSums:
@@ -150,14 +115,10 @@ def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Map
 
 
 class _Digest:
-    """A SHA-256 that hashes large blocks in a thread while the caller fingerprints them and reads the next one.
+    """A SHA-256 that hashes large blocks in a thread while the caller fingerprints them and reads the next one."""
 
-    Args:
-        data: the first bytes.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        self._digest = hashlib.sha256(data)
+    def __init__(self, first: bytes) -> None:
+        self._digest = hashlib.sha256(first)
         self._thread: threading.Thread | None = None
         self._buffers = [memoryview(b""), memoryview(b"")]
 
@@ -184,7 +145,6 @@ class _Digest:
             self._thread.start()
 
     def hex(self) -> str:
-        """Returns the hex digest of all blocks so far."""
         self._wait()
         return self._digest.hexdigest()
 
@@ -194,11 +154,7 @@ class _Digest:
 
 
 def check_fingerprints(manifest: Manifest, parts: Iterable[PartialSums]) -> None:
-    """Compares the sum of the parts with the manifest's fingerprint of every tensor.
-
-    Raises:
-        DamageError: names the tensor.
-    """
+    """Compares the sum of the parts with the manifest's fingerprint of every tensor."""
     totals = [0] * len(manifest.tensors)
     for part in parts:
         for index, value in part.items():
@@ -210,19 +166,14 @@ def check_fingerprints(manifest: Manifest, parts: Iterable[PartialSums]) -> None
 
 
 def verify_checkpoint(path: Path, *, fast: bool = False) -> Manifest:
-    """Runs all checks of one checkpoint in this process; ``fast`` skips the data (SHA-256 and fingerprints).
-
-    Raises:
-        DamageError: the checkpoint must not be used; names file and reason.
-        OSError: a file cannot be read.
-    """
+    """Runs all checks of one checkpoint in this process; ``fast`` skips the data (SHA-256 and fingerprints)."""
     manifest = load_manifest(path)
     check_contents(path, manifest, fast=fast)
     return manifest
 
 
 def check_contents(path: Path, manifest: Manifest, *, fast: bool = False) -> None:
-    """Runs the checks of :func:`verify_checkpoint` that follow the manifest's; raises as it does."""
+    """Runs the checks of :func:`verify_checkpoint` that follow the manifest's."""
     check_files(path, manifest)
     parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
     if not fast:

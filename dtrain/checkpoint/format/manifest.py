@@ -70,12 +70,10 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the logical tensor."""
         return math.prod(self.shape)
 
     @property
     def label(self) -> str:
-        """``kind:name``, as used in messages and keys."""
         return f"{self.kind}:{self.name}"
 
 
@@ -91,12 +89,10 @@ class Manifest:
 
     @cached_property
     def index(self) -> dict[tuple[str, str], TensorEntry]:
-        """Returns the tensors by (kind, name)."""
         return {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
 
     @cached_property
     def by_file(self) -> dict[str, dict[str, tuple[TensorEntry, FileInterval]]]:
-        """Returns the tensors and chunks of each file by key."""
         table: dict[str, dict[str, tuple[TensorEntry, FileInterval]]] = {file.name: {} for file in self.files}
         for tensor in self.tensors:
             for chunk in tensor.chunks:
@@ -115,7 +111,6 @@ class Manifest:
         return value if isinstance(value, float) else None
 
     def encode(self) -> bytes:
-        """Returns the bytes of ``manifest.json``."""
         body = canonical_json(
             {
                 "format": FORMAT,
@@ -146,7 +141,7 @@ class Manifest:
         Raises:
             DamageError: the bytes are not a manifest that this version writes.
         """
-        digest, _, body = data.partition(b"\n")
+        digest, _, body = data.partition(b"\n")  # compared first: nothing else of damaged bytes is parsed
         actual = hashlib.sha256(body).hexdigest()
         if digest != actual.encode():
             raise DamageError(FILE, f"sha256 differs (expected {digest[:64]!r}, got {actual!r})", "manifest-hash")
@@ -172,7 +167,6 @@ class Manifest:
 
 
 def canonical_json(value: Any) -> bytes:
-    """Returns the canonical encoding of a plain JSON value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -211,6 +205,7 @@ def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
         got = sorted(raw) if isinstance(raw, dict) else raw
         raise _bad(f"{label}: expected the fields {sorted(fields)}, got {got!r:.200}")
     for name, kind in fields.items():
+        # not isinstance: True is an int
         if type(raw[name]) is not kind or (kind is int and not 0 <= raw[name] < NUMBER_LIMIT):
             raise _bad(f"{label}: {name} is {raw[name]!r:.200}, expected {kind.__name__}")
 

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,27 +75,18 @@ class StoredTensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the safetensors name of a dtype, such as ``F32``."""
     return _NAMES[dtype]
 
 
 def require_dtype(dtype: torch.dtype, label: str) -> None:
-    """Raises unless safetensors supports the dtype.
-
-    Raises:
-        CheckpointError: names the tensor and the dtypes that can be saved.
-    """
+    """Raises ``CheckpointError`` unless safetensors supports the dtype."""
     if dtype not in _NAMES:
         names = ", ".join(sorted(str(known).removeprefix("torch.") for known in _NAMES))
         raise CheckpointError(f"{label}: {dtype} cannot be saved; use one of {names}")
 
 
 def encode_header(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """Returns the length field and padded header of a file that holds the given (key, dtype, shape) in this order.
-
-    Raises:
-        CheckpointError: the header would exceed the size that readers accept.
-    """
+    """Returns the length field and padded header of a file that holds the given (key, dtype, shape) in this order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for key, dtype, shape in tensors:
@@ -160,6 +152,7 @@ def is_shape(value: Any) -> bool:
     """Whether a JSON value is a tensor shape with fewer than ``NUMBER_LIMIT`` elements."""
     if not is_natural_list(value):
         return False
+    # math.prod would first build an integer of any length
     numel = int(0 not in value)
     for size in value:
         numel *= size
@@ -169,11 +162,7 @@ def is_shape(value: Any) -> bool:
 
 
 def parse_json(data: bytes, file: str) -> dict[str, Any]:
-    """Parses a JSON object strictly: UTF-8, no NaN, no duplicate key.
-
-    Raises:
-        DamageError: the bytes are not such an object.
-    """
+    """Parses a JSON object strictly (UTF-8, no NaN, no duplicate key); raises ``DamageError``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -193,8 +182,9 @@ def parse_json(data: bytes, file: str) -> dict[str, Any]:
     return value
 
 
-def open_regular(path: Path) -> tuple[int, int]:
-    """Opens a regular file (no link, no device) for reading; returns its descriptor and size.
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[int, int]]:
+    """Opens a regular file (no link, no device) for reading; yields its descriptor and size.
 
     Raises:
         DamageError: the path does not exist or is not a regular file.
@@ -207,16 +197,14 @@ def open_regular(path: Path) -> tuple[int, int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         raise DamageError(path.name, "missing", "missing") from None
-    return descriptor, os.fstat(descriptor).st_size
+    try:
+        yield descriptor, os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def read_into(descriptor: int, file: str, offset: int, target: memoryview) -> None:
-    """Fills ``target`` with the file's bytes from ``offset`` on.
-
-    Raises:
-        DamageError: the file is too short.
-        OSError: the file cannot be read.
-    """
+    """Fills ``target`` with the file's bytes from ``offset`` on; raises ``DamageError`` if the file is too short."""
     while target:
         count = os.preadv(descriptor, [target], offset)
         if count == 0:

@@ -43,7 +43,7 @@ def new_file(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
     descriptor = storage.create(path)
     try:
         yield lambda data: storage.write(descriptor, data)
-        storage.sync(descriptor)
+        storage.sync(descriptor)  # before anything names the file as complete, see [Note: commit order]
     finally:
         storage.close(descriptor)
 
@@ -54,7 +54,7 @@ def _by_key(shards: Iterable[TensorShard]) -> dict[str, TensorShard]:
     for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
         if shard.start < shard.stop:
             key = f"{shard.kind}:{shard.name}"
-            while key in keyed:
+            while key in keyed:  # a rank may hold several intervals of a tensor, and safetensors keys are unique
                 key += f"@{shard.start}"
             keyed[key] = shard
     return keyed

@@ -14,11 +14,7 @@ _LARGEST = 1e300
 
 
 def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
-    """Returns the model configuration stored in a checkpoint's state, with its vocabulary size.
-
-    Raises:
-        CheckpointError: the state has no model configuration, has unknown keys, or the model is not exportable.
-    """
+    """Returns the model configuration in a checkpoint's state; raises ``CheckpointError`` if it is not exportable."""
     config = state.get("config")
     values = config.get("model") if isinstance(config, Mapping) else None
     if not isinstance(values, Mapping) or "factory" not in values:
@@ -104,11 +100,7 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Returns the model of a ``config.json``; every key that changes the computation is either read or refused.
-
-    Raises:
-        CheckpointError: an unsupported architecture or feature, or invalid values.
-    """
+    """Returns the model of a ``config.json``; every key that changes the computation is either read or refused."""
     values = _Values(config, "config.json")
     readers = {"llama": _from_llama, "gpt2": _from_gpt2}
     kind = config.get("model_type")
@@ -203,25 +195,21 @@ class _Values:
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Reads an integer of at least 1."""
         value = self._get(key, default)
         if type(value) is not int or not 1 <= value < 1 << 40:
             raise self._bad(key, value, "an integer of at least 1")
         return value
 
     def count_or_none(self, key: str) -> int | None:
-        """As :meth:`count`, or None."""
         return None if self.values.get(key) is None else self.count(key)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Reads a finite number of at least 0."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < _LARGEST:
             raise self._bad(key, value, "a number of at least 0")
         return float(value)
 
     def flag(self, key: str, default: bool | None = None) -> bool:
-        """Reads a boolean."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._bad(key, value, "true or false")

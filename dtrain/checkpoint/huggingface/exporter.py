@@ -29,13 +29,13 @@ from dtrain.errors import CheckpointError, ConfigError, nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_SIZE = 5 * 1000**3  # bytes
-_MASTERS = ("master", "frozen")
+_MASTERS = ("master", "frozen")  # frozen parameters have no master
 
 
 def export(
     path: Path | str, out: Path | str, format: str = "hf", dtype: str = "fp32", max_shard_size: int = MAX_SHARD_SIZE
 ) -> Path:
-    """Writes the weights of a checkpoint as a folder for `transformers`: ``config.json`` and safetensors.
+    """Writes the weights of a checkpoint as a folder for `transformers` (``config.json``, safetensors), ``out``.
 
     Verifies every byte of the checkpoint first. Then reads, converts and writes block by block, so host memory stays at
     a few MiB, or one matrix of a GPT-2. The folder gets its name once it is complete on disk.
@@ -43,12 +43,9 @@ def export(
     Args:
         path: one checkpoint, or a run directory or directory of checkpoints (the newest one is used).
         out: the folder to create.
-        format: ``hf``.
+        format: only ``hf``.
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
         max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
-
-    Returns:
-        The folder.
 
     Raises:
         ConfigError: an unknown format or dtype.
@@ -171,7 +168,7 @@ def _converted(part: TensorMapping, kind: str, reader: CheckpointReader, dtype: 
     for start, stop in part.blocks():
         values = reader.read(kind, part.source, part.start + start, part.start + stop)
         cast = values.to(dtype)
-        overflowed = cast.isinf() & values.isfinite()
+        overflowed = cast.isinf() & values.isfinite()  # a finite master may exceed FP16's 65,504
         if overflowed.any():
             largest = values[overflowed].abs().max().item()
             wider = [name for name, other in DTYPES.items() if largest <= torch.finfo(other).max]

@@ -37,14 +37,7 @@ _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 class HFFolder:
     """A folder with ``config.json`` and weights in one safetensors file, or in several with an index.
 
-    Links to regular files are followed, because the cache of `huggingface_hub` consists of links.
-
-    Attributes:
-        config: content of ``config.json``.
-        shapes: tensor name -> shape.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or unexpected; names the file.
+    All methods raise a ``CheckpointError`` that names the file if one is missing, damaged or unexpected.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,27 +61,19 @@ class HFFolder:
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        """Reads a whole tensor, flat, on the CPU, in its stored dtype.
-
-        Raises:
-            CheckpointError: the tensor is not FP32, BF16 or FP16, or cannot be read.
-        """
+        """Reads a whole tensor, flat, on the CPU, in its stored dtype: FP32, BF16 or FP16."""
         stored, file = self._stored[name], self._files[name]
         if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{self._path / file}: '{name}' is {stored.dtype}; supported are FP32, BF16 and FP16")
         with self._open(file) as (descriptor, size):
-            if stored.end > size:
+            if stored.end > size:  # before the allocation, whose size the header decides
                 raise CheckpointError(f"{self._path / file} changed while it was read")
             values = torch.empty((stored.end - stored.begin) // stored.dtype.itemsize, dtype=stored.dtype)
             read_into(descriptor, file, stored.begin, byte_view(values))
         return values
 
     def _index(self) -> dict[str, str]:
-        """Returns tensor -> file from the index; empty if there is one file and no index.
-
-        Raises:
-            CheckpointError: neither exists, or the index is invalid.
-        """
+        """Returns tensor -> file from the index; empty if there is one file and no index."""
         if os.path.lexists(self._path / WEIGHTS):
             return {}
         if not os.path.lexists(self._path / INDEX):
@@ -104,7 +89,6 @@ class HFFolder:
         return weight_map
 
     def _other_weights(self) -> str:
-        """Returns the fix if the weights are in a format that can run code."""
         names = sorted(name for name in os.listdir(self._path) if name.endswith(_OTHER_FORMATS))
         if not names:
             return ""
@@ -121,18 +105,11 @@ class HFFolder:
 
     @contextmanager
     def _open(self, file: str) -> Iterator[tuple[int, int]]:
-        """Yields a file's descriptor and size.
-
-        Raises:
-            CheckpointError: the file is missing, not a regular file, unreadable or damaged.
-        """
+        # links are followed, unlike in a checkpoint: the cache of `huggingface_hub` consists of links
         path = self._path / file
         try:
-            descriptor, size = open_regular(Path(os.path.realpath(path)))
-            try:
-                yield descriptor, size
-            finally:
-                os.close(descriptor)
+            with open_regular(Path(os.path.realpath(path))) as opened:
+                yield opened
         except DamageError as damage:
             raise CheckpointError(f"{path}: {damage.reason}") from damage
         except OSError as error:

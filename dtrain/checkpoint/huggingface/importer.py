@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
@@ -32,12 +33,7 @@ _BASE = re.compile(r"(model|transformer)\.")
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """Result of :func:`import_hf`.
-
-    Attributes:
-        checkpoint: directory of the new checkpoint.
-        model: configuration of its model.
-    """
+    """Result of :func:`import_hf`: the new checkpoint and its model's configuration."""
 
     checkpoint: Path
     model: ModelConfig
@@ -47,11 +43,10 @@ class ImportedModel:
         default = ModelConfig()
         values = {item.name: getattr(self.model, item.name) for item in fields(ModelConfig)}
         changed = {name: value for name, value in values.items() if value != getattr(default, name)}
-        return [f"model.{name}={_override_value(value)}" for name, value in changed.items()]
-
-
-def _override_value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return [
+            f"model.{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for name, value in changed.items()
+        ]
 
 
 def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
@@ -100,11 +95,7 @@ def _require_new(run_dir: Path) -> None:
 
 
 def _match(folder: Path, source: HFFolder, model: ModelConfig, mapping: ModelMapping) -> dict[str, str]:
-    """Returns part name -> name in the files, which may lack the base model's prefix.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or does not belong to this model.
-    """
+    """Checks names and shapes; returns part name -> name in the files, which may lack the base model's prefix."""
     names: dict[str, str] = {}
     for part in mapping.parts:
         bare = _BASE.sub("", part.name, count=1)
@@ -133,7 +124,7 @@ def _match(folder: Path, source: HFFolder, model: ModelConfig, mapping: ModelMap
 
 
 def _shards(source: HFFolder, mapping: ModelMapping, names: dict[str, str]) -> Iterator[TensorShard]:
-    zeros = torch.zeros(max(_numel(size) for size in mapping.tensors.values()))
+    zeros = torch.zeros(max(map(math.prod, mapping.tensors.values())))  # shared by all moments and the padding
     covered = dict.fromkeys(mapping.tensors, 0)
     for part in mapping.parts:
         size = mapping.tensors[part.source]
@@ -142,16 +133,12 @@ def _shards(source: HFFolder, mapping: ModelMapping, names: dict[str, str]) -> I
         yield TensorShard(part.source, "master", size, torch.float32, part.start, stop, data)
         covered[part.source] = stop  # the parts of a tensor are in row-major order
     for name, size in mapping.tensors.items():
-        numel = _numel(size)
+        numel = math.prod(size)
         if covered[name] < numel:  # padding of the vocabulary
             rest = zeros[: numel - covered[name]]
             yield TensorShard(name, "master", size, torch.float32, covered[name], numel, rest)
         for moment in ("exp_avg", "exp_avg_sq"):
             yield TensorShard(name, moment, size, torch.float32, 0, numel, zeros[:numel])
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 def _read(source: HFFolder, part: TensorMapping, name: str) -> Tensor:
@@ -165,7 +152,6 @@ def _read(source: HFFolder, part: TensorMapping, name: str) -> Tensor:
 
 
 def _state(model: ModelConfig) -> dict[str, object]:
-    """Returns the state of a run before its first step, as an engine reads it."""
     loss_scale = {"rule": {"mode": "none"}, "scale": 1.0, "clean_steps": 0, "overflows_left": 0}
     return {
         "run_id": uuid.uuid4().hex,

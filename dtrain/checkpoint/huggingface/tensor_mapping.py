@@ -21,11 +21,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A tensor of a Hugging Face model, stored as an interval of a dtrain tensor.
+    """A tensor of a Hugging Face model (``name``, ``shape``), stored as an interval of a dtrain tensor.
 
     Attributes:
-        name: its name in the Hugging Face model.
-        shape: its shape in the Hugging Face model.
         source: name of the dtrain tensor.
         start: its first row-major element in the dtrain tensor.
         block: number of elements converted together. It divides the tensor, unless ``to_hf`` is the identity.
@@ -43,7 +41,6 @@ class TensorMapping:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def blocks(self) -> Iterator[tuple[int, int]]:
@@ -66,12 +63,7 @@ class ModelMapping:
 
 
 def model_mapping(model: ModelConfig, padded_vocab_size: int) -> ModelMapping:
-    """Returns the mapping of ``model``, whose ``vocab_size`` and ``ffn_dim`` are set.
-
-    Args:
-        model: a model of one of dtrain's own factories.
-        padded_vocab_size: number of rows of its embedding.
-    """
+    """Returns the mapping of a model of dtrain's own factories, whose ``vocab_size`` and ``ffn_dim`` are set."""
     build = {DEFAULT_FACTORY: _llama, GPT2_FACTORY: _gpt2}[model.factory]
     return build(model, padded_vocab_size)
 

@@ -35,19 +35,9 @@ from dtrain.errors import CheckpointError
 
 @dataclass(frozen=True)
 class LeaseTiming:
-    """Intervals and clock of a lease.
-
-    Attributes:
-        heartbeat_s: seconds between two heartbeats of the holder.
-        limit_s: seconds without a heartbeat after which the lease may be taken over.
-        poll_s: seconds between two reads of the lease by a process that waits for it.
-        clock: returns monotonic seconds.
-        sleep: waits for the given seconds.
-    """
-
-    heartbeat_s: float = 5.0
-    limit_s: float = 90.0
-    poll_s: float = 0.25
+    heartbeat_s: float = 5.0  # between two heartbeats of the holder
+    limit_s: float = 90.0  # without a heartbeat, before the lease may be taken over
+    poll_s: float = 0.25  # between two reads by a process that waits
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -58,21 +48,15 @@ _released_ids: set[str] = set()  # leases that this process released but whose f
 
 
 class Lease:
-    """The right to write in a directory, owned by the process that took it.
-
-    Args:
-        directory: the directory of checkpoints.
-        holder: the content of the lease file.
-        descriptor: the lease file, open for writing. Heartbeats go to the descriptor because the path may by now name
-            another holder's file.
-    """
+    """The right to write in a directory, owned by the process that took it."""
 
     def __init__(self, directory: Path, holder: Holder, descriptor: int) -> None:
+        # held during each save, because a save removes whatever it takes for leftovers of another one
         self.save_lock = threading.Lock()
-        """Held during each save, because a save removes whatever it takes for leftovers of another one."""
         self._directory = directory
         self._holder = holder
         self._path = path_of(directory, holder.token)
+        # heartbeats go to the descriptor, because the path may by now name another holder's file
         self._descriptor = descriptor
         self._process = os.getpid()
         self._lock = threading.Lock()  # keeps readers of this process from a half-written file
@@ -101,11 +85,7 @@ class Lease:
             )
 
     def write_heartbeat(self) -> None:
-        """Increments the heartbeat counter in the lease file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Increments the heartbeat counter in the lease file; raises ``OSError`` if that fails."""
         with self._lock:
             if not self._released.is_set():
                 self._holder = self._holder.with_heartbeat()
@@ -142,12 +122,7 @@ class Lease:
 
 
 class LeaseRequest:
-    """One process's repeated attempts to acquire the lease of a directory.
-
-    Args:
-        directory: an existing directory of checkpoints.
-        timing: the clock, and how long a holder may go without a heartbeat.
-    """
+    """One process's repeated attempts to acquire the lease of an existing directory."""
 
     def __init__(self, directory: Path, timing: LeaseTiming) -> None:
         self._directory = directory
@@ -168,6 +143,7 @@ class LeaseRequest:
         if state.holder and (state.holder.id in _released_ids or state.holder.has_ended()):
             logger.info("checkpoint: %s was held by %s, which has ended", self._directory, state)
             return _take(self._directory, state.token + 1)
+        # any change of the bytes is a heartbeat, also of a damaged file: only a file that stays the same is abandoned
         now = self._timing.clock()
         if self._first_seen is None:
             self._first_seen, self._since = state, now
@@ -187,14 +163,7 @@ class LeaseRequest:
 def acquire(directory: Path, timing: LeaseTiming, while_waiting: Callable[[], None] = lambda: None) -> Lease:
     """Acquires the lease of a directory, which is created if missing; waits while its holder may be alive.
 
-    Args:
-        directory: the directory of checkpoints.
-        timing: intervals and clock.
-        while_waiting: called between two attempts.
-
-    Raises:
-        CheckpointError: the holder is alive; the message names it.
-        OSError: the directory cannot be read or written.
+    ``while_waiting`` is called between two attempts. Raises as :meth:`LeaseRequest.attempt`.
     """
     make_directories(directory)
     request = LeaseRequest(directory, timing)
@@ -252,7 +221,7 @@ def _remove_lease_file(path: Path, holder: Holder) -> None:
 
 
 def _clear_leftovers(directory: Path, own: Path) -> None:
-    """Removes all that the previous holder left, so that it cannot commit a save if it resumes."""
+    # all that the previous holder left, so that it cannot commit a save if it resumes
     for name in os.listdir(directory):
         if (NAME.fullmatch(name) or TEMPORARY.fullmatch(name)) and name != own.name:
             _remove_if_present(directory / name)
@@ -266,8 +235,6 @@ def _remove_if_present(path: Path) -> None:
 
 @dataclass
 class _SharedLease:
-    """The lease of one directory, shared by all users in this process."""
-
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while the lease is acquired, possibly for long
     lease: Lease | None = None
     num_users: int = 0
@@ -293,10 +260,6 @@ def hold(
     """Holds the lease of a directory of checkpoints until the block ends, see :func:`acquire`.
 
     Nested and concurrent blocks of one process share the lease; the last of them releases it.
-
-    Raises:
-        CheckpointError: another process holds the lease and is alive.
-        OSError: the directory cannot be read or written.
     """
     timing = timing or TIMING
     key = os.path.realpath(directory)

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import socket
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dtrain.checkpoint.format.safetensors_file import DamageError, open_regular, parse_json, read_bytes
@@ -26,17 +26,7 @@ _SIZE_LIMIT = 4096  # bytes
 _HOST = re.compile(r"[\w.-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
 _PID_LIMIT = 1 << 31
-_TEXT, _NUMBER, _OPTIONAL = (str,), (int,), (str, type(None))
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "token": _NUMBER,
-    "counter": _NUMBER,
-    "id": _TEXT,
-    "host": _TEXT,
-    "boot_id": _OPTIONAL,
-    "pid": _NUMBER,
-    "pid_start": _OPTIONAL,
-    "pid_namespace": _OPTIONAL,
-}
+_TYPES = {"int": (int,), "str": (str,), "str | None": (str, type(None))}  # by the annotation of a field
 
 
 @dataclass(frozen=True)
@@ -49,7 +39,6 @@ class Holder:
         id: random identifier of this acquisition.
         host: host name, for people only.
         boot_id: identifies the running system; None if the system does not provide one.
-        pid: process id of the holder.
         pid_start: start time of the process in kernel ticks.
         pid_namespace: namespace in which ``pid`` is valid.
     """
@@ -65,7 +54,6 @@ class Holder:
 
     @staticmethod
     def this_process(token: int) -> Holder:
-        """Returns the content of a new lease of this process."""
         boot_id, namespace = host_identity() or (None, None)
         host = socket.gethostname()
         return Holder(
@@ -80,22 +68,17 @@ class Holder:
         )
 
     def with_heartbeat(self) -> Holder:
-        """Returns a copy with one more heartbeat."""
         return replace(self, counter=self.counter + 1)
 
     def encode(self) -> bytes:
-        """Returns the bytes of the file."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def decode(data: bytes, file: str) -> Holder:
-        """Parses and checks the bytes of a lease file.
-
-        Raises:
-            DamageError: the file is not one that this version writes.
-        """
+        """Parses the bytes of a lease file; raises ``DamageError`` unless this version writes such files."""
         raw = parse_json(data, file)
-        typed = set(raw) == set(_FIELDS) and all(type(raw[name]) in kinds for name, kinds in _FIELDS.items())
+        types = {item.name: _TYPES[str(item.type)] for item in fields(Holder)}
+        typed = raw.keys() == types.keys() and all(type(raw[name]) in types[name] for name in types)
         if not typed or not _ID.fullmatch(raw["id"]) or not _HOST.fullmatch(raw["host"]):
             raise DamageError(file, "its fields are not those of a lease", "lease")
         if raw["token"] != _token(file) or raw["counter"] < 0 or not 0 < raw["pid"] < _PID_LIMIT:
@@ -123,8 +106,6 @@ class LeaseState:
     """A lease file as read at one instant.
 
     Attributes:
-        path: the lease file.
-        token: the number in its name.
         data: its first bytes, compared to detect a heartbeat; empty if it is not a regular file.
         holder: its content; None if it is damaged.
         problem: what is damaged, else empty.
@@ -141,29 +122,18 @@ class LeaseState:
 
 
 def read_lease(directory: Path) -> LeaseState | None:
-    """Reads the lease with the highest token; returns None if nobody holds the directory.
-
-    Raises:
-        OSError: the directory cannot be listed or the file cannot be read.
-    """
+    """Reads the lease with the highest token; returns None if nobody holds the directory."""
     names = sorted(filter(NAME.fullmatch, os.listdir(directory)), reverse=True)
     states = (read_lease_file(directory / name) for name in names)
     return next((state for state in states if state is not None), None)
 
 
 def read_lease_file(path: Path) -> LeaseState | None:
-    """Reads one lease file; returns None if it does not exist.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Reads one lease file; returns None if it does not exist."""
     data = b""
     try:
-        descriptor, size = open_regular(path)
-        try:
+        with open_regular(path) as (descriptor, size):
             data = read_bytes(descriptor, path.name, 0, min(size, _SIZE_LIMIT))
-        finally:
-            os.close(descriptor)
         if size > _SIZE_LIMIT:
             raise DamageError(path.name, f"{size} bytes are too many for a lease", "lease")
         return LeaseState(path, _token(path.name), data, Holder.decode(data, path.name))
@@ -172,7 +142,6 @@ def read_lease_file(path: Path) -> LeaseState | None:
 
 
 def path_of(directory: Path, token: int) -> Path:
-    """Path of the lease file with this token."""
     return directory / f"lease-{token:08d}.json"
 
 

@@ -18,7 +18,7 @@ from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
 from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import MAIN_GRAD, MASTER
+from dtrain.engine.model_state import MAIN_GRAD, MASTER, MOMENTS
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
@@ -51,13 +51,10 @@ def build(request: EngineRequest) -> Engine:
 
 
 class DeepSpeedEngine(StepEngine):
-    """See :class:`dtrain.engine.step.StepEngine`.
+    """The step over DeepSpeed's engine.
 
     A micro-batch's weight multiplies its loss, in FP32, because DeepSpeed has no hook between backward and reduction
     that could multiply the gradient. So large weights reduce the usable range of FP16.
-
-    Args:
-        request: the validated arguments of ``initialize``.
     """
 
     name = "deepspeed"
@@ -109,7 +106,6 @@ class DeepSpeedEngine(StepEngine):
 
     @property
     def dummies_need_graph(self) -> bool:
-        """See :class:`dtrain.engine.step.StepEngine`."""
         return self._zero.reduces_each
 
     # -- the step ----------------------------------------------------------------------------------------------------
@@ -138,7 +134,6 @@ class DeepSpeedEngine(StepEngine):
         return deepspeed_library.observed_reductions(lambda tensor: check.record("all", tensor))
 
     def finish_gradients(self) -> None:
-        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
         if self._is_finished:
             return
         with self._observed():
@@ -165,7 +160,7 @@ class DeepSpeedEngine(StepEngine):
         """
         if scalars.found_inf.item():
             return
-        device = self._zero.partitions[0].master.device
+        device = self._zero.partitions[0].master.device  # the host with offload=cpu
         values = {field.name: getattr(scalars, field.name).to(device) for field in fields(scalars)}
         self._optimizer.scalars = UpdateScalars(**values)
         self._has_stepped = True
@@ -209,7 +204,6 @@ class DeepSpeedEngine(StepEngine):
             yield replace(shard, start=start, stop=stop, data=shard.data[start:stop])
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind`` that lies on this rank."""
         partitions = self._zero.partitions
         for partition, values in zip(partitions, self._values(kind, partitions), strict=True):
             flat = values.detach().view(-1)
@@ -225,12 +219,10 @@ class DeepSpeedEngine(StepEngine):
         return [self._optimizer.state[partition.master][kind] for partition in partitions]
 
     def save(self, *args: Any, **kwargs: Any) -> Path | None:
-        """See :meth:`dtrain.engine.interface.Engine.save`."""
         with self._whole_frozen():
             return super().save(*args, **kwargs)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """See :meth:`dtrain.engine.interface.Engine.load`."""
         self._zero.release()  # else the next forwards would compute with the old unsharded weights
         with self._whole_frozen():
             return super().load(path)
@@ -252,7 +244,7 @@ class DeepSpeedEngine(StepEngine):
         frozen: list[Any] = [p for _, p in self._frozen if hasattr(p, "ds_tensor")]
         return {
             "master": self._values(MASTER, zero.partitions),
-            "moments": [m for kind in ("exp_avg", "exp_avg_sq") for m in self._values(kind, zero.partitions)],
+            "moments": [m for kind in MOMENTS for m in self._values(kind, zero.partitions)],
             "compute": [*zero.weights(), *(p.ds_tensor for p in frozen)],
             "main_grad": zero.gradients(),
             "unsharded": [],

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.engine.model_state import MOMENTS
 from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
 from dtrain.optim.fused import ParameterListAdamW
 from dtrain.sharding.layout import ParamSpec, ShardInterval
@@ -26,7 +27,7 @@ class Partition:
 
     Attributes:
         master: FP32, updated by the optimizer; of any shape if it is one whole parameter.
-        intervals: the intervals of parameters in it, in row-major order.
+        intervals: the parameters in it, in row-major order.
     """
 
     master: Tensor
@@ -58,7 +59,7 @@ class ScaledAdamW(torch.optim.Optimizer):
     def add_moments(self, partitions: Iterable[Partition]) -> None:
         """Gives each partition its moments, zeros, before the first update."""
         for partition in partitions:
-            self.state[partition.master] = {kind: torch.zeros_like(partition.master.data) for kind in _MOMENTS}
+            self.state[partition.master] = {kind: torch.zeros_like(partition.master.data) for kind in MOMENTS}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters now in its groups; DeepSpeed assigns one partition after the other."""
@@ -66,12 +67,9 @@ class ScaledAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             masters = [p for p in group["params"] if p.grad is not None]
             states = [self.state[p] for p in masters]
-            update = UpdateGroup(group["decayed"], masters, *([state[kind] for state in states] for kind in _MOMENTS))
+            update = UpdateGroup(group["decayed"], masters, *([state[kind] for state in states] for kind in MOMENTS))
             grads = [[p.grad for p in masters]] if masters else []
             ParameterListAdamW(self._rule, [update]).update(grads, self.scalars)
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ZeroState(ABC):
@@ -109,9 +107,9 @@ class ZeroState(ABC):
     def release(self) -> None:  # noqa: B027 - only stage 3 unshards
         """Frees the weights that forwards have left unsharded."""
 
-    @abstractmethod
     def main_grads(self) -> list[Tensor]:
         """Returns the reduced gradient of each partition, FP32 [its elements]: the storage that the update reads."""
+        return [partition.master.grad.view(-1) for partition in self.partitions if partition.master.grad is not None]
 
     @abstractmethod
     def clear(self, *, stepped: bool) -> None:
@@ -147,9 +145,6 @@ class _Replicated(ZeroState):
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield Partition(parameter, (ShardInterval(self.specs[id(parameter)], 0, parameter.numel(), 0),))
-
-    def main_grads(self) -> list[Tensor]:
-        return [partition.master.grad.view(-1) for partition in self.partitions if partition.master.grad is not None]
 
     def clear(self, *, stepped: bool) -> None:
         if not stepped:
@@ -248,13 +243,14 @@ class _Flat(_FlatSums):
 
     def main_grads(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
-            return [partition.master.grad for partition in self.partitions if partition.master.grad is not None]
+            return ZeroState.main_grads(self)
         return [self._flat_gradient(number) for number in range(len(self.partitions))]
 
     def _flat_gradient(self, number: int) -> Tensor:
         from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
         grads = self.optimizer.averaged_gradients[number]
+        # flattened before the vote, which then reads the storage that DeepSpeed's step takes
         if not isinstance(grads, GradPartitionBufferGroup):
             flat = torch.cat([grad.reshape(-1) for grad in grads]).float()
             grads = self.optimizer.averaged_gradients[number] = GradPartitionBufferGroup([flat], flat)
@@ -297,6 +293,7 @@ class _Sharded(ZeroState):
             found, offset = [], 0
             for parameter in parameters:
                 size = parameter.partition_numel()
+                # the shards of the last ranks reach into padding, or lie in it
                 start, stop = (min(bound, parameter.ds_numel) for bound in (rank * size, (rank + 1) * size))
                 if start < stop:
                     found.append(ShardInterval(self.specs[id(parameter)], start, stop, offset))
@@ -313,7 +310,7 @@ class _Sharded(ZeroState):
 
     def main_grads(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:
-            return [partition.master.grad for partition in self.partitions if partition.master.grad is not None]
+            return super().main_grads()
         sizes = [partition.master.numel() for partition in self.partitions]
         return list(self.optimizer.grad_partitions_flat_buffer.split(sizes))
 

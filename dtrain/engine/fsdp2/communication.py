@@ -35,7 +35,7 @@ class BackwardState:
         comm: the ranks.
         largest: elements of the largest send buffer.
         numbers: index of each parameter in ``monitor``, by name.
-        monitor: records every gradient.
+        monitor: records every gradient as it leaves this rank's backward.
 
     Attributes:
         reduce_dtype_check: checks send buffers in the first step after set-up and after a load; else None.
@@ -59,12 +59,10 @@ class BackwardState:
             self.buffers = [*send_buffers, torch.empty(largest // comm.world_size)]
 
     def begin(self, weight: Weight, number: int) -> None:
-        """Begins a backward whose gradients count ``weight`` times and are recorded for micro-batch ``number``."""
         self._weight, self._number, self.num_reduced = weight, number, 0
 
     def end(self) -> None:
-        """Ends the backward; a later gradient is an error."""
-        self._weight = None
+        self._weight = None  # a gradient outside engine.backward is an error
 
     def record(self, name: str, grad: Tensor) -> Weight:
         """Records the gradient of a parameter as it leaves backward; returns its weight.
@@ -88,6 +86,7 @@ class BackwardState:
 
     def receive_buffer(self, numel: int) -> Tensor:
         """Returns FP32 [numel] for a sum that is added to the main grad."""
+        # one is enough: it is added before the next reduction starts, which waits in send_buffer
         return self.buffers[-1][:numel] if self.buffers else torch.empty(numel, device=self.comm.device)
 
     def start_reduction(self, pending: Pending) -> None:
@@ -99,7 +98,6 @@ class BackwardState:
             pending.wait()
 
     def finish_reduction(self) -> None:
-        """Waits for the last reduction."""
         self._pending.wait()
 
 
@@ -107,9 +105,9 @@ class UnitGradient:
     """The main grad of this rank's shard of one unit, filled as the custom ``ReduceScatter`` of ``fully_shard``.
 
     Args:
-        label: of the unit.
+        label: name of the unit.
         parameters: its shards by name, in the order in which ``fully_shard`` lays them out.
-        shapes: of the whole parameters.
+        shapes: shapes of the whole parameters.
         backward_state: shared by all units.
     """
 
@@ -158,7 +156,7 @@ class UnitGradient:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Starts the sum over the ranks of each rank's gradient times its weight."""
-        weight = self._record(input_tensor)
+        weight = self._record(input_tensor)  # as it left backward: not weighted, not summed over ranks
         if self._state.reduce_dtype_check is not None:
             self._state.reduce_dtype_check.record(self._label, input_tensor)
         if not weight.is_one:  # in FP32 and before the sum: ranks may have different weights
@@ -182,6 +180,7 @@ class UnitGradient:
         self.main_grad.add_(received)
 
     def _record(self, send_buffer: Tensor) -> Weight:
+        # else fully_shard would add this sum to the last one, which is a view of the main grad
         self.drop_parameter_grads()
         self._state.num_reduced += 1
         blocks = send_buffer.view(self._world_size, -1).split(self._widths, dim=1)
@@ -203,7 +202,6 @@ class UnitGradient:
                 )
 
     def drop_parameter_grads(self) -> None:
-        """Drops the gradients that ``fully_shard`` has set on the parameters: they are views of the main grad."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -217,9 +215,9 @@ class UnitWeights:
     """All-gathers the compute weights of one unit, as the custom ``AllGather`` of ``fully_shard``.
 
     Args:
-        label: of the unit.
+        label: name of the unit.
         numel: elements of a rank's shard, padding included.
-        dtype: that the unit computes in.
+        dtype: dtype in which the unit computes.
         comm: the ranks. On CPU they read the shard from each other's memory; its values change only after the next
             vote, which every rank joins after its last read.
     """

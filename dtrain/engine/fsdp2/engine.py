@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import ensure_process_group
 from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
 from dtrain.engine.fsdp2.replicated import ReplicatedParameters
@@ -49,15 +48,10 @@ def build(request: EngineRequest) -> Engine:
 
 
 class Fsdp2Engine(StepEngine):
-    """See :class:`dtrain.engine.step.StepEngine`.
-
-    Args:
-        request: the validated arguments of ``initialize``. Stage 2 keeps weights unsharded until the step, stage 3
-            reshards them after each use.
-    """
+    """The step over ``fully_shard``: stage 2 keeps weights unsharded until the step, 3 reshards them after each use."""
 
     name = "fsdp2"
-    forward_communicates = True
+    forward_communicates = True  # at stage 2 too: the first forward after an update gathers
 
     def __init__(self, request: EngineRequest) -> None:
         model, comm, contract = request.model, request.comm, request.contract
@@ -72,7 +66,8 @@ class Fsdp2Engine(StepEngine):
             plan.replicated, contract.replica_dtypes, decayed, comm, self._state.record
         )
         self._reshards = request.step.zero_stage == 3
-        mesh = _mesh(comm)
+        ensure_process_group(comm.device)
+        mesh = init_device_mesh(comm.device.type, (comm.world_size,))
         self._units = [_ShardedUnit(model, unit, mesh, self._state, reshards=self._reshards) for unit in plan.units]
         sharded = chain.from_iterable(unit.local_shards(comm.rank, decayed, self.shapes) for unit in self._units)
         self._local_shards = LocalShards(
@@ -108,7 +103,7 @@ class Fsdp2Engine(StepEngine):
         (loss * self.loss_scale.scale).backward()
         self._state.end()
         for unit in self._units:
-            if self._state.reduce_dtype_check is not None:
+            if self._state.reduce_dtype_check is not None:  # once: the layout does not change from step to step
                 unit.gradient.check_slots()
             unit.gradient.drop_parameter_grads()
         if not self._state.num_reduced and any(unit.num_parameters for unit in self._units):
@@ -118,7 +113,6 @@ class Fsdp2Engine(StepEngine):
             )
 
     def finish_gradients(self) -> None:
-        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -151,11 +145,9 @@ class Fsdp2Engine(StepEngine):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields this rank's shards of ``kind``, and its share of what all ranks hold."""
         return self._local_shards.owned_shards(kind)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind`` that lies on this rank."""
         return self._local_shards.local_shards(kind)
 
     def _check_live(self) -> None:
@@ -196,11 +188,11 @@ class _ShardedUnit:
     """One unit under ``fully_shard``, with its collectives and its shards.
 
     Args:
-        model: that the unit belongs to.
+        model: the whole model.
         unit: not sharded yet.
-        mesh: of all ranks.
+        mesh: one dimension, all ranks.
         backward_state: shared by all units.
-        reshards: whether weights are resharded after each use, except those of the root unit.
+        reshards: whether weights are resharded after each use.
     """
 
     def __init__(
@@ -215,6 +207,7 @@ class _ShardedUnit:
         fully_shard(
             unit.module,
             mesh=mesh,
+            # not the root: its backward comes next and would gather it again at once
             reshard_after_forward=reshards and unit.module is not model,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if unit.dtype == torch.float32 else unit.dtype,
@@ -237,13 +230,13 @@ class _ShardedUnit:
         if comm.world_size == 1:
             self.module.set_all_reduce_hook(self.gradient.on_single_rank)
         else:
+            # the one division of a step is in the update
             self.module.set_gradient_divide_factor(1.0)
             self.module.set_custom_all_gather(cast(Any, self._weights))
 
     def local_shards(
         self, rank: int, decayed: Collection[str], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[LocalShard]:
-        """Yields this rank's shard of every parameter."""
         slots = zip(self._parameters, self._locals, self.gradient.slots(), strict=True)
         for name, master, (offset, width) in slots:
             start = min(rank * width, math.prod(shapes[name]))
@@ -251,11 +244,7 @@ class _ShardedUnit:
             yield LocalShard(name, shapes[name], start, master, main_grad, name in decayed, replicated=False)
 
     def check(self) -> None:
-        """Checks that the parameters are still the shards that the engine updates.
-
-        Raises:
-            ContractError: naming the parameter that was replaced.
-        """
+        """Raises ``ContractError`` for a parameter that is no longer the shard that the engine updates."""
         for (name, parameter), own in zip(self._parameters.items(), self._locals, strict=True):
             check_in_place(name, parameter, cast(DTensor, parameter).to_local(), own)
 
@@ -265,11 +254,5 @@ class _ShardedUnit:
         return [] if self._weights.shard is None else [self._weights.shard]
 
     def unsharded(self) -> list[Tensor]:
-        """Returns the weights that are unsharded now."""
         now = (self._model.get_parameter(name) for name in self._parameters)
         return [p.detach() for p in now if not isinstance(p, DTensor)]
-
-
-def _mesh(comm: Communicator) -> DeviceMesh:
-    ensure_process_group(comm.device)
-    return init_device_mesh(comm.device.type, (comm.world_size,))

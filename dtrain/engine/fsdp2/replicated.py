@@ -27,7 +27,6 @@ class ReplicatedParameters:
         parameters: by name.
         dtypes: compute dtype of each parameter.
         decayed: names of the parameters that weight decay acts on.
-        comm: the ranks.
         on_gradient: called once for each gradient of each micro-batch.
     """
 
@@ -75,11 +74,7 @@ class ReplicatedParameters:
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def check(self) -> None:
-        """Checks that the parameters still compute with these values.
-
-        Raises:
-            ContractError: naming the parameter that was frozen or replaced.
-        """
+        """Raises ``ContractError`` for a parameter that was frozen or replaced."""
         for name, parameter, own in self._values:
             check_in_place(name, parameter, parameter, own)
 
@@ -90,7 +85,7 @@ class ReplicatedParameters:
 
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
-        pending = []
+        pending = []  # all are started before the first wait, so that they overlap
         for gradient in self._gradients:
             gradient.complete()
             pending.append(gradient.launch(list))
@@ -99,6 +94,5 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Casts the masters into the low-precision parameters."""
         for parameter, master in self._low_precision:
             parameter.copy_(master)

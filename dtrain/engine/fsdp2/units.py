@@ -19,7 +19,7 @@ from dtrain.sharding.hooks import callable_parts
 
 LARGE_NUMEL = 1 << 20
 """Elements from which FP32 modules in low-precision units are sharded, at the price of collectives of their own:
-replicated they would take 16 bytes an element on each rank."""
+replicated they would take 16 bytes an element on each rank (master, two moments, main grad)."""
 
 
 @dataclass
@@ -40,7 +40,6 @@ class Unit:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """Shapes of the parameters."""
         return [parameter.shape for parameter in self.parameters.values()]
 
 
@@ -73,7 +72,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
     for unit in units:
         for p in dict.fromkeys(_visible(unit.module, chosen)):
             seen_by.setdefault(id(p), []).append(unit)
-    root = units[-1]
+    root = units[-1]  # the model comes last in chosen
     replicated: dict[str, nn.Parameter] = {}
     for unit in units:
         for p in dict.fromkeys(_visible(unit.module, chosen)):
@@ -82,6 +81,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
             if id(p) not in trainable or (unit is not root and root in own):
                 continue
             name = trainable[id(p)]
+            # fully_shard splits the first dimension, and two units would each gather a shared parameter
             if p.dim() == 0 or not p.numel() or (unit is not root and len(own) > 1):
                 replicated[name] = p
             else:

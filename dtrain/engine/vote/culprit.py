@@ -23,12 +23,10 @@ class Finding:
     """The elements that are not finite in one rank's shard of one parameter's main grad.
 
     Attributes:
-        name: of the parameter.
-        rank: that owns the shard.
+        name: name of the parameter.
+        rank: owner of the shard.
         start: first element that is not finite, in the parameter's row-major order.
         stop: one past the last of them.
-        num_inf: number of infinite elements.
-        num_nan: number of NaN elements.
     """
 
     name: str
@@ -87,7 +85,7 @@ def locate_bad_gradient(
     name = rank = micro_batch = None
     bad = [(record.bad_gradient, rank) for rank, record in enumerate(decision.records) if record.bad_gradient >= 0]
     if bad:
-        number, rank = min(bad)
+        number, rank = min(bad)  # numbers grow by micro-batch, then in the order of backward
         micro_batch, index = divmod(number, len(backward_names))
         name = backward_names[index]
     elif is_only_backward:

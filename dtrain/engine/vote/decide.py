@@ -35,10 +35,6 @@ class Decision:
     grad_norm: Tensor
     grad_divisor: Tensor
 
-    def to_row(self) -> Tensor:
-        """Returns FP64 [4]."""
-        return torch.stack((self.code, self.loss, self.grad_norm, self.grad_divisor))
-
 
 def decide(
     rows: Tensor,
@@ -69,13 +65,14 @@ def decide(
     clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     vetoes = (
         ~(weights > 0),  # also if NaN
-        ~squares.isfinite(),
+        ~squares.isfinite(),  # one element that is not finite is enough
         (rows[:, COLUMNS["num_bad_losses"]] > 0).any(),
         (rows[:, COLUMNS["bad_weight"]] >= 0).any(),
         diverged,
     )
     codes = torch.arange(1.0, 1.0 + len(REASONS), dtype=torch.float64, device=rows.device)
     code = (torch.stack(vetoes) * codes).amax()  # 0 if no veto, else the highest
+    # the clip coefficient joins the divisor, so that the update scales each gradient once
     return Decision(code, totals[1] / weights, norm, divisor / clip)
 
 
@@ -84,9 +81,7 @@ class DecodedDecision:
     """A decision that has reached the host, with the records it was derived from.
 
     Attributes:
-        reason: None to apply, else one of :data:`REASONS`.
-        loss: as in :class:`Decision`.
-        grad_norm: as in :class:`Decision`.
+        reason: None to apply, else one of :data:`REASONS`; loss and norm are as in :class:`Decision`.
         records: of all ranks, in rank order.
     """
 
@@ -98,11 +93,11 @@ class DecodedDecision:
     @staticmethod
     def pack(decision: Decision, rows: Tensor) -> Tensor:
         """Returns int64 [4 + world_size x fields] on the device, so that one copy brings all of it to the host."""
-        return torch.cat((decision.to_row().view(torch.int64), rows.view(-1)))
+        values = torch.stack((decision.code, decision.loss, decision.grad_norm, decision.grad_divisor))
+        return torch.cat((values.view(torch.int64), rows.view(-1)))
 
     @staticmethod
     def unpack(values: Sequence[int]) -> DecodedDecision:
-        """The inverse of :meth:`pack`."""
         code, loss, norm, _ = map(float_of, values[:4])
         rows = [values[start : start + NUM_FIELDS] for start in range(4, len(values), NUM_FIELDS)]
         reason = REASONS[int(code) - 1] if code else None
@@ -115,10 +110,8 @@ class DecodedDecision:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether any rank wants to stop after this step."""
         return any(record.stop_requested for record in self.records)
 
     @property
     def save_failed(self) -> bool:
-        """Whether the save under way has failed on any rank."""
         return any(record.save_failed for record in self.records)

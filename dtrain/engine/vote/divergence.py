@@ -4,55 +4,43 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, VoteRecord
 
 
-@dataclass(frozen=True)
-class Disagreement:
-    """The first field on which a rank differs from rank 0."""
-
-    field: str
-    rank: int
-    expected: int | float  # rank 0's
-    got: int | float
-
-
-def find_disagreement(records: Sequence[VoteRecord]) -> Disagreement | None:
-    """Returns the first field of :data:`MUST_AGREE` on which some rank differs from rank 0, or None."""
+def find_disagreement(records: Sequence[VoteRecord]) -> tuple[str, int] | None:
+    """Returns the first field of :data:`MUST_AGREE` on which a rank differs from rank 0, and that rank, or None."""
     rows = [record.to_row() for record in records]  # bits, as the device compares them
-    for name in MUST_AGREE:
-        column = COLUMNS[name]
+    for name in MUST_AGREE:  # the earliest cause first: one difference leads to others
         for rank, row in enumerate(rows):
-            if row[column] != rows[0][column]:
-                return Disagreement(name, rank, getattr(records[0], name), getattr(records[rank], name))
+            if row[COLUMNS[name]] != rows[0][COLUMNS[name]]:
+                return name, rank
     return None
 
 
-def explain(comm: Communicator, found: Disagreement, *, step: int, config_text: str, collectives: Sequence[str]) -> str:
+def explain(comm: Communicator, records: Sequence[VoteRecord], *, config_text: str, collectives: Sequence[str]) -> str:
     """Returns the error message; all ranks call it, because they exchange their configurations or collectives.
 
     Args:
         comm: the ranks.
-        found: the field on which they differ.
-        step: attempted steps before the one that failed.
+        records: of all ranks, which have diverged.
         config_text: this rank's configuration, a JSON object.
-        collectives: that this rank issued in that step.
+        collectives: that this rank issued in the step.
     """
-    head = f"step {step}: the ranks have diverged; nothing was updated. "
-    if found.field == "config_hash":
+    found = find_disagreement(records)
+    assert found is not None
+    name, rank = found
+    head = f"step {records[0].step}: the ranks have diverged; nothing was updated. "
+    if name == "config_hash":
         texts = [json.loads(text) for text in comm.exchange_text(config_text)]
-        return head + config_difference(texts[0], texts[found.rank], found.rank)
-    if found.field == "schedule_hash":
+        return head + config_difference(texts[0], texts[rank], rank)
+    if name == "schedule_hash":
         logs = [text.split("\n") for text in comm.exchange_text("\n".join(collectives))]
-        return head + _schedule_difference(logs[0], logs[found.rank], found.rank)
-    return head + (
-        f"{found.field} is {found.expected} on rank 0 and {found.got} on rank {found.rank}; every rank must run the "
-        f"same loop"
-    )
+        return head + _schedule_difference(logs[0], logs[rank], rank)
+    expected, got = getattr(records[0], name), getattr(records[rank], name)
+    return head + f"{name} is {expected} on rank 0 and {got} on rank {rank}; every rank must run the same loop"
 
 
 def config_difference(expected: Mapping[str, Any], got: Mapping[str, Any], rank: int) -> str:

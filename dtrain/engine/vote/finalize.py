@@ -13,7 +13,7 @@ from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
 from dtrain.engine.vote.culprit import Finding, gather_findings, locate_bad_gradient, locate_bad_loss
 from dtrain.engine.vote.decide import Decision, DecodedDecision
-from dtrain.engine.vote.divergence import explain, find_disagreement
+from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import VoteRecord
 from dtrain.engine.vote.skips import Skip, SkipCounter
@@ -59,11 +59,7 @@ class StepFinalizer:
     at once.
 
     Attributes:
-        comm: the ranks.
-        scale: the loss-scale machine.
-        skips: counts skipped steps and diagnoses them.
-        culprit_search: finds the gradient that is not finite.
-        config_text: what all ranks must agree on, as text that can be shown.
+        config_text: what all ranks must agree on, as canonical JSON.
         is_synchronous: whether a step is finalized when it is posted.
         applied_steps: updates of the masters.
         save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
@@ -126,14 +122,17 @@ class StepFinalizer:
         if step.divergence is not None:
             raise step.divergence  # permanently: an engine whose ranks have diverged must not save or train again
         decision = step.peek()
+        # kept until it is raised: that may be several steps later
         self.save_failed = self.save_failed or decision.save_failed
         # an error of the caller and not of the numbers: neither the scale nor the skips change
         if decision.reason == "bad_weight":
-            step.outcome = _outcome(decision, step.known, None)
+            step.outcome = _outcome(decision, step.known, None)  # set first, so that the error is raised once
             self.culprit_search.clear()
             _raise_bad_weight(decision)
         if decision.reason == "diverged":
-            step.divergence = DivergenceError(self._explain(decision, step))
+            step.divergence = DivergenceError(
+                explain(self.comm, decision.records, config_text=self.config_text, collectives=step.collectives)
+            )
             raise step.divergence
         outcome = step.outcome = _outcome(decision, step.known, self._locate_culprit(decision))
         self.culprit_search.clear()
@@ -162,13 +161,6 @@ class StepFinalizer:
         findings = gather_findings(self.comm, self.culprit_search.find_nonfinite())
         return locate_bad_gradient(
             decision, findings, self.culprit_search.backward_names, is_only_backward=is_only_backward
-        )
-
-    def _explain(self, decision: DecodedDecision, step: _PostedStep) -> str:
-        found = find_disagreement(decision.records)
-        assert found is not None
-        return explain(
-            self.comm, found, step=decision.records[0].step, config_text=self.config_text, collectives=step.collectives
         )
 
 

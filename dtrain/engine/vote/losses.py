@@ -31,11 +31,9 @@ class LossAccumulator:
         self._weights.append(weight.clone())
 
     def has(self, micro_batch: int) -> bool:
-        """Whether that micro-batch had its backward."""
         return micro_batch in self._micro_batches
 
     def clear(self) -> None:
-        """Drops all entries at the end of a step."""
         for entries in (self._micro_batches, self._losses, self._weights):
             entries.clear()
 

@@ -16,7 +16,7 @@ class Readback:
     the next one is posted.
 
     Args:
-        device: where the tensors are.
+        device: device of the tensors.
         num_slots: buffers in the ring.
     """
 
@@ -31,6 +31,7 @@ class Readback:
             return values.numpy().tolist
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
         pinned = self._ring[slot]
+        # pinned: a copy to pageable memory would make the host wait
         if pinned is None or pinned.numel() != values.numel():
             pinned = self._ring[slot] = torch.empty_like(values, device="cpu", pin_memory=True)
         pinned.copy_(values, non_blocking=True)
@@ -39,7 +40,7 @@ class Readback:
         target = pinned.numpy()
 
         def read() -> list[int]:
-            event.synchronize()
+            event.synchronize()  # for this copy only; work queued after it continues
             numbers: list[int] = target.tolist()
             return numbers
 

@@ -75,7 +75,6 @@ class VoteRecord:
 
     @staticmethod
     def from_row(row: Sequence[int]) -> VoteRecord:
-        """The inverse of :meth:`to_row`."""
         pairs = zip(COLUMNS, row, strict=True)
         values: dict[str, Any] = {name: float_of(bits) if name in _FLOATS else bits for name, bits in pairs}
         return VoteRecord(**values)
@@ -91,8 +90,10 @@ def float_of(bits: int) -> float:
 
 
 COLUMNS = {field.name: number for number, field in enumerate(fields(VoteRecord))}
+# annotations are strings here: from __future__ import annotations
 _FLOATS = {field.name for field in fields(VoteRecord) if field.type == "float"}
 _NUM_HOST = COLUMNS["save_failed"] + 1
+# adjacent in the record, so that the device reads and sums them as one slice
 DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
 NUM_FIELDS = len(COLUMNS)
 

@@ -20,7 +20,6 @@ class Skip:
     """The facts of a skipped step that the diagnosis needs.
 
     Attributes:
-        outcome: of the step.
         bad_ranks: ranks with a loss that was not finite.
         num_bad_losses: micro-batches with such a loss, on all ranks.
         num_micro_batches: micro-batches on all ranks.
@@ -33,7 +32,6 @@ class Skip:
 
     @staticmethod
     def of(outcome: StepOutcome, decision: DecodedDecision) -> Skip:
-        """Returns the facts of the step with that outcome and decision."""
         records = decision.records
         return Skip(
             outcome,
@@ -56,12 +54,10 @@ class SkipCounter:
         self._applied: deque[StepOutcome] = deque(maxlen=_WINDOW)
 
     def reset(self) -> None:
-        """Drops everything counted before a load."""
         self._skips.clear()
         self._applied.clear()
 
     def applied(self, outcome: StepOutcome) -> None:
-        """Records an applied step."""
         self._skips.clear()
         self._applied.append(outcome)
 
@@ -97,6 +93,7 @@ def diagnose(skips: list[Skip], applied: list[StepOutcome], scale: LossScaleStat
         applied: the last applied steps before them.
         scale: the loss scale after them.
     """
+    # the most frequent one: a single step of another kind is not the cause
     reason, _ = Counter(skip.outcome.reason for skip in skips).most_common(1)[0]
     if reason == "empty":
         return "Empty batches: the weights of all micro-batches were 0; look at the data"

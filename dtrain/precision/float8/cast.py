@@ -77,7 +77,6 @@ def quantize_both(
 
 
 def decode(values: Tensor) -> Tensor:
-    """Converts FP8 ``values`` to FP32."""
     if values.device.type != "cpu":
         return values.float()
     # PyTorch decodes E4M3 bit by bit on CPU, which takes eight times as long as this look-up
@@ -86,7 +85,6 @@ def decode(values: Tensor) -> Tensor:
 
 
 def dequantize(matrix: Quantized) -> Tensor:
-    """Returns the FP32 matrix that ``matrix`` represents."""
     return decode(matrix.values) * (matrix.scale.unsqueeze(-1) if matrix.scale.dim() else matrix.scale)
 
 
@@ -97,7 +95,7 @@ def _quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Te
 
 def _quantized_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     values, scale = _quantized(x, dtype, rowwise)
-    if rowwise:
+    if rowwise:  # the transpose has scales of its own, so the values differ too
         return values, scale, *_quantized(x.t(), dtype, rowwise)
     return values, scale, values.t().contiguous(), scale
 
@@ -118,7 +116,7 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 @cache
 def _compiled(function: Callable[..., Any], dtype: torch.dtype, rowwise: bool) -> Callable[..., Any]:
-    """Compiles ``function`` once per process and arguments, so that all Linears share the graphs."""
+    # once per process and arguments, so that all Linears share the graphs
     # torch keeps eight graphs per code object and then runs new cases eagerly: each combination gets its own code
     own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     return torch.compile(own, dynamic=True)

@@ -37,12 +37,9 @@ class Float8Candidate:
 
 @dataclass(frozen=True)
 class Float8Decision:
-    """Whether the Linear ``name`` computes in FP8, and why.
+    """Whether the three matmuls of the Linear ``name`` are FP8, and the reason for the user.
 
     Attributes:
-        name: name of the module.
-        is_float8: whether its three matmuls are FP8.
-        reason: explanation for the user.
         bf16_ms: time of the three matmuls in BF16; None if they were not timed.
         float8_ms: time in FP8, including the casts of input and gradient. It includes the cast of the weight if the
             engine casts the weight in each forward and backward.
@@ -140,7 +137,7 @@ def _times(
     for run in (*runs, *runs):  # twice: the first call compiles, the second fills caches and the allocator
         run()
     samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):  # alternating, so that a change of the clock rate meets both
         for run, taken in zip(runs, samples, strict=True):
             taken.append(_milliseconds(run, device))
     return statistics.median(samples[0]), statistics.median(samples[1])

@@ -78,7 +78,6 @@ class Float8Linear(nn.Linear):
         return dtype != out_dtype
 
     def extra_repr(self) -> str:
-        """Adds the recipe to the representation."""
         return f"{super().extra_repr()}, float8=({self.recipe.describe()})"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -111,7 +110,6 @@ def convert(module: nn.Linear, recipe: Recipe, source: WeightSource | None = Non
 
     Args:
         module: a plain ``nn.Linear``. The forward of a subclass would be lost.
-        recipe: recipe of its matmuls.
         source: provides its weight; by default the parameter is cast in each forward.
     """
     _leave_uncompiled()
@@ -181,6 +179,7 @@ class _Float8Matmul(torch.autograd.Function):
         dx = dw = None
         if needs_dw:
             right = Quantized(saved[0], saved[1])
+            # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
             dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
         if needs_dx:
             right = ctx.source.backward(*(saved[2:] if needs_dw else saved))

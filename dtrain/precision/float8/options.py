@@ -103,7 +103,6 @@ class Recipe:
         out_dtype: dtype of the output and of both gradients.
         emulate: see :func:`dtrain.precision.float8.matmul.multiply`.
         fast_accumulation: affects the forward matmul only.
-        compile: whether the casts are compiled.
     """
 
     rowwise: bool = False

@@ -43,18 +43,17 @@ class UncachedWeights:
         self._recipe = recipe
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Implements :class:`WeightSource`."""
-        copy = quantize(weight.detach(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantized(operand(copy.values, emulate=self._recipe.emulate), copy.scale), (weight,)
+        return self._cast_operand(weight.detach()), (weight,)
 
     def backward(self, *saved: Tensor) -> Quantized:
-        """Implements :class:`WeightSource`."""
         (weight,) = saved
-        copy = quantize(weight.detach().t(), E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return self._cast_operand(weight.detach().t())
+
+    def _cast_operand(self, matrix: Tensor) -> Quantized:
+        copy = quantize(matrix, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
         return Quantized(operand(copy.values, emulate=self._recipe.emulate), copy.scale)
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """Returns the parameter itself."""
         return weight
 
 
@@ -63,9 +62,6 @@ class QuantizedWeights(ABC):
 
     A forward may pass a weight other than the stored one (``torch.func.functional_call``), and a backward may run after
     :meth:`invalidate`. Operands for these are made on each call and not cached.
-
-    Args:
-        recipe: recipe of the module.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -85,21 +81,19 @@ class QuantizedWeights(ABC):
         """Returns the values of the copies that stay in place until :meth:`invalidate`."""
 
     @abstractmethod
-    def dequantized(self, weight: Tensor) -> Tensor:
-        """Implements :class:`WeightSource`."""
+    def dequantized(self, weight: Tensor) -> Tensor: ...
 
     def invalidate(self) -> None:
         """Drops what was derived from the copies: their values or their memory have changed."""
         self._operands.clear()
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Implements :class:`WeightSource`."""
         rowwise, columnwise = self.copies(weight)
+        # backward saves the copy, not its operand: under emulation that is FP32, four times the bytes
         operand_values = self._operand(rowwise.values, transposed=False)
         return Quantized(operand_values, rowwise.scale), (columnwise.values, columnwise.scale)
 
     def backward(self, *saved: Tensor) -> Quantized:
-        """Implements :class:`WeightSource`."""
         values, scale = saved
         return Quantized(self._operand(values, transposed=True), scale)
 
@@ -140,7 +134,6 @@ class CachedWeights(QuantizedWeights):
         self._state = (0, 0)  # its address and version counter when it was cast
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """Implements :class:`QuantizedWeights`."""
         if weight.is_inference():  # inference tensors have no version counter
             return self._cast(weight)
         state = (weight.data_ptr(), weight._version)
@@ -152,20 +145,16 @@ class CachedWeights(QuantizedWeights):
         return self._copies
 
     def stored_copies(self) -> list[Tensor]:
-        """Implements :class:`QuantizedWeights`."""
         return [copy.values for copy in self._copies or ()]
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        """Returns the parameter itself."""
         return weight
 
     def cached(self) -> list[Tensor]:
-        """Returns the cached operands and the copies."""
         copies = {values.data_ptr(): values for values in self.stored_copies()}
         return [*copies.values(), *super().cached()]
 
     def invalidate(self) -> None:
-        """Drops the copies and what was derived from them."""
         super().invalidate()
         self._copies = None
 

@@ -56,11 +56,7 @@ _SUITES: dict[str, tuple[Primary[Any], str, str]] = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one suite, or the report; returns the exit code.
-
-    Raises:
-        DtrainError: a bad command line, or a measurement that failed.
-    """
+    """Runs one suite, or the report; returns the exit code."""
     name, *rest = list(argv) or ["--help"]
     if name in ("-h", "--help"):
         print(_USAGE)

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dtrain.config.dump import from_plain
+from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.errors import BenchError
 from dtrain.telemetry.metrics import finite, write_atomically
-from dtrain.tools.host import Host
+from dtrain.tools.host import Host, describe_host
 
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """One training setup that is measured.
+    """One training setup that is measured; ``name`` is unique in one run.
 
     Attributes:
-        name: unique in one run.
         engine: with a ``zero_stage`` the name of dtrain's engine; else ``plain`` or a key of ``bench.peers.PEERS``.
-        ranks: number of processes that train.
         precision: name of dtrain's policy; a peer gets ``bf16`` or ``fp32`` and implements it in its own way.
         zero_stage: None unless one of dtrain's engines trains.
-        loss_scale: mode of dtrain's loss scale.
         times_vote: whether the native engine's vote is timed inside each step.
         baseline: name of the peer's case that does the same work and is measured just before this one.
         recipe: of the FP8 products, if the precision is ``fp8``.
@@ -41,7 +39,6 @@ class BenchmarkCase:
 
     @property
     def is_dtrain(self) -> bool:
-        """Whether one of dtrain's engines trains, and not a script of ``bench.peers``."""
         return self.zero_stage is not None
 
     @property
@@ -52,12 +49,7 @@ class BenchmarkCase:
 
 @dataclass(frozen=True)
 class RankJob:
-    """The job of one rank of a case.
-
-    Attributes:
-        store: the file through which the ranks find each other.
-        config: the suite's resolved configuration as plain values.
-    """
+    """The job of one rank of a case: ``config`` is the suite's, ``store`` the file through which the ranks meet."""
 
     case: BenchmarkCase
     rank: int
@@ -71,10 +63,10 @@ class TimedSteps:
 
     Attributes:
         step_ms: wall time of each step on its slowest rank.
-        losses: mean over the ranks, for each step.
+        losses: mean over the ranks.
         load: the machine's 1-minute load average before the first step.
         cpu_ms: processor time of each step, user and system, summed over the ranks and their threads.
-        parts_ms: wall time of timed parts of each step, by the part's name; one list for each rank.
+        parts_ms: wall time of parts of each step, by the part's name; one list for each rank.
     """
 
     step_ms: list[float]
@@ -86,12 +78,7 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """The format in which the engine computes a Linear, and the reason.
-
-    Attributes:
-        out_features: rows of its weight.
-        in_features: columns of its weight.
-    """
+    """The format in which the engine computes a Linear, and the reason."""
 
     name: str
     out_features: int
@@ -105,12 +92,10 @@ class Footprint:
     """Memory of a case, in bytes of the rank that holds the most.
 
     Attributes:
-        num_parameters: of the model.
         state: model states by kind, counted on the tensors.
         formula: the same by the ZeRO formula; None for peers.
         peak_rss: highest resident size of the process, start-up included.
         peak_device: highest memory allocated on the GPU; None on CPU.
-        device: name of the device.
         linears: formats of the model's Linears, if dtrain's engine trains it in FP8.
     """
 
@@ -125,13 +110,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Measurements of one case.
-
-    Attributes:
-        first_step_s: from the start of its processes to the end of its first step.
-        warmup: the steps before the first round.
-        rounds: the timed steps of each round.
-    """
+    """Measurements of one case; ``first_step_s`` counts from the start of its processes."""
 
     case: BenchmarkCase
     first_step_s: float
@@ -149,25 +128,33 @@ class FailedCase:
 
 
 @dataclass(frozen=True)
-class TrainingResults:
-    """One run of a suite that trains.
-
-    Attributes:
-        suite: its name on the command line.
-        command: the command line.
-        date: local, ISO 8601.
-        config: the resolved configuration.
-        tokens_per_rank: of one step on one rank.
-        cases: those that ran to the end.
-        train_starts_s: from the command ``dtrain train`` to its first step, for each start; empty if not measured.
-        failures: the other cases.
-    """
+class SuiteRun:
+    """One run of a suite; ``date`` is local in ISO 8601, ``config`` the resolved configuration."""
 
     suite: str
     command: str
     date: str
     host: Host
     config: dict[str, Any]
+
+
+def run_header(suite: str, command: str, config: Any) -> dict[str, Any]:
+    """Returns the fields of :class:`SuiteRun` for a run of this process."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%S")
+    return {"suite": suite, "command": command, "date": date, "host": describe_host(), "config": config_to_dict(config)}
+
+
+@dataclass(frozen=True)
+class TrainingResults(SuiteRun):
+    """One run of a suite that trains.
+
+    Attributes:
+        tokens_per_rank: of one step on one rank.
+        cases: those that ran to the end.
+        train_starts_s: from the command ``dtrain train`` to its first step, for each start; empty if not measured.
+        failures: the other cases.
+    """
+
     tokens_per_rank: int
     cases: list[CaseResult]
     train_starts_s: list[float]
@@ -176,12 +163,10 @@ class TrainingResults:
 
 @dataclass(frozen=True)
 class OperationTiming:
-    """Times of one case of an operation.
+    """Times of one case of an operation, one for each round.
 
     Attributes:
-        case: its name, unique in its workload.
         nbytes: bytes that it must move.
-        ms: wall time in each round.
         workload: the operation and its size; cases of one workload are compared.
     """
 
@@ -191,31 +176,20 @@ class OperationTiming:
     workload: str = ""
 
     def gb_per_s(self) -> list[float]:
-        """``nbytes`` over the time, for each round."""
         return [self.nbytes / value / 1e6 for value in self.ms]
 
 
 @dataclass(frozen=True)
-class OperationResults:
+class OperationResults(SuiteRun):
     """One run of a suite of operations.
 
     Attributes:
-        suite: its name on the command line.
-        command: the command line.
-        date: local, ISO 8601.
-        config: the resolved configuration.
         load: the machine's 1-minute load average before the first round.
         description: the workload, and what its bytes count.
         reference: the case whose GB/s the others' are divided by, or None.
         baselines: the cases whose time is divided by the others'.
-        timings: of all cases.
     """
 
-    suite: str
-    command: str
-    date: str
-    host: Host
-    config: dict[str, Any]
     load: float
     description: str
     reference: str | None
@@ -230,8 +204,6 @@ class ProductTimes:
     Attributes:
         product: ``output``, ``input gradient``, ``weight gradient``; or ``all three, with casts``.
         rows: number of tokens.
-        out_features: rows of the weight.
-        in_features: columns of the weight.
         ms: by case, one for each round.
     """
 
@@ -247,10 +219,8 @@ class WidthResults:
     """One model of the FP8 suite.
 
     Attributes:
-        hidden_dim: of the model.
         cases: those that ran to the end; the first is BF16.
         products: of the distinct shapes among the Linears of its blocks.
-        failures: the other cases.
     """
 
     hidden_dim: int
@@ -260,31 +230,19 @@ class WidthResults:
 
 
 @dataclass(frozen=True)
-class Float8Results:
+class Float8Results(SuiteRun):
     """One run of the FP8 suite.
 
     Attributes:
-        suite: its name on the command line.
-        command: the command line.
-        date: local, ISO 8601.
-        config: the resolved configuration.
-        tokens_per_rank: of one step on one rank.
         emulated: whether FP8 was computed in FP32, so that its times say nothing about Tensor Cores.
-        widths: in the order of measurement.
     """
 
-    suite: str
-    command: str
-    date: str
-    host: Host
-    config: dict[str, Any]
     tokens_per_rank: int
     emulated: bool
     widths: list[WidthResults]
 
     @property
     def failures(self) -> list[FailedCase]:
-        """Failed cases of all widths."""
         return [failure for width in self.widths for failure in width.failures]
 
 

@@ -28,7 +28,6 @@ class ValueDifference:
 
     Attributes:
         label: ``kind:name``.
-        numel: number of elements of the tensor.
         num_different: number of elements whose bits differ.
         first: row-major index of the first of them.
         max_abs: largest |a - b|; NaN if a value is NaN.
@@ -50,10 +49,7 @@ class Difference:
     """Differences between checkpoints a and b.
 
     Attributes:
-        a: directory of a.
-        b: directory of b.
         only_a: ``kind:name`` of tensors that only a holds.
-        only_b: ``kind:name`` of tensors that only b holds.
         reshaped: (``kind:name``, dtype and shape in a, those in b) of tensors whose dtype or shape differ.
         values: tensors of equal shape and dtype whose values differ.
         state: differences of the state; two checkpoints of one run always differ here.
@@ -73,7 +69,6 @@ class Difference:
 
     @property
     def tensors_equal(self) -> bool:
-        """Whether both hold the same tensors, bit for bit."""
         return not (self.only_a or self.only_b or self.reshaped or self.values)
 
 

@@ -18,11 +18,6 @@ _NAMES = ("engines", "keys")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a topic; returns the exit code.
-
-    Raises:
-        ConfigError: an unknown topic, or more than one.
-    """
     parser = argparse.ArgumentParser(
         "dtrain doctor", epilog=_TOPICS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,14 +33,10 @@ def main(argv: Sequence[str]) -> int:
         from dtrain.tools.doctor.machine import machine_tables  # imports torch, which the other topics do not need
 
         show(machine_tables())
-    elif topic == "engines":
-        from dtrain.tools.doctor.engines import engine_tables
-
-        show(engine_tables())
     else:
-        from dtrain.tools.doctor.keys import key_table
+        from dtrain.tools.doctor.reference import engine_tables, key_table
 
-        show([key_table()])
+        show(engine_tables() if topic == "engines" else [key_table()])
     return 0
 
 

@@ -160,10 +160,8 @@ class MatmulSpeed:
     """Speed of a square matrix product in one dtype.
 
     Attributes:
-        name: name of the dtype.
         size: rows of the largest matrices within the time budget.
         gflops: 10^9 floating-point operations a second, median of a few products; None if the dtype does not run.
-        error: reason why it does not run.
     """
 
     name: str

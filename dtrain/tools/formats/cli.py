@@ -21,11 +21,6 @@ _NAMES = ("failures", "picture")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints or draws what the arguments ask for; returns the exit code.
-
-    Raises:
-        ConfigError: a word that is neither a number nor a command, or a file that cannot be drawn to.
-    """
     words = list(argv)
     if words and words[0] not in (*_NAMES, "-h", "--help"):
         words = ["numbers", *words]  # the command that has no name

@@ -29,14 +29,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Failure:
-    """A failure of reduced precision, as printed.
-
-    Attributes:
-        title: name of the failure.
-        shown: lines that reproduce it.
-        detected: lines that show how dtrain detects it.
-        fixed: lines that show how dtrain prevents it.
-    """
+    """A failure of reduced precision: lines that reproduce it, detect it and prevent it."""
 
     title: str
     shown: list[str] = field(default_factory=list)
@@ -50,7 +43,7 @@ class Failure:
 
 
 class Scale(nn.Module):
-    """Multiplies its input by one weight, ``product``."""
+    """Multiplies its input [1, 1] by one weight, ``product``."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -58,7 +51,6 @@ class Scale(nn.Module):
         nn.init.constant_(self.product.weight, weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``x`` [1, 1] to [1, 1]."""
         y: Tensor = self.product(x)
         return y
 
@@ -67,7 +59,6 @@ class SquareLoss(Scale):
     """Returns a loss of its own: the sum of squares as a matmul, in reduced precision like all matmuls."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``x`` [1, 1] to a 0-dim loss in reduced precision."""
         y: Tensor = self.product(x).flatten()
         return y @ y
 
@@ -76,7 +67,6 @@ class GuardedLoss(Scale):
     """Returns the same loss, computed in :func:`dtrain.full_precision`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``x`` [1, 1] to a 0-dim FP32 loss."""
         y: Tensor = self.product(x).flatten()
         with full_precision():
             return y @ y
@@ -88,7 +78,6 @@ def show_failures() -> None:
 
 
 def product_overflow() -> Failure:
-    """Reproduces a product above the largest FP16 number."""
     failure = Failure(f"A product overflows: FP16 ends at {FP16.max:,.0f}")
     factors = {name: torch.tensor(300.0, dtype=dtype) for name, dtype in _DTYPES.items()}
     failure.shown += [f"{name}: 300 x 300 = {float(factor * factor):g}" for name, factor in factors.items()]
@@ -104,7 +93,6 @@ def product_overflow() -> Failure:
 
 
 def gradient_overflow() -> Failure:
-    """Reproduces a gradient that overflows because the loss scale is too large."""
     failure = Failure("A scaled gradient overflows: the loss is fine, its gradient times the loss scale is not")
     scaled = torch.tensor(8.0, dtype=torch.float16) * 65536
     failure.shown.append(f"fp16: a gradient of 8 times a loss scale of 65536 = {float(scaled):g}")
@@ -128,7 +116,6 @@ def gradient_overflow() -> Failure:
 
 
 def lost_addends() -> Failure:
-    """Reproduces updates below half a unit in the last place of the weights."""
     failure = Failure("Small addends are lost: weights stop moving when an update is less than half their epsilon")
     one = {name: torch.tensor(1.0, dtype=dtype) for name, dtype in _DTYPES.items()}
     failure.shown += [f"{name}: 1 + 1e-4 = {float(value + 1e-4):.8g}" for name, value in one.items()]
@@ -152,7 +139,6 @@ def lost_addends() -> Failure:
 
 
 def gradient_underflow() -> Failure:
-    """Reproduces gradients below the smallest FP16 number."""
     failure = Failure(f"Gradients underflow: FP16 begins at {FP16.min_subnormal:.2g}")
     failure.shown += [
         f"{name}: a gradient of 1e-8 = {float(torch.tensor(1e-8, dtype=dtype)):.5g}" for name, dtype in _DTYPES.items()
@@ -176,7 +162,6 @@ def gradient_underflow() -> Failure:
 
 
 def unprotected_loss() -> Failure:
-    """Reproduces a loss computed in the dtype of the matmuls."""
     failure = Failure("A loss is not protected: it is computed in the products' format")
     engine = _start(SquareLoss(300.0), "fp16")
     loss = engine(_input(engine, 1.0))
@@ -198,7 +183,6 @@ def unprotected_loss() -> Failure:
 
 
 def hidden_overflow() -> Failure:
-    """Reproduces a cast that turns Inf into a finite number."""
     failure = Failure("A cast hides an overflow: FP8 E4M3 has no Inf")
     inf = torch.tensor(math.inf)
     failure.shown.append(f"fp8 e4m3: Inf cast = {float(inf.to(torch.float8_e4m3fn)):g}")
@@ -218,7 +202,6 @@ def hidden_overflow() -> Failure:
 
 
 def reduced_precision_sums() -> Failure:
-    """Reproduces sums whose partial sums are rounded to a 16-bit format."""
     length = 4096
     failure = Failure("A sum in reduced precision stops growing: 1 is less than half a unit in its last place")
     bound = product_bound(length, BF16)

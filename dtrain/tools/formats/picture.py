@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,22 +14,15 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, LEAST_GRADIENT, TF32, FloatFormat
 
-
-@dataclass(frozen=True)
-class _Style:
-    color: str  # palette of Okabe and Ito, which color-blind readers can distinguish
-    dash: str
-    width: float
-
-
+# color, dash and width. The palette of Okabe and Ito, which color-blind readers can distinguish.
 # TF32 and FP16 have the same error where their ranges overlap: the wide line stays visible behind the dashed one
 _STYLES = {
-    FP32: _Style("#0072B2", "-", 1.8),
-    TF32: _Style("#56B4E9", "-", 5.0),
-    BF16: _Style("#009E73", "-", 1.8),
-    FP16: _Style("#D55E00", "--", 1.8),
-    FP8_E4M3: _Style("#CC79A7", "-", 1.8),
-    FP8_E5M2: _Style("#E69F00", "-.", 1.8),
+    FP32: ("#0072B2", "-", 1.8),
+    TF32: ("#56B4E9", "-", 5.0),
+    BF16: ("#009E73", "-", 1.8),
+    FP16: ("#D55E00", "--", 1.8),
+    FP8_E4M3: ("#CC79A7", "-", 1.8),
+    FP8_E5M2: ("#E69F00", "-.", 1.8),
 }
 _EXPONENTS = range(-152, 132)
 _LOST = 1.0  # relative error of a number rounded to 0
@@ -38,7 +30,6 @@ _TOP = 30.0  # height at which an error of Inf is drawn
 
 
 def draw(path: Path) -> None:
-    """Writes the plot to ``path`` as PNG."""
     figure = Figure(figsize=(9, 7.2), dpi=110, layout="constrained")
     errors, ranges = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2.4))
     _draw_errors(errors)
@@ -78,17 +69,10 @@ def _worst(floats: FloatFormat, exponent: int) -> float:
 
 def _draw_errors(axes: Axes) -> None:
     axes.set_yscale("log")
-    for floats, style in _STYLES.items():
+    for floats, (color, dash, width) in _STYLES.items():
         starts, errors = worst_errors(floats)
-        axes.step(
-            starts,
-            [min(error, _TOP) for error in errors],
-            style.dash,
-            where="post",
-            color=style.color,
-            linewidth=style.width,
-            label=floats.name,
-        )
+        heights = [min(error, _TOP) for error in errors]
+        axes.step(starts, heights, dash, where="post", color=color, linewidth=width, label=floats.name)
     axes.axhline(_LOST, color="black", linewidth=0.8)
     axes.set_ylim(2e-8, _TOP)
     axes.set_ylabel("relative error of rounding, worst case")
@@ -102,7 +86,7 @@ def _draw_errors(axes: Axes) -> None:
 def _draw_ranges(axes: Axes) -> None:
     order = FORMATS[::-1]
     for row, floats in enumerate(order):
-        color = _STYLES[floats].color
+        color, *_ = _STYLES[floats]
         for start, stop, alpha in (
             (floats.min_subnormal, floats.min_normal, 0.4),
             (floats.min_normal, floats.max, 1.0),

@@ -32,7 +32,6 @@ def parse_number(text: str) -> Number | None:
 
 
 def number_table(text: str, number: Number) -> Table:
-    """Returns a table of how each format rounds ``number``, titled ``text``."""
     columns = ("format", "becomes", "absolute error", "relative error", "what happened")
     return Table(text, columns, [_number_row(floats, number) for floats in FORMATS])
 
@@ -53,7 +52,6 @@ NUMBER_NOTE = (
 
 
 def format_tables() -> list[Table]:
-    """Returns the table of formats and the table of GPU rates."""
     names = ("", *(floats.name for floats in FORMATS))
     rates = ("GPU", *RATED, "source")
     return [
@@ -63,7 +61,6 @@ def format_tables() -> list[Table]:
 
 
 def notes() -> list[str]:
-    """Returns the notes and sources of :func:`format_tables`."""
     exponent = math.frexp(LEAST_GRADIENT)[1] - 1
     sources = {gpu.source: gpu.url for gpu in GPUS}
     return [
@@ -99,11 +96,5 @@ def _short(value: float) -> str:
 
 
 def _rates_row(gpu: GPU) -> tuple[str, ...]:
-    return gpu.name, *(_rate(gpu, name) for name in RATED), gpu.source
-
-
-def _rate(gpu: GPU, name: str) -> str:
-    if name not in gpu.rates:
-        return "-"
-    teraflops = gpu.rates[name]
-    return "unknown" if teraflops is None else f"{teraflops:g}"
+    rates = {name: "unknown" if teraflops is None else f"{teraflops:g}" for name, teraflops in gpu.rates.items()}
+    return gpu.name, *(rates.get(name, "-") for name in RATED), gpu.source

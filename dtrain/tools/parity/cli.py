@@ -20,11 +20,7 @@ _PIPED_WIDTH = 160
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares the engines; returns 0 if all agree with the oracle, else 1.
-
-    Raises:
-        DtrainError: a bad command line, or an oracle that failed.
-    """
+    """Compares the engines; returns 0 if all agree with the oracle, else 1."""
     config = read_suite(argv, PARITY)
     if config is None:
         return 0
@@ -41,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(report: ParityReport, console: Console) -> None:
-    """Prints a table of the engines and one line for each."""
     table = Table(title=f"{report.precision} against the FP32 oracle, {report.num_parameters:,} parameters")
     for title in ("engine", "stage", "applied", "skipped", "worst loss", "worst weights", "tensor", "result"):
         table.add_column(title, overflow="fold")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from dtrain.tools.parity.trajectory import Trajectory
+from dtrain.tools.tables import plural
 
 NOISE_FACTOR = 3.0
 """Multiple of the noise baseline's deviation that an engine may have on top of its bound."""
@@ -72,7 +73,7 @@ class Mismatch:
         if self.quantity == SKIP:
             return f"skips step {self.step}, which the oracle applies: {self.reason}"
         quantity = self.quantity if self.quantity == LOSS else f"'{self.quantity}'"
-        others = f", and {self.num_others} more tensor{'s' if self.num_others > 1 else ''}" if self.num_others else ""
+        others = f", and {plural(self.num_others, 'more tensor')}" if self.num_others else ""
         if self.step == 0:
             return f"starts with different weights than the oracle: {quantity}{others}"
         return (
@@ -130,7 +131,6 @@ def make_limits(
     """Returns ``bound + NOISE_FACTOR * largest noise so far`` for each step.
 
     Args:
-        bounds: bounds of the precision.
         oracle: gives the steps and the tensor names.
         noise: deviations of the noise baseline; None if plain PyTorch cannot run the model in this precision.
         loss_bound: replaces bound and noise for the loss.
@@ -141,7 +141,8 @@ def make_limits(
     def series(bound: float, override: float | None, deviations: Sequence[float]) -> list[float]:
         if override is not None:
             return [override] * len(deviations)
-        return [bound + NOISE_FACTOR * largest for largest in accumulate(map(_nan_to_inf, deviations), max)]
+        values = (math.inf if math.isnan(value) else value for value in deviations)
+        return [bound + NOISE_FACTOR * largest for largest in accumulate(values, max)]
 
     loss = noise.loss if noise else [0.0] * steps
     weights = noise.weights if noise else {name: [0.0] * (steps + 1) for name in names}
@@ -182,7 +183,3 @@ def _share(deviation: float, limit: float) -> float:
     if math.isnan(deviation):
         return math.inf
     return 0.0 if limit == math.inf else _ratio(deviation, limit)
-
-
-def _nan_to_inf(value: float) -> float:
-    return math.inf if math.isnan(value) else value

@@ -8,7 +8,7 @@ other scales than the engines'.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,6 @@ class PlainTraining:
         perturbation: relative size of a uniform random change of the weights during each step's forwards; the update
             applies to the unperturbed weights.
         float8_linears: names of the Linears whose three products round their operands to FP8.
-
-    Attributes:
-        applied_steps: updates so far.
-        device: device of the model.
     """
 
     def __init__(
@@ -108,7 +104,9 @@ class PlainTraining:
         with self._perturbed_weights():
             for index, micro_batch in enumerate(micro_batches):
                 self._seed_forward(self._attempted_steps, index)
-                with self._autocast():
+                with torch.autocast(
+                    self.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None
+                ):
                     loss = _extract_loss(self._model(**micro_batch))
                 (loss.float() * self._scale / len(micro_batches)).backward()
                 total += loss.item() / len(micro_batches)
@@ -119,11 +117,6 @@ class PlainTraining:
 
     def _trained(self) -> list[nn.Parameter]:
         return list(self._parameters.values())
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._compute_dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._compute_dtype)
 
     @contextmanager
     def _perturbed_weights(self) -> Iterator[None]:

@@ -35,8 +35,6 @@ class EngineResult:
     Attributes:
         curve: its attempted steps.
         deviations: deviations from the oracle that skips the same steps; None if the engine failed.
-        limits: limits of the deviations.
-        mismatch: the first deviation above its limit.
         failure: reason why the engine did not run to the end, or cannot be compared.
     """
 
@@ -51,12 +49,10 @@ class EngineResult:
 
     @property
     def agrees(self) -> bool:
-        """Whether the engine ran to the end within its limits."""
         return self.failure is None and self.mismatch is None
 
     @property
     def summary(self) -> str:
-        """The result as one clause."""
         if self.failure is not None:
             return f"failed: {self.failure}"
         return str(self.mismatch) if self.mismatch is not None else "agrees with the oracle"
@@ -79,16 +75,10 @@ class ParityReport:
     """Result of one run of ``dtrain parity``.
 
     Attributes:
-        command: the command line.
         date: local time, ISO 8601.
         precision: resolved precision of the engines.
         num_parameters: trained parameters.
-        config: the resolved configuration.
-        oracle: curve of the oracle.
         noise_baseline: curve of plain PyTorch in that precision; empty if it cannot run the model.
-        noise_deviations: deviations of the noise baseline from the oracle.
-        noise_failure: reason why there is no noise baseline.
-        engines: results in the order of the runs.
         left_out: engines that were not requested and cannot run here, with the reason.
     """
 
@@ -106,7 +96,6 @@ class ParityReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether all engines agree with the oracle."""
         return all(result.agrees for result in self.engines)
 
 

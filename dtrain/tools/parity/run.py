@@ -27,6 +27,7 @@ from dtrain.tools.parity.records import EngineResult, ParityReport, write_report
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
 from dtrain.tools.ranks import run_ranks
+from dtrain.tools.tables import plural
 from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_precision, make_policy
 
@@ -46,13 +47,7 @@ class Reference:
 
 
 class ReferenceRuns:
-    """Plain training runs, made on first use and then cached.
-
-    Args:
-        config: configuration of the training run.
-        folder: folder for their weights.
-        logs: folder for their logs.
-    """
+    """Plain training runs, made on first use and then cached; ``folder`` takes their weights."""
 
     def __init__(self, config: RunConfig, folder: Path, logs: Path) -> None:
         self._config = config
@@ -94,12 +89,7 @@ class ReferenceRuns:
 
 
 def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, Path]:
-    """Compares the engines; returns the report, and the folder with report, picture and logs.
-
-    Raises:
-        ConfigError: a requested engine cannot run this configuration here.
-        ParityError: the oracle failed, or its numbers are not finite.
-    """
+    """Compares the engines; returns the report, and the folder with report, picture and logs."""
     parity = config.parity
     device = choose_device(parity.device, parity.ranks - 1)
     precision = make_policy(config.training("native")).on(device).name
@@ -134,11 +124,7 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, P
 
 
 def check_oracle(curve: Sequence[Point]) -> None:
-    """Raises unless all losses and gradient norms of the oracle are finite.
-
-    Raises:
-        ParityError: a loss or gradient norm is not finite; names the first such step.
-    """
+    """Raises ParityError at the first loss or gradient norm that is not finite."""
     for step, point in enumerate(curve, start=1):
         if not (math.isfinite(point.loss) and math.isfinite(point.grad_norm)):
             raise ParityError(
@@ -182,10 +168,7 @@ def run_engine(
 
     Args:
         config: configuration with the precision resolved.
-        name: name of the engine.
-        references: reference runs to compare with.
         folder: folder for its weights, which are deleted at the end.
-        logs: folder for the logs of its ranks.
     """
     parity, training = config.parity, config.training(name)
     weights = folder / name
@@ -203,10 +186,8 @@ def run_engine(
     seconds = time.perf_counter() - begin
     result = _compare(replace(result, seconds=seconds), Trajectory(weights), config, references)
     shutil.rmtree(weights)
-    plural = "s" if parity.ranks > 1 else ""
-    logger.info(
-        "%s: %d steps on %d rank%s, %.1f s: %s", name, parity.steps, parity.ranks, plural, seconds, result.summary
-    )
+    ranks = plural(parity.ranks, "rank")
+    logger.info("%s: %d steps on %s, %.1f s: %s", name, parity.steps, ranks, seconds, result.summary)
     return result
 
 

@@ -34,11 +34,7 @@ class Point:
 
 
 class Trajectory:
-    """Reads and writes a trajectory: 4 bytes a parameter for the start and for each step.
-
-    Args:
-        folder: created by :meth:`start`.
-    """
+    """Reads and writes a trajectory: 4 bytes a parameter for the start and for each step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,18 +45,15 @@ class Trajectory:
         self._write(0, weights)
 
     def add(self, point: Point, weights: Mapping[str, Tensor]) -> None:
-        """Writes the next step."""
         with (self._folder / _CURVE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(point)) + "\n")
         self._write(len(self.curve()), weights)
 
     def curve(self) -> list[Point]:
-        """Returns all steps so far."""
         lines = (self._folder / _CURVE).read_text(encoding="utf-8").splitlines()
         return [from_plain(Point, json.loads(line)) for line in lines]
 
     def names(self) -> list[str]:
-        """Returns the names of the weights in alphabetical order."""
         with safe_open(self._path(0), framework="pt") as file:
             return sorted(file.keys())
 

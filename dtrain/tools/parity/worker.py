@@ -6,13 +6,12 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
@@ -21,19 +20,17 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, connect_by_file, disconnect
 from dtrain.engine.rng import rng_key
-from dtrain.errors import DtrainError
 from dtrain.models import build_model
 from dtrain.precision.contract import resolve
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.parity.oracle import PlainTraining
 from dtrain.tools.parity.trajectory import Point, Trajectory
-from dtrain.tools.ranks import open_result, read_job
+from dtrain.tools.ranks import failure_reason, open_result, read_job
 from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, make_schedule, set_threads
 from dtrain.train.trainer import to_device
 
 ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
-_MAX_REASON_LENGTH = 500
 
 
 @dataclass(frozen=True)
@@ -43,10 +40,8 @@ class ParityJob:
     Attributes:
         folder: rank 0 writes the engine's trajectory here; plain training writes its two trajectories below it.
         config: configuration of the training run, as plain values.
-        engine: engine of this rank; None: plain training, the oracle and then the noise baseline.
-        rank: this rank.
-        ranks: number of ranks of the engine.
-        store: file of the store at which the engine's ranks meet.
+        engine: None: plain training, the oracle and then the noise baseline.
+        store: file at which the engine's ranks meet.
         skipped: steps, counted from 1, that plain training does not apply.
     """
 
@@ -67,7 +62,7 @@ def main() -> int:
         json.dump(run_job(job), result)
     except Exception as error:  # any error of a library goes into the report, and the other engines still run
         traceback.print_exc()
-        result.write(_reason(error))
+        result.write(failure_reason(error))
         return 1
     finally:
         result.close()
@@ -81,11 +76,6 @@ def run_job(job: ParityJob) -> dict[str, str]:
         return _train_plainly(job, config)
     _train_with_engine(job, config)
     return {}
-
-
-def _reason(error: Exception) -> str:
-    text = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MAX_REASON_LENGTH]
 
 
 def _train_with_engine(job: ParityJob, config: RunConfig) -> None:
@@ -128,7 +118,7 @@ def _train_plainly(job: ParityJob, config: RunConfig) -> dict[str, str]:
         _train(job, config, NOISE_BASELINE, perturbed, dataset)
     except Exception as error:  # plain autocast fails on some models that engines train
         traceback.print_exc()
-        return {NOISE_BASELINE: _reason(error)}
+        return {NOISE_BASELINE: failure_reason(error)}
     return {}
 
 
@@ -151,20 +141,15 @@ def _train(job: ParityJob, config: RunConfig, name: str, training: PlainTraining
     schedule = make_schedule(config.schedule, config.train.steps)
     trajectory = Trajectory(Path(job.folder, name))
     trajectory.start(training.weights())
-    for step, micro_batches in enumerate(_global_batches(config, dataset), start=1):
+    train = config.train
+    # one loader for the micro-batches of all ranks, in the order of their global index
+    num_micro_batches = train.global_batch_size // train.micro_batch_size
+    loader = BatchLoader(dataset.train, config.seed, train.micro_batch_size, num_micro_batches)
+    for step, micro_batches in enumerate(islice(loader, train.steps), start=1):
         lr = config.optim.lr * schedule.factor(training.applied_steps)
         on_device = [to_device(micro_batch, training.device) for micro_batch in micro_batches]
         loss, grad_norm = training.step(on_device, lr, skip=step in job.skipped)
         trajectory.add(Point(loss, grad_norm), training.weights())
-
-
-def _global_batches(config: RunConfig, dataset: TextDataset) -> Iterator[list[dict[str, Tensor]]]:
-    """Yields the micro-batches of all ranks for each step, in the order of their global index."""
-    train = config.train
-    num_micro_batches = train.global_batch_size // train.micro_batch_size
-    loader = BatchLoader(dataset.train, config.seed, train.micro_batch_size, num_micro_batches)
-    for _ in range(train.steps):
-        yield next(loader)
 
 
 if __name__ == "__main__":

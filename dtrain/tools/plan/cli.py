@@ -19,12 +19,7 @@ _ALL = "--all"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``dtrain plan`` and returns the exit code.
-
-    Raises:
-        ConfigError: the plan is not ``precision``, a key is invalid (as in ``dtrain train``), or the keys give several
-            runs.
-    """
+    """Runs ``dtrain plan``; returns the exit code."""
     plan, *words = list(argv) or ["--help"]
     if plan in ("-h", "--help"):
         print(_USAGE)

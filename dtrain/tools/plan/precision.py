@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
     Args:
-        config: a checked configuration.
         folded: whether modules that differ only in one index share a row.
 
     Raises:
@@ -74,42 +74,26 @@ def _decisions_without_timing(
 
 
 def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
-    """Returns lines on the device, the FP8 recipe, and the number of weights by format."""
     policy = contract.policy
     lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
     if contract.recipe is not None:
         lines.append(f"float8: {contract.recipe.describe()}, {policy.float8.weight_scale} weight scales")
-    numel: dict[str, int] = {}
+    numel: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
-        key = format_name(contract.replica_dtypes[name])
-        numel[key] = numel.get(key, 0) + parameter.numel()
+        numel[format_name(contract.replica_dtypes[name])] += parameter.numel()
     weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
     return [*lines, f"compute weights: {weights}; masters, moments and main gradients: fp32"]
 
 
-@dataclass(frozen=True)
-class _Row:
-    kind: str
-    shape: str
-    format: str
-    reason: str
-
-
 def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:
     """Returns a table with a row per module, or per set of modules that differ only in the index of a block."""
-    rows: dict[tuple[str, _Row], list[str]] = {}
+    equal: dict[tuple[str, ...], list[str]] = {}
     for module in contract.modules:
-        row = _Row(module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
         pattern = _INDEX.sub(_PLACEHOLDER, module.name, count=1) if folded else module.name
-        rows.setdefault((pattern, row), []).append(module.name)
-    return Table(
-        "Modules",
-        ("module", "kind", "weight", "format", "reason"),
-        [
-            (_name(pattern, names), row.kind, row.shape, row.format, row.reason)
-            for (pattern, row), names in rows.items()
-        ],
-    )
+        shape = _shape(model.get_submodule(module.name))
+        equal.setdefault((pattern, module.kind, shape, module.format, module.reason), []).append(module.name)
+    rows = [(_name(pattern, names), *cells) for (pattern, *cells), names in equal.items()]
+    return Table("Modules", ("module", "kind", "weight", "format", "reason"), rows)
 
 
 def _name(pattern: str, names: Sequence[str]) -> str:
@@ -130,7 +114,6 @@ def _shape(module: nn.Module) -> str:
 
 
 def operation_table(contract: Contract) -> Table:
-    """Returns a table of the formats of operations that no rule covers."""
     compute = format_name(contract.policy.compute_dtype)
     if not contract.is_mixed:
         rows = [("all", "fp32 (products tf32)" if contract.policy.tf32 else "fp32")]
@@ -143,25 +126,17 @@ def operation_table(contract: Contract) -> Table:
             ("outputs of the model", "fp32"),
         ]
     if contract.recipe is not None:
-        gradients = float8_format_name(contract.recipe.grad_dtype)
+        gradients = str(contract.recipe.grad_dtype).removeprefix("torch.float8_").removesuffix("fn")
         rows.insert(1, ("products of fp8 modules", f"e4m3 x e4m3, gradients {gradients} x e4m3, sums in fp32"))
     return Table("Operations outside rules", ("operation", "format"), rows)
 
 
-def float8_format_name(dtype: torch.dtype) -> str:
-    """Returns ``e4m3`` or ``e5m2``."""
-    return str(dtype).removeprefix("torch.float8_").removesuffix("fn")
-
-
 def timing_table(candidates: Sequence[Float8Candidate], policy: PrecisionPolicy) -> Table:
     """Returns a table of the shapes that rank 0 times at the start, in FP8 and in BF16."""
-    shapes: dict[tuple[int, int], int] = {}
-    for candidate in candidates:
-        shape = (candidate.out_features, candidate.in_features)
-        shapes[shape] = shapes.get(shape, 0) + 1
+    shapes = Counter((candidate.out_features, candidate.in_features) for candidate in candidates)
     num_rows = policy.float8.num_rows
     return Table(
         "Timed at the start: output and both gradients, in FP8 and in BF16",
         ("rows x in -> out", "modules"),
-        [(f"{num_rows} x {shape[1]} -> {shape[0]}", str(count)) for shape, count in shapes.items()],
+        [(f"{num_rows} x {columns} -> {out}", str(count)) for (out, columns), count in shapes.items()],
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_a_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found, opened = saved(tmp_path, 3), []
     real = reader.open_file
 
-    def count(path: Path, file: Any) -> tuple[int, int]:
+    def count(path: Path, file: Any) -> AbstractContextManager[int]:
         opened.append(file.name)
         return real(path, file)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict, to_yaml
-from dtrain.tools.doctor.engines import engine_table
-from dtrain.tools.doctor.keys import key_table
+from dtrain.tools.doctor.reference import engine_table, key_table
 from tests.unit.cli.mistakes import CASES, message
 
 GOLDEN = Path(__file__).parent / "golden"

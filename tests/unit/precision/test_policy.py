@@ -12,7 +12,7 @@ from dtrain.errors import ConfigError, ContractError, ModelError
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
-from dtrain.precision.rules import is_fp32_class
+from dtrain.precision.rules import fp32_class
 from tests.helpers.zoo import make
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ class PreNorm(nn.Module):
     ids=lambda value: type(value).__name__,
 )
 def test_classes_kept_in_fp32(module: nn.Module, kept: bool) -> None:
-    assert is_fp32_class(module) is kept
+    assert bool(fp32_class(module)) is kept
 
 
 def test_a_block_named_after_its_norm_is_not_a_norm() -> None:

@@ -14,6 +14,7 @@ from dtrain.sharding.layout import (
     ALIGNMENT,
     CHUNK,
     ArenaLayout,
+    ArenaSegment,
     FlatLayout,
     ParameterSlot,
     ParamSpec,
@@ -201,7 +202,7 @@ def test_layout_by_hand() -> None:
         ("w", 1100, 1200, 0),
         ("v", 0, 14, 116),
     ]
-    assert reduced.class_ranges(1024, 3072) == ((True, 0, 1024), (False, 1024, 2048))
+    assert ArenaSegment(reduced, 0, 1024, 2048).class_ranges() == ((True, 0, 1024), (False, 1024, 2048))
     assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dtrain.tools.tables import Table, show
+from dtrain.tools.tables import Table, plural, show
 
 TABLE = Table.of("Sizes", [("name", str), ("`length`", lambda row: str(len(row)))], ["a", "four"])
 
@@ -34,3 +34,7 @@ def test_a_terminal_gets_a_drawn_table_without_backticks(
     assert "length" in out
     assert "`" not in out
     assert "|" not in out
+
+
+def test_plural() -> None:
+    assert (plural(1, "rank"), plural(2, "rank")) == ("1 rank", "2 ranks")

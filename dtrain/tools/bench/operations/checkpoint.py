@@ -1,18 +1,16 @@
 """``dtrain bench checkpoint``: the stall of training during a save, and the time until the save is on the disk.
 
-Run as a module it is one rank: it reads a ``_CheckpointJob`` as JSON, and rank 0 writes the timings.
+Run as a module it is one rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,13 @@ from dtrain.checkpoint import AsyncSaver, Snapshot, storage
 from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import choose_device, connect_by_file
+from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError
-from dtrain.tools.bench.operations.timing import measure_operations, plural
+from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
+from dtrain.tools.bench.operations.timing import measure_operations
 from dtrain.tools.bench.records import OperationResults, OperationTiming
-from dtrain.tools.ranks import open_result, read_job, run_ranks
 
 _DESCRIPTION = (
     "{ranks} on {device}, {threads} each. The workload names the MB of FP32 masters and moments of one rank. Stall: "
@@ -46,79 +43,37 @@ _BASELINES = ["DCP async_save", "torch.save, fsync"]
 _PARAMETER = 1 << 20  # elements of this rank's shard of one parameter
 
 
-@dataclass(frozen=True)
-class _CheckpointJob:
-    rank: int
-    store: str
-    folder: str
-    bench: CheckpointBenchConfig
-
-
 def run_checkpoint_suite(config: CheckpointSuiteConfig, command: str) -> OperationResults:
-    """Times saves on ``bench.ranks`` processes, in a new folder of ``bench.dir`` that is removed at the end.
-
-    Raises:
-        RankError: a rank failed.
-        ConfigError: a device that does not exist, or a folder that cannot be written to.
-    """
+    """Times saves on ``bench.ranks`` processes, in a new folder of ``bench.dir`` that is removed at the end."""
     bench = config.bench
     return measure_operations(
         "checkpoint",
         command,
         config,
-        describe(bench, choose_device(bench.device, 0).type),
-        lambda: _run_ranks(bench),
+        describe(_DESCRIPTION, bench, choose_device(bench.device, 0).type),
+        lambda: _measure(bench),
         baselines=_BASELINES,
         reference=_LOWER_BOUND,
     )
 
 
-def describe(bench: CheckpointBenchConfig, device: str) -> str:
-    """Returns the workload, and what its times are."""
-    ranks, threads = plural(bench.ranks, "rank"), plural(bench.threads_per_rank, "thread")
-    return _DESCRIPTION.format(ranks=ranks, device=device, threads=threads)
-
-
-def _run_ranks(bench: CheckpointBenchConfig) -> list[OperationTiming]:
+def _measure(bench: CheckpointBenchConfig) -> list[OperationTiming]:
     try:
         temporary = tempfile.TemporaryDirectory(prefix="dtrain-bench-", dir=bench.dir)
     except OSError as error:
         raise ConfigError(f"bench.dir={bench.dir}: {error.strerror}; name a folder on the disk to measure") from None
     with temporary as name:
-        folder = Path(name).resolve()
-        jobs = [_CheckpointJob(rank, str(folder / "store"), str(folder), bench) for rank in range(bench.ranks)]
-        results = run_ranks(
-            "dtrain.tools.bench.operations.checkpoint",
-            [json.dumps(asdict(job)) for job in jobs],
-            threads=bench.threads_per_rank,
-            folder=folder / "ranks",
-        )
-    return [from_plain(OperationTiming, timing) for timing in json.loads(results[0])]
+        return time_on_ranks("checkpoint", bench, Path(name).resolve())
 
 
-def main() -> None:
-    """Runs one rank."""
-    job = from_plain(_CheckpointJob, json.loads(read_job()))
-    results = open_result()
-    bench = job.bench
-    torch.set_num_threads(bench.threads_per_rank)
-    device = choose_device(bench.device, job.rank)
-    connect_by_file(job.store, job.rank, bench.ranks, device)
+def time_sizes(bench: CheckpointBenchConfig, device: torch.device, folder: Path) -> Iterator[OperationTiming]:
     comm = Communicator(dist.group.WORLD if bench.ranks > 1 else None, device)
-    timings = [
-        timing
-        for megabytes in bench.sizes
-        for timing in time_size(comm, Path(job.folder), megabytes * 10**6, bench.rounds)
-    ]
-    if job.rank == 0:
-        json.dump([asdict(timing) for timing in timings], results)
-    results.close()
+    for megabytes in bench.sizes:
+        yield from _time_size(comm, folder, megabytes * 10**6, bench.rounds)
     comm.release()
-    if bench.ranks > 1:
-        dist.destroy_process_group()
 
 
-def time_size(comm: Communicator, folder: Path, nbytes: int, rounds: int) -> Iterator[OperationTiming]:
+def _time_size(comm: Communicator, folder: Path, nbytes: int, rounds: int) -> Iterator[OperationTiming]:
     """Times stall and total of every case with a state of about ``nbytes``, after one round that is not counted."""
     state = State(comm, nbytes)
     saves = save_cases(state)
@@ -143,12 +98,7 @@ def time_size(comm: Communicator, folder: Path, nbytes: int, rounds: int) -> Ite
 
 
 class State:
-    """The shards of masters and moments that one rank saves.
-
-    Args:
-        comm: of the ranks; each holds an equal shard of every tensor.
-        nbytes: approximate bytes of this rank's shards.
-    """
+    """About ``nbytes`` of masters and moments, this rank's shards; each rank holds an equal shard of every tensor."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.comm = comm
@@ -177,10 +127,17 @@ Save = Callable[[Path], tuple[float, float]]
 
 
 def save_cases(state: State) -> Mapping[str, Save]:
-    """Returns the lower bounds, dtrain's saves and the peers', by name."""
-    comm, named, saver = state.comm, state.named(), AsyncSaver(state.comm)
+    comm, named, saver, snapshot = state.comm, state.named(), AsyncSaver(state.comm), state.snapshot
     # The peers need a group whose collectives run on the host, because they save from a thread.
     group = dist.new_group(backend="gloo") if comm.world_size > 1 else None
+
+    def save(path: Path) -> tuple[float, float]:
+        with _lease(comm, path):
+            return _timed(comm.device, lambda: saver.save(path, snapshot, None))
+
+    def save_asynchronously(path: Path) -> tuple[float, float]:
+        with _lease(comm, path):
+            return _timed(comm.device, lambda: saver.start(path, snapshot, None), saver.wait)
 
     def save_dcp(path: Path) -> tuple[float, float]:
         return _timed(comm.device, lambda: dcp.save(named, checkpoint_id=path, process_group=group))
@@ -195,8 +152,8 @@ def save_cases(state: State) -> Mapping[str, Save]:
 
     return {
         _LOWER_BOUND: _lower_bound(state),
-        "dtrain": _dtrain(state, saver),
-        "dtrain, asynchronous": _dtrain_asynchronous(state, saver),
+        "dtrain": save,
+        "dtrain, asynchronous": save_asynchronously,
         "DCP save": save_dcp,
         "DCP async_save": _dcp_asynchronous(named, group, comm.device),
         "torch.save, fsync": save_torch,
@@ -240,22 +197,6 @@ def _lower_bound(state: State) -> Save:
     return save
 
 
-def _dtrain(state: State, saver: AsyncSaver) -> Save:
-    def save(path: Path) -> tuple[float, float]:
-        with _lease(state.comm, path):
-            return _timed(state.comm.device, lambda: saver.save(path, state.snapshot, None))
-
-    return save
-
-
-def _dtrain_asynchronous(state: State, saver: AsyncSaver) -> Save:
-    def save(path: Path) -> tuple[float, float]:
-        with _lease(state.comm, path):
-            return _timed(state.comm.device, lambda: saver.start(path, state.snapshot, None), saver.wait)
-
-    return save
-
-
 def _lease(comm: Communicator, path: Path) -> AbstractContextManager[object]:
     """Returns the lease. It is not timed, because a run takes it once, at its start."""
     return hold(path) if comm.rank == 0 else nullcontext()
@@ -282,4 +223,4 @@ def _dcp_asynchronous(named: dict[str, Tensor], group: dist.ProcessGroup | None,
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(CheckpointBenchConfig, time_sizes)

@@ -1,29 +1,25 @@
 """``dtrain bench collectives``: the collectives of a step, by size, through sockets and through shared memory.
 
-Run as a module it is one rank: it reads a ``_CollectivesJob`` as JSON, and rank 0 writes the timings.
+Run as a module it is one rank.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import choose_device, connect_by_file
+from dtrain.distributed.setup import choose_device
 from dtrain.sharding.layout import CHUNK
-from dtrain.tools.bench.operations.timing import Operation, measure_operations, plural
+from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
+from dtrain.tools.bench.operations.timing import Operation, elapsed_ms, measure_operations
 from dtrain.tools.bench.records import OperationResults, OperationTiming
-from dtrain.tools.ranks import open_result, read_job, run_ranks
 
 _DESCRIPTION = (
     "{ranks} on {device}, {threads} each. The workload names the elements of a flat buffer of which each rank owns one "
@@ -31,67 +27,30 @@ _DESCRIPTION = (
 )
 
 
-@dataclass(frozen=True)
-class _CollectivesJob:
-    rank: int
-    store: str
-    bench: CollectivesBenchConfig
-
-
 def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> OperationResults:
-    """Times each collective on ``bench.ranks`` processes.
-
-    Raises:
-        RankError: a rank failed.
-        ConfigError: a device that does not exist.
-    """
     bench = config.bench
     device = choose_device(bench.device, 0).type
+
+    def measure() -> list[OperationTiming]:
+        with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
+            return time_on_ranks("collectives", bench, Path(folder))
+
     return measure_operations(
         "collectives",
         command,
         config,
-        describe(bench, device),
-        lambda: _run_ranks(bench),
+        describe(_DESCRIPTION, bench, device),
+        measure,
         baselines=["sockets"] if device == "cpu" else [],
     )
 
 
-def describe(bench: CollectivesBenchConfig, device: str) -> str:
-    """Returns the workload, and what GB/s counts."""
-    ranks, threads = plural(bench.ranks, "rank"), plural(bench.threads_per_rank, "thread")
-    return _DESCRIPTION.format(ranks=ranks, device=device, threads=threads)
-
-
-def _run_ranks(bench: CollectivesBenchConfig) -> list[OperationTiming]:
-    with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
-        store = str(Path(folder, "store"))
-        jobs = [json.dumps(asdict(_CollectivesJob(rank, store, bench))) for rank in range(bench.ranks)]
-        results = run_ranks(
-            "dtrain.tools.bench.operations.collectives",
-            jobs,
-            threads=bench.threads_per_rank,
-            folder=Path(folder, "ranks"),
-        )
-    return [from_plain(OperationTiming, timing) for timing in json.loads(results[0])]
-
-
-def main() -> None:
-    """Runs one rank."""
-    job = from_plain(_CollectivesJob, json.loads(read_job()))
-    results = open_result()
-    bench = job.bench
-    torch.set_num_threads(bench.threads_per_rank)
-    device = choose_device(bench.device, job.rank)
-    connect_by_file(job.store, job.rank, bench.ranks, device)
+def time_sizes(bench: CollectivesBenchConfig, device: torch.device, _: Path) -> Iterator[OperationTiming]:
     comms = communicators(device)
-    timings = [timing for size in bench.sizes for timing in time_size(comms, size, bench.rounds)]
-    if job.rank == 0:
-        json.dump([asdict(timing) for timing in timings], results)
-    results.close()
+    for size in bench.sizes:
+        yield from _time_size(comms, size, bench.rounds)
     for comm in comms.values():
         comm.release()
-    dist.destroy_process_group()
 
 
 def communicators(device: torch.device) -> dict[str, Communicator]:
@@ -105,7 +64,7 @@ def communicators(device: torch.device) -> dict[str, Communicator]:
     return {name: comm for name, comm in transports.items() if name == "sockets" or comm.may_share}
 
 
-def time_size(comms: Mapping[str, Communicator], size: int, rounds: int) -> Iterator[OperationTiming]:
+def _time_size(comms: Mapping[str, Communicator], size: int, rounds: int) -> Iterator[OperationTiming]:
     """Times every collective on a flat buffer of about ``size`` elements, after one round that is not counted."""
     some = next(iter(comms.values()))
     numel = size // (some.world_size * CHUNK) * some.world_size * CHUNK
@@ -123,11 +82,7 @@ def time_size(comms: Mapping[str, Communicator], size: int, rounds: int) -> Iter
 
 def _time_slowest(comm: Communicator, run: Callable[[], object]) -> float:
     comm.barrier()
-    start = time.perf_counter()
-    run()
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
-    elapsed = torch.tensor([1000 * (time.perf_counter() - start)], dtype=torch.float64, device=comm.device)
+    elapsed = torch.tensor([elapsed_ms(run, comm.device)], dtype=torch.float64, device=comm.device)
     return float(comm.gather_rows(elapsed, label="elapsed").max())
 
 
@@ -156,4 +111,4 @@ def operations(comm: Communicator, numel: int) -> dict[str, Operation]:
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(CollectivesBenchConfig, time_sizes)

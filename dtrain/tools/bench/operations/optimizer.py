@@ -12,8 +12,9 @@ from dtrain.distributed.setup import choose_device
 from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
 from dtrain.optim.flat import FlatAdamW
 from dtrain.sharding.layout import CHUNK
-from dtrain.tools.bench.operations.timing import Operation, measure_operations, plural, time_rounds
+from dtrain.tools.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.tools.bench.records import OperationResults
+from dtrain.tools.tables import plural
 
 _PARAMETER = 1024 * CHUNK
 """Elements of one parameter in torch's sequence: a matrix of 1024 x 1024."""
@@ -29,11 +30,7 @@ _DESCRIPTION = (
 
 
 def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> OperationResults:
-    """Times the optimizer phase of each case, on the same masters and gradients.
-
-    Raises:
-        ConfigError: a device that does not exist, or no compiler although ``bench.compiled`` asks for one.
-    """
+    """Times the optimizer phase of each case, on the same masters and gradients."""
     bench = config.bench
     device = choose_device(bench.device, 0)
     torch.set_num_threads(bench.threads)
@@ -43,25 +40,15 @@ def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> Operation
         "optimizer",
         command,
         config,
-        describe(phase.numel, bench.threads, device),
+        _DESCRIPTION.format(numel=phase.numel, threads=plural(bench.threads, "thread"), device=device.type),
         lambda: time_rounds(operations, bench.rounds, device),
         baselines=["torch fused, BF16 grads", "torch foreach, BF16 grads"],
         reference="triad" if device.type == "cpu" else "copy",
     )
 
 
-def describe(numel: int, threads: int, device: torch.device) -> str:
-    """Returns the workload, and what GB/s counts."""
-    return _DESCRIPTION.format(numel=numel, threads=plural(threads, "thread"), device=device.type)
-
-
 class OptimizerPhase:
-    """The tensors that all cases share, and the operation of each case.
-
-    Args:
-        numel: number of elements, a multiple of the chunk.
-        device: of the tensors.
-    """
+    """The tensors that all cases share, of ``numel`` elements (a multiple of the chunk)."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self.device = numel, device
@@ -71,7 +58,6 @@ class OptimizerPhase:
         self.replica = self.master.bfloat16()
 
     def operations(self, *, compiled: bool) -> dict[str, Operation]:
-        """Returns the optimizer phase of each case, by name."""
         bytes_30, bytes_34 = 30 * self.numel, 34 * self.numel
         found = {
             **self._bandwidths(),

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from dtrain.config.dump import config_to_dict
-from dtrain.tools.bench.records import OperationResults, OperationTiming
-from dtrain.tools.host import describe_host
+from dtrain.tools.bench.records import OperationResults, OperationTiming, run_header
 
 
 @dataclass(frozen=True)
@@ -28,15 +26,16 @@ def time_rounds(operations: Mapping[str, Operation], rounds: int, device: torch.
     ms: dict[str, list[float]] = {name: [] for name in operations}
     for number in range(rounds + 1):
         for name, operation in operations.items():
-            elapsed = _time(operation, device)
+            elapsed = elapsed_ms(operation.run, device)
             if number:
                 ms[name].append(elapsed)
     return [OperationTiming(name, operation.nbytes, ms[name]) for name, operation in operations.items()]
 
 
-def _time(operation: Operation, device: torch.device) -> float:
+def elapsed_ms(run: Callable[[], object], device: torch.device) -> float:
+    """Returns the wall time of ``run`` until the device has finished it."""
     start = time.perf_counter()
-    operation.run()
+    run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return 1000 * (time.perf_counter() - start)
@@ -52,21 +51,11 @@ def measure_operations(
     baselines: list[str],
     reference: str | None = None,
 ) -> OperationResults:
-    """Returns what ``measure`` timed, with load, date, machine and command."""
     return OperationResults(
-        suite=suite,
-        command=command,
-        date=time.strftime("%Y-%m-%dT%H:%M:%S"),
-        host=describe_host(),
-        config=config_to_dict(config),
+        **run_header(suite, command, config),
         load=os.getloadavg()[0],
         description=description,
         reference=reference,
         baselines=baselines,
         timings=measure(),
     )
-
-
-def plural(count: int, noun: str) -> str:
-    """Returns ``1 rank``, ``2 ranks``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

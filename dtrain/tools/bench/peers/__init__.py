@@ -26,7 +26,6 @@ class Peer:
 
     @property
     def is_installed(self) -> bool:
-        """Whether the required package can be imported."""
         return self.package is None or find_spec(self.package) is not None
 
 

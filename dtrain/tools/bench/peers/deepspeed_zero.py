@@ -16,8 +16,6 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: b
 
     Args:
         model: becomes BF16 if ``settings.bf16``; DeepSpeed makes its FP32 masters from the rounded weights.
-        settings: as for all peers.
-        stage: ZeRO stage, 1 to 3.
         fp32_sums: whether gradients are sent and summed in FP32; by default DeepSpeed does both in the model's dtype.
     """
     if settings.device.type == "cpu":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -11,27 +13,13 @@ from dtrain.tools.bench.peers import plain
 
 
 def prepare(model: nn.Module, settings: plain.Settings, reshard_after_forward: bool) -> plain.Training:
-    """Takes ``model`` on its device; the process group exists.
-
-    Args:
-        model: its blocks are the elements of its ``ModuleList``.
-        settings: as for all peers.
-        reshard_after_forward: whether a block's unsharded weights are freed between forward and backward.
-    """
+    """Takes ``model`` on its device, with its blocks in a ``ModuleList``; the process group exists."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if settings.bf16 else None, reduce_dtype=torch.float32)
     blocks = [block for modules in model.modules() if isinstance(modules, nn.ModuleList) for block in modules]
     for module in (*blocks, model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     optimizer = plain.make_optimizer(model, settings)
-
-    def step(batch: plain.Batch) -> float:
-        optimizer.zero_grad()
-        loss = model(**batch).loss
-        loss.backward()
-        if settings.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
-        return float(loss.item())
+    step = plain.make_step(model, optimizer, replace(settings, bf16=False))  # the policy casts, not autocast
 
     def tensors() -> dict[str, list[Tensor]]:
         return {kind: [_local(tensor) for tensor in held] for kind, held in plain.states(model, optimizer).items()}

@@ -17,13 +17,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all peers share.
-
-    Attributes:
-        bf16: BF16 arithmetic over FP32 weights, in the peer's own way; else FP32.
-        max_grad_norm: gradients are clipped to this norm; None: no clipping.
-        micro_batch_size: sequences in a batch of one rank.
-    """
+    """Settings that all peers share; ``bf16`` means BF16 arithmetic over FP32 weights, in the peer's own way."""
 
     lr: float
     betas: tuple[float, float]
@@ -37,12 +31,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Training:
-    """A peer that is ready to train.
-
-    Attributes:
-        step: trains on one batch of this rank and returns this rank's loss.
-        tensors: returns the model states that this rank holds now, by kind.
-    """
+    """A peer that is ready to train: ``step`` returns this rank's loss, ``tensors`` its model states by kind."""
 
     step: Callable[[Batch], float]
     tensors: Callable[[], dict[str, list[Tensor]]]
@@ -59,7 +48,6 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """Returns torch's fused AdamW on the weights in their own dtype."""
     groups = decay_groups(model, settings.weight_decay)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
@@ -81,8 +69,6 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[T
 
 
 def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Batch], float]:
-    """Returns a function that takes one step of the usual training loop."""
-
     def step(batch: Batch) -> float:
         optimizer.zero_grad()
         with torch.autocast(settings.device.type, dtype=torch.bfloat16, enabled=settings.bf16):

@@ -16,7 +16,6 @@ from dtrain.tools.bench.report.training import describe_training
 
 
 def describe(results: AnyResults) -> Report:
-    """Reports on one run of any suite."""
     if isinstance(results, OperationResults):
         return describe_operations(results)
     return describe_float8(results) if isinstance(results, Float8Results) else describe_training(results)

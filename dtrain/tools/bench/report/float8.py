@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 
 from dtrain.telemetry.console import compact
@@ -18,12 +18,13 @@ from dtrain.tools.bench.report.statistics import (
     state,
     tokens_per_s,
 )
-from dtrain.tools.tables import Column, Table
+from dtrain.tools.tables import Column, Table, plural
 
 _EMULATED = (
     "FP8 was emulated in FP32, because this device has no FP8 Tensor Cores: the times say nothing about a device that "
     "has them. The losses do: an emulated product differs from the real one only in the order of its sums."
 )
+_FORMAT_COLUMNS = ("first of them", "Linears", "weight", "format", "because")
 _NOTES = (
     "Step ms: median (least to most) over all timed steps, on the slowest rank. Speed-up: BF16's steps over FP8's of "
     "the same round, median (least to most). Loss: mean over the last round; all cases of a width start from the "
@@ -34,38 +35,32 @@ _NOTES = (
 
 
 def describe_float8(results: Float8Results) -> Report:
-    """Reports on one run: the steps of each width, the formats of the Linears, and their products."""
     bench = results.config["bench"]
-    threads, ranks = bench["threads_per_rank"], bench["ranks"]
+    ranks, threads = plural(bench["ranks"], "rank"), plural(bench["threads_per_rank"], "thread")
     facts = [
         *origin(results),
-        f"{results.tokens_per_rank:,} tokens a rank and step, {ranks} rank{'s' * (ranks > 1)}, {threads} "
-        f"thread{'s' * (threads > 1)} a rank. {bench['rounds']} rounds of {bench['steps']} steps.",
+        f"{results.tokens_per_rank:,} tokens a rank and step, {ranks}, {threads} a rank. {bench['rounds']} rounds of "
+        f"{bench['steps']} steps.",
         *([_EMULATED] if results.emulated else []),
         *(f"Did not run: {failure.reason}." for failure in results.failures),
     ]
     tables = [_steps_table(results)]
     for width in results.widths:
-        by_format: dict[Table, list[str]] = {}
+        by_formats: dict[tuple[tuple[str, ...], ...], list[str]] = {}
         for result in width.cases:
             if result.footprint.linears:
-                by_format.setdefault(_formats_table(result.footprint.linears), []).append(result.case.name)
-        for table, names in by_format.items():
-            title = f"Linears at width {width.hidden_dim}, {', '.join(names)}"
-            tables.append(Table(title, table.columns, table.rows))
+                by_formats.setdefault(_format_rows(result.footprint.linears), []).append(result.case.name)
+        for rows, names in by_formats.items():
+            tables.append(Table(f"Linears at width {width.hidden_dim}, {', '.join(names)}", _FORMAT_COLUMNS, rows))
         if width.products:
             tables.append(_products_table(width))
     return Report(facts, tables, [_NOTES])
 
 
 def _steps_table(results: Float8Results) -> Table:
-    bf16 = {
-        width.hidden_dim: result
-        for width in results.widths
-        for result in width.cases
-        if result.case.precision == "bf16"
-    }
     Row = tuple[int, CaseResult]
+    rows = [(width.hidden_dim, result) for width in results.widths for result in width.cases]
+    bf16 = {width: result for width, result in rows if result.case.precision == "bf16"}
 
     def loss_difference(row: Row) -> str:
         width, result = row
@@ -90,26 +85,16 @@ def _steps_table(results: Float8Results) -> Table:
         ("loss against bf16", loss_difference),
         ("speed-up over bf16", speed_up),
     ]
-    rows = [(width.hidden_dim, result) for width in results.widths for result in width.cases]
     return Table.of("Steps and memory", columns, rows)
 
 
-def _formats_table(linears: list[LinearFormat]) -> Table:
+def _format_rows(linears: Sequence[LinearFormat]) -> tuple[tuple[str, ...], ...]:
     """Returns a row for each shape, format and reason; repeated layers are counted."""
-    counts = Counter((linear.out_features, linear.in_features, linear.format, linear.reason) for linear in linears)
-    first = {
-        (linear.out_features, linear.in_features, linear.format, linear.reason): linear.name
-        for linear in reversed(linears)
-    }
-    columns: list[Column[tuple[int, int, str, str]]] = [
-        ("first of them", lambda row: first[row]),
-        ("Linears", lambda row: str(counts[row])),
-        ("weight", lambda row: f"{row[0]} x {row[1]}"),
-        ("format", lambda row: row[2]),
-        ("because", lambda row: row[3]),
-    ]
-    table = Table.of("", columns, list(counts))
-    return Table(table.title, table.columns, tuple(table.rows))
+    equal: dict[tuple[str, ...], list[str]] = {}
+    for linear in linears:
+        cells = (f"{linear.out_features} x {linear.in_features}", linear.format, linear.reason)
+        equal.setdefault(cells, []).append(linear.name)
+    return tuple((names[0], str(len(names)), *cells) for cells, names in equal.items())
 
 
 def _products_table(width: WidthResults) -> Table:

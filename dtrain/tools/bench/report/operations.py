@@ -13,7 +13,6 @@ _NOTE = "Times: median (least to most) over the rounds. Ratios are of times in t
 
 
 def describe_operations(results: OperationResults) -> Report:
-    """Reports on one run of a suite that times operations."""
     found = {(timing.workload, timing.case): timing for timing in results.timings}
 
     def share(timing: OperationTiming) -> str:

@@ -23,7 +23,6 @@ class Report:
     notes: list[str]
 
     def markdown(self) -> str:
-        """Returns all parts."""
         tables = [f"## {table.title}\n\n{table.markdown()}" for table in self.tables]
         return "\n\n".join([*self.facts, *tables, *self.notes])
 

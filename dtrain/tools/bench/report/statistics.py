@@ -22,12 +22,10 @@ def ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
 
 
 def all_steps_ms(result: CaseResult) -> list[float]:
-    """Returns the times of all timed steps."""
     return [value for timed in result.rounds for value in timed.step_ms]
 
 
 def step_ms(result: CaseResult) -> float:
-    """Returns the median over all timed steps."""
     return median(all_steps_ms(result))
 
 
@@ -38,12 +36,10 @@ def final_loss(result: CaseResult) -> float:
 
 
 def tokens_per_s(result: CaseResult, tokens_per_rank: int) -> str:
-    """Formats the tokens of all ranks over the median step time."""
     return compact(tokens_per_rank * result.case.ranks / step_ms(result) * 1000)
 
 
 def load(result: CaseResult) -> str:
-    """Formats the median of the machine's load averages."""
     return f"{median(timed.load for timed in result.rounds):.1f}"
 
 

@@ -21,7 +21,7 @@ from dtrain.tools.bench.report.statistics import (
     tokens_per_s,
 )
 from dtrain.tools.bench.report.vote import VOTE_NOTE, vote_table
-from dtrain.tools.tables import Column, Table
+from dtrain.tools.tables import Column, Table, plural
 
 LOSS_TOLERANCE = 0.02
 """Largest relative distance of final losses on equal data; beyond it a row is marked WRONG.
@@ -42,19 +42,17 @@ _NOTES = (
 
 
 def describe_training(results: TrainingResults) -> Report:
-    """Reports on one run of a suite that trains."""
     bench, footprint = results.config["bench"], results.cases[0].footprint
-    threads = bench["threads_per_rank"]
+    threads = plural(bench["threads_per_rank"], "thread")
     facts = [
         *origin(results),
         f"{compact(footprint.num_parameters)} parameters ({footprint.num_parameters:,}), {results.tokens_per_rank:,} "
-        f"tokens a rank and step, {threads} thread{'s' if threads > 1 else ''} a rank, on {footprint.device}. "
+        f"tokens a rank and step, {threads} a rank, on {footprint.device}. "
         f"{bench['rounds']} rounds of {bench['steps']} steps.",
         *(f"Did not run: {failure.reason}." for failure in results.failures),
     ]
     if results.train_starts_s:
-        seconds, count = spread(results.train_starts_s, 1), len(results.train_starts_s)
-        starts = f"{count} start{'s' * (count > 1)}"
+        seconds, starts = spread(results.train_starts_s, 1), plural(len(results.train_starts_s), "start")
         facts.append(f"`dtrain train`, from the command to the end of the first step: {seconds} s ({starts}).")
     tables, notes = [_main_table(results)], [_NOTES]
     if results.suite == "vote":

@@ -20,22 +20,13 @@ VOTE_NOTE = (
 
 @dataclass(frozen=True)
 class _VotePart:
-    """One row of the table.
-
-    Attributes:
-        ms: of each timed step, on each rank.
-        step_ms: of each timed step, on its slowest rank.
-    """
-
     case: str
     name: str
-    ms: list[tuple[float, ...]]
-    step_ms: list[float]
+    ms: list[tuple[float, ...]]  # of each timed step, on each rank
+    step_ms: list[float]  # of each timed step, on its slowest rank
 
 
 def vote_table(results: Sequence[CaseResult]) -> Table:
-    """Returns a row for each case and part."""
-
     def by_rank(part: _VotePart) -> str:
         return ", ".join(f"{median(times):.3f}" for times in zip(*part.ms, strict=True))
 

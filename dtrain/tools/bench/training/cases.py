@@ -36,7 +36,7 @@ def chosen_engines(names: Sequence[str] | None) -> list[StagedEngine]:
         ConfigError: not an engine's name; native, which ``bench.stages`` measures; or a stage that is no number.
     """
     if names is None:
-        names = [name for name in _ENGINES if CAPABILITIES[name].is_installed]
+        names = [name for name in _ENGINES if not CAPABILITIES[name].missing_requirement]
     return [_parse_engine(name) for name in names]
 
 
@@ -104,13 +104,9 @@ def peer_cases(bench: EngineBenchConfig) -> list[BenchmarkCase]:
         cases.append(peer(name, name))
         if name in engines:
             engine, stage = engines[name]
-            title = _title(engine, stage)
+            has_one_stage = len(CAPABILITIES[engine].values("zero_stage")) == 1
+            title = f"dtrain {engine}" if has_one_stage else f"dtrain {engine}, stage {stage}"
             cases.append(BenchmarkCase(title, engine, bench.ranks, bench.precision, stage, baseline=name))
         if name == control:
             cases.append(peer(f"{name} again", name, baseline=name))
     return cases
-
-
-def _title(engine: str, stage: int) -> str:
-    only_one = len(CAPABILITIES[engine].values("zero_stage")) == 1
-    return f"dtrain {engine}" if only_one else f"dtrain {engine}, stage {stage}"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import torch
 
-from dtrain.config.dump import config_to_dict
 from dtrain.config.precision import Float8Config, PrecisionConfig
 from dtrain.config.schema import ModelConfig, RunConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
@@ -15,20 +13,13 @@ from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.options import Recipe
 from dtrain.tools.bench.operations.float8_products import product_shapes, time_products
-from dtrain.tools.bench.records import BenchmarkCase, Float8Results, WidthResults
+from dtrain.tools.bench.records import BenchmarkCase, Float8Results, WidthResults, run_header
 from dtrain.tools.bench.training.rounds import run_rounds
-from dtrain.tools.host import describe_host
 from dtrain.train.setup import make_policy
 
 
 def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
-    """Measures BF16 and each recipe at one width after the other, and times the products of their Linears.
-
-    Raises:
-        BenchError: no case could run.
-        ConfigError: a device that does not exist or cannot compute FP8, a width that the heads do not divide, or a key
-            that has no effect.
-    """
+    """Measures BF16 and each recipe at one width after the other, and times the products of their Linears."""
     bench = config.bench
     for key, values in (("bench.widths", bench.widths), ("bench.recipes", bench.recipes)):
         if not values or len(set(values)) < len(values):
@@ -51,11 +42,7 @@ def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
         ]
         widths.append(WidthResults(model.hidden_dim, cases, products, failures))
     return Float8Results(
-        suite="float8",
-        command=command,
-        date=time.strftime("%Y-%m-%dT%H:%M:%S"),
-        host=describe_host(),
-        config=config_to_dict(config),
+        **run_header("float8", command, config),
         tokens_per_rank=bench.micro_batch_size * config.model.max_seq_len,
         emulated=any(recipe.emulate for recipe in recipes.values()),
         widths=widths,
@@ -68,7 +55,6 @@ def _recipe(config: Float8SuiteConfig, name: str, device: torch.device) -> Recip
 
 
 def float8_cases(bench: Float8BenchConfig) -> list[BenchmarkCase]:
-    """Returns BF16, then each recipe; all with dtrain's native engine."""
     bf16 = BenchmarkCase("bf16", "native", bench.ranks, "bf16", bench.zero_stage)
     return [bf16, *(replace(bf16, name=f"fp8 {name}", precision="fp8", recipe=name) for name in bench.recipes)]
 

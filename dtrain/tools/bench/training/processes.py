@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +25,7 @@ _EXIT_S = 10.0
 
 
 class CaseProcesses:
-    """The ranks of one case; use as a context manager, which ends them.
-
-    Args:
-        case: what they train.
-        config: of the suite.
-    """
+    """The ranks of one case; use as a context manager, which ends them."""
 
     def __init__(self, case: BenchmarkCase, config: SuiteConfig) -> None:
         self.case = case
@@ -69,7 +64,7 @@ class CaseProcesses:
         """Starts the processes; returns the seconds until the end of the first step.
 
         Raises:
-            BenchError: a process failed; the message has its reason.
+            BenchError: a process failed.
         """
         begin = time.perf_counter()
         for _ in range(self.case.ranks):
@@ -85,7 +80,6 @@ class CaseProcesses:
         return time.perf_counter() - begin
 
     def take_steps(self, count: int) -> TimedSteps:
-        """Takes ``count`` steps."""
         load = os.getloadavg()[0]
         if not count:
             return TimedSteps([], [], load)
@@ -97,22 +91,12 @@ class CaseProcesses:
         return TimedSteps(step_ms, losses, load, cpu_ms, parts_ms)
 
     def footprint(self) -> Footprint:
-        """Returns the memory of the rank that holds the most."""
         ranks = [from_plain(Footprint, rank) for rank in self._request({"footprint": True})]
         most = max(ranks, key=lambda rank: sum(rank.state.values()))
         devices = [rank.peak_device for rank in ranks if rank.peak_device is not None]
-        return Footprint(
-            num_parameters=most.num_parameters,
-            state=most.state,
-            formula=most.formula,
-            peak_rss=max(rank.peak_rss for rank in ranks),
-            peak_device=max(devices, default=None),
-            device=most.device,
-            linears=most.linears,
-        )
+        return replace(most, peak_rss=max(rank.peak_rss for rank in ranks), peak_device=max(devices, default=None))
 
     def _request(self, request: dict[str, Any], limit_s: float = _RESULT_S) -> list[dict[str, Any]]:
-        """Sends ``request`` to all ranks and returns their results, by rank."""
         for rank in range(len(self._processes)):
             self._send(rank, request)
         waiting = {_not_none(process.stdout): rank for rank, process in enumerate(self._processes)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from dtrain.config.dump import config_to_dict
 from dtrain.config.tool_schema import (
     EngineSuiteConfig,
     PrecisionBenchConfig,
@@ -23,21 +21,18 @@ from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.placement import STAGES
 from dtrain.tools.bench.peers import PEERS
-from dtrain.tools.bench.records import BenchmarkCase, FailedCase, TrainingResults
+from dtrain.tools.bench.records import BenchmarkCase, FailedCase, TrainingResults, run_header
 from dtrain.tools.bench.training.cases import engine_cases
 from dtrain.tools.bench.training.first_step import time_first_steps
 from dtrain.tools.bench.training.rounds import run_rounds
-from dtrain.tools.host import describe_host
 
 
 def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults:
-    """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data.
-
-    Raises:
-        BenchError: no case could run, or ``dtrain train`` failed.
-        ConfigError: a stage or peer that does not exist.
-    """
-    check_stages(config.bench.stages)
+    """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data."""
+    stages = config.bench.stages
+    if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
+        known = ", ".join(map(str, STAGES))
+        raise ConfigError(f"bench.stages={list(stages)} must list some of {known}, each once")
     installed, missing = [], []
     for case in engine_cases(config.bench):
         peer = None if case.is_dtrain else PEERS.get(case.engine)
@@ -53,36 +48,14 @@ def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults
 
 
 def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> TrainingResults:
-    """Measures dtrain's training loop in FP32 and in mixed precision.
-
-    Raises:
-        BenchError: no case could run.
-        ConfigError: a device that does not exist.
-    """
-    device = choose_device(config.bench.device, 0)
-    return _run("precision", precision_cases(config.bench, device), config, command)
+    """Measures dtrain's training loop in FP32 and in mixed precision."""
+    cases = precision_cases(config.bench, choose_device(config.bench.device, 0))
+    return _run("precision", cases, config, command)
 
 
 def run_vote_suite(config: VoteSuiteConfig, command: str) -> TrainingResults:
-    """Measures dtrain's engine with and without loss scaling, its vote timed inside each step.
-
-    Raises:
-        BenchError: no case could run.
-        ConfigError: a device that does not exist.
-    """
-    device = choose_device(config.bench.device, 0)
-    return _run("vote", vote_cases(config.bench, device), config, command)
-
-
-def check_stages(stages: Sequence[int]) -> None:
-    """Checks ``bench.stages``.
-
-    Raises:
-        ConfigError: a ZeRO stage that dtrain does not have, or a duplicate.
-    """
-    if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
-        known = ", ".join(map(str, STAGES))
-        raise ConfigError(f"bench.stages={list(stages)} must list some of {known}, each once")
+    """Measures dtrain's engine with and without loss scaling, its vote timed inside each step."""
+    return _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
 def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
@@ -117,11 +90,7 @@ def fast_precisions(device: torch.device) -> list[str]:
 def _run(suite: str, cases: Sequence[BenchmarkCase], config: SuiteConfig, command: str) -> TrainingResults:
     results, failures = run_rounds(cases, config)
     return TrainingResults(
-        suite=suite,
-        command=command,
-        date=time.strftime("%Y-%m-%dT%H:%M:%S"),
-        host=describe_host(),
-        config=config_to_dict(config),
+        **run_header(suite, command, config),
         tokens_per_rank=config.bench.micro_batch_size * config.model.max_seq_len,
         cases=results,
         train_starts_s=[],

@@ -18,9 +18,6 @@ class Stopwatch:
     for the host or for other ranks.
 
     Args:
-        owner: the object whose method is replaced.
-        name: of the method.
-        device: that the method computes on.
         within: count only calls made inside the method that this stopwatch times; None: all.
     """
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -36,33 +36,23 @@ from dtrain.config.schema import (
 )
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.setup import choose_device, connect_by_file
-from dtrain.errors import DtrainError
 from dtrain.models import build_model
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.bench.peers import PEERS, PLAIN
 from dtrain.tools.bench.peers.plain import Settings
 from dtrain.tools.bench.records import BenchmarkCase, Footprint, LinearFormat, RankJob
 from dtrain.tools.bench.training.vote_timing import Stopwatch, time_vote
-from dtrain.tools.ranks import open_result
+from dtrain.tools.ranks import failure_reason, open_result
 from dtrain.train.trainer import to_device
-
-if TYPE_CHECKING:
-    from dtrain.engine.interface import Engine
-
-_REASON_LENGTH = 500
 
 
 @dataclass(frozen=True)
 class RankTraining:
-    """A case that is ready to train in this process.
+    """A case that is ready to train in this process; the fields are as in :class:`Footprint`.
 
     Attributes:
         losses: an iterator that takes one step for each item.
-        num_parameters: of the model.
-        state: returns the bytes of the model states by kind.
-        formula: returns the same by the ZeRO formula; None for peers.
         parts: stopwatches around parts of a step, by name.
-        linears: formats of the model's Linears, if the case trains in FP8.
     """
 
     losses: Iterator[float]
@@ -74,15 +64,13 @@ class RankTraining:
 
 
 def main() -> int:
-    """Serves requests until the pipe is closed."""
     results = open_result()
     job = from_plain(RankJob, json.loads(sys.stdin.readline()))
     try:
         _serve(job, results)
     except Exception as error:  # a peer may raise anything; the starter reports it and continues with the other cases
         traceback.print_exc()
-        reason = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
-        _write(results, {"failure": " ".join(reason.split())[:_REASON_LENGTH]})
+        _write(results, {"failure": failure_reason(error)})
         return 1
     finally:
         if dist.is_initialized():
@@ -129,33 +117,22 @@ def prepare(job: RankJob, device: torch.device) -> RankTraining:
 
 
 def run_config(job: RankJob) -> RunConfig:
-    """Returns the configuration of a training run that equals the suite's."""
     values, case = job.config, job.case
     micro_batch_size = values["bench"]["micro_batch_size"]
+    precision = PrecisionConfig(name=case.precision, loss_scale=LossScaleConfig(mode=case.loss_scale))
+    if case.recipe is not None:
+        float8 = replace(from_plain(Float8Config, values["float8"]), recipe=case.recipe)
+        precision = replace(precision, float8=float8)
     return RunConfig(
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * case.ranks),
-        engine=_engine_config(case),
-        precision=_precision_config(values, case),
+        engine=GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage) if case.is_dtrain else EngineConfig(),
+        precision=precision,
         model=from_plain(ModelConfig, values["model"]),
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
         optim=from_plain(OptimConfig, values["optim"]),
         schedule=ConstantConfig(warmup_steps=0),
     )
-
-
-def _precision_config(values: Mapping[str, Any], case: BenchmarkCase) -> PrecisionConfig:
-    precision = PrecisionConfig(name=case.precision, loss_scale=LossScaleConfig(mode=case.loss_scale))
-    if case.recipe is None:
-        return precision
-    return replace(precision, float8=replace(from_plain(Float8Config, values["float8"]), recipe=case.recipe))
-
-
-def _engine_config(case: BenchmarkCase) -> EngineConfig:
-    if not case.is_dtrain:
-        return EngineConfig()
-    engine: EngineConfig = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage)
-    return engine
 
 
 def _prepare_engine(
@@ -180,17 +157,12 @@ def _prepare_engine(
         return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}
 
     parts = time_vote(engine) if case.times_vote else {}
-    linears = [] if case.recipe is None else _linears(engine)
-    return RankTraining(train(), engine.num_parameters, state, engine.memory_formula, parts, linears)
-
-
-def _linears(engine: Engine) -> list[LinearFormat]:
-    linears = ((found, engine.module.get_submodule(found.name)) for found in engine.contract.modules)
-    return [
+    linears = [
         LinearFormat(found.name, linear.out_features, linear.in_features, found.format, found.reason)
-        for found, linear in linears
-        if isinstance(linear, nn.Linear)
+        for found in (engine.contract.modules if case.recipe is not None else ())
+        if isinstance(linear := engine.module.get_submodule(found.name), nn.Linear)
     ]
+    return RankTraining(train(), engine.num_parameters, state, engine.memory_formula, parts, linears)
 
 
 def _prepare_peer(
@@ -221,13 +193,11 @@ def _prepare_peer(
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
-    """Returns the bytes of the distinct storages of ``tensors``."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def take_steps(training: RankTraining, device: torch.device, count: int) -> dict[str, Any]:
-    """Takes ``count`` steps; returns lists of their wall times, processor times and losses."""
     times, cpu_times, losses = [], [], []
     parts: dict[str, list[float]] = {name: [] for name in training.parts}
     for _ in range(count):
@@ -243,7 +213,6 @@ def take_steps(training: RankTraining, device: torch.device, count: int) -> dict
 
 
 def footprint(training: RankTraining, device: torch.device) -> Footprint:
-    """Returns the memory of this rank."""
     return Footprint(
         num_parameters=training.num_parameters,
         state=training.state(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.tools.bench.operations.timing import Operation, plural, time_rounds
+from dtrain.tools.bench.operations.timing import Operation, time_rounds
 
 
 def test_operations_alternate_and_the_first_round_does_not_count() -> None:
@@ -13,7 +13,3 @@ def test_operations_alternate_and_the_first_round_does_not_count() -> None:
     timings = time_rounds(operations, 2, torch.device("cpu"))
     assert calls == list("ababab")
     assert [(timing.case, timing.nbytes, len(timing.ms)) for timing in timings] == [("a", 8, 2), ("b", 8, 2)]
-
-
-def test_plural() -> None:
-    assert (plural(1, "rank"), plural(2, "rank")) == ("1 rank", "2 ranks")

@@ -13,7 +13,7 @@ from dtrain.config import capabilities
 from dtrain.config.commands import BENCH_ENGINE, BENCH_VOTE
 from dtrain.config.dump import config_to_dict
 from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, VoteBenchConfig
-from dtrain.tools.bench import peers
+from dtrain.tools.bench import peers, records
 from dtrain.tools.bench.peers import DEFAULT_PEERS, PEERS
 from dtrain.tools.bench.records import BenchmarkCase, CaseResult, FailedCase, RankJob
 from dtrain.tools.bench.report.document import describe
@@ -80,7 +80,7 @@ def test_a_peer_that_is_not_installed_is_left_out(
 
     monkeypatch.setattr(suites, "run_rounds", run_rounds)
     monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
-    monkeypatch.setattr(suites, "describe_host", lambda: HOST)
+    monkeypatch.setattr(records, "describe_host", lambda: HOST)
     arguments = ["bench.peers=[ddp,deepspeed_2,accelerate]", "bench.engines=[]", "bench.stages=[]", "bench.starts=0"]
     config = read_suite([*TINY, *arguments], BENCH_ENGINE)
     assert config is not None

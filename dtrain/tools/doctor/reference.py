@@ -1,16 +1,18 @@
-"""Tables of the engines, generated from the table that also checks every configuration."""
+"""Tables of the engines and of the keys, generated from the records that also check every configuration."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
 
 from dtrain.config.capabilities import CAPABILITIES, Capabilities, reasons, table
+from dtrain.config.commands import TRAIN
+from dtrain.config.keys import Key
 from dtrain.tools.tables import Table
 
 
 def engine_table() -> Table:
     """Returns the capabilities of each engine; the README contains the Markdown."""
-    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), [(row.title, *row.cells) for row in table()])
+    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), table())
 
 
 def engine_tables() -> list[Table]:
@@ -31,3 +33,17 @@ def _usable(engine: Capabilities) -> str:
     if engine.missing_requirement:
         return f"no, it {engine.missing_requirement}"
     return f"yes, {engine.package} {version(engine.package)}" if engine.package else "yes"
+
+
+def key_table() -> Table:
+    """Returns the keys of ``dtrain train``; docs/running.md holds the Markdown."""
+    from dtrain.cli.help import documented_keys  # brings Hydra, which the engines do not need
+
+    rows = [_row(key) for group in documented_keys(TRAIN) for key in group.keys]
+    return Table("Keys", ("key", "default", "meaning", "values"), rows)
+
+
+def _row(key: Key) -> tuple[str, ...]:
+    owners = f"`{key.path.partition('.')[0]}={'|'.join(key.options)}` only. " if key.options else ""
+    cells = (f"`{key.path}`", f"`{key.default}`" if key.default else "", f"{owners}{key.doc}", key.values)
+    return tuple(cell.replace("|", "\\|") for cell in cells)
