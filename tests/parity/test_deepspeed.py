@@ -69,7 +69,7 @@ def oracle_runs(world: int) -> list[Run]:
     return [
         Run(
             "transformer",
-            steps=6,
+            steps=8,
             accumulation=accumulation,
             unequal_weights=True,
             options={"precision": precision, "zero_stage": stage, "offload": offload},

@@ -22,7 +22,13 @@ ENGINES: dict[str, list[dict[str, Any]]] = {
 
 
 def odd_run(model: str, engine: str, options: dict[str, Any]) -> Run:
-    return Run(model, steps=4, accumulation=2, unequal_weights=True, options={"engine": engine, **options})
+    return Run(
+        model,
+        steps=6 if engine == "native" else 4,
+        accumulation=2,
+        unequal_weights=True,
+        options={"engine": engine, **options},
+    )
 
 
 @pytest.mark.parametrize("engine", ENGINES)
