@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.process
 import re
 import sys
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in set(deselected)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Spares every later garbage collection the visit to all imported modules and collected tests."""
+    gc.freeze()
 
 
 # -- a test that starts a process says so ------------------------------------------------------------------------------

@@ -97,9 +97,7 @@ def measure(build: Callable[[], nn.Module], stage: int, precision: str) -> tuple
         engine.backward(engine(torch.randn(4, DIM)))
         engine.step()
     gc.collect()
-    found = sum(live_storages().values()), engine.memory(), engine.memory_formula()
-    gc.unfreeze()
-    return found
+    return sum(live_storages().values()), engine.memory(), engine.memory_formula()
 
 
 def measure_all(rank: int, world: int, precision: str) -> dict[tuple[str, int], Any]:
