@@ -43,6 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if "deepspeed" in item.nodeid:
             item.add_marker(pytest.mark.deepspeed)
+    # files that start processes take longest; the short ones at the end keep all workers busy until the last
+    slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _MARKERS_OF_PROCESSES)}
+    items.sort(key=lambda item: item.path not in slow)
     expression = config.getoption("markexpr")
     named = set(re.findall(r"\w+", expression))
     unnamed = ({"soak", "gpu"} if expression else {"soak"}) - named
