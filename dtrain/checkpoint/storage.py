@@ -1,4 +1,4 @@
-"""All file system changes of the package, one system call each.
+"""Contains every file system change of the package, one system call each.
 
 The rest of the package changes the disk only through these functions, called as ``storage.NAME``. A test can therefore
 record them, make one fail, or kill the process at one of them, and so replay every state that a crash may leave. All of

@@ -253,7 +253,7 @@ class TensorboardConfig(TrackerConfig):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """How checkpoints are saved, and which are kept. See docs/checkpoints.md."""
+    """Saving and retention of checkpoints. See docs/checkpoints.md."""
 
     asynchronous: bool = setting(
         True, "Continue training while a checkpoint is written; takes host memory for one more copy of the shard."

@@ -44,7 +44,7 @@ class MeasurementConfig:
 
 @dataclass(frozen=True)
 class BenchConfig(MeasurementConfig):
-    """What is measured, and how often. Cases alternate in every round, so that noise affects all of them."""
+    """Size and repetition of the measurements. Cases alternate in every round, so that noise affects all of them."""
 
     micro_batch_size: int = at_least(4, 1, "Sequences in a step of one rank.")
     warmup_steps: int = at_least(2, 0, "Steps before the first round, which are not timed.")

@@ -18,7 +18,7 @@ waits for that explicitly; it follows from the order of events:
 - Compute replicas, masters that serve as replicas, and unsharded main grads are read during the ``wait`` of a
   collective. Every rank has left its waits before it votes, and these buffers are written only after the vote, which no
   rank leaves before all have joined it. So a collective on such a buffer must be waited for before the next vote, even
-  if nobody needs its result.
+  if no rank needs its result.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
 - Unreduced gradients are written several times between two votes. They follow [Note: ring buffer reuse] in
   ``sharding.ring_buffer``.

@@ -84,7 +84,7 @@ def require_trained(name: str, parameter: nn.Parameter) -> None:
 
 
 class LocalShards:
-    """All local shards of a rank, their moments and their update.
+    """Holds a rank's local shards and their moments, and updates them.
 
     Args:
         shards: one for each parameter; those without an element here are left out.

@@ -50,7 +50,7 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Where and how checkpoints are saved, and what they hold beside the engine's state."""
+    """Directory and options of checkpoints, and what they hold beside the engine's state."""
 
     directory: Path
     settings: dict[str, Any]  # the resolved config

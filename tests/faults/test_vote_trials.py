@@ -143,7 +143,7 @@ class Trial:
 
     @property
     def measures(self) -> bool:
-        """Whether the ranks read_lease for the largest gradient: in some trials, because it takes time."""
+        """Whether the ranks record the largest gradient: in some trials, because it takes time."""
         return self.world == 2 and self.num_micro_batches == 1
 
     @staticmethod

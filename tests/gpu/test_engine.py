@@ -313,7 +313,7 @@ def test_a_calibrated_loss_scale_is_chosen_from_gradients_on_the_device() -> Non
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_convolutions_and_rnns_of_fp32_are_not_tf32(precision: str) -> None:
-    """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are fp32_modules of FP32."""
+    """Against float64: FP32 errs by some 1e-7 here, TF32 by some 1e-4. In bf16 the two are modules kept in FP32."""
     policy = dtrain.PrecisionPolicy.named(precision, rules={"0": "fp32", "1": "fp32"})
     for module, x in (
         (torch.nn.Conv1d(64, 64, 3), torch.randn(4, 64, 32)),

@@ -96,7 +96,7 @@ def write_shard_file(
 
 @contextmanager
 def on_demand(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
-    """As :func:`in_background`, but iterates when the function is called, in the calling thread."""
+    """Does the same as :func:`in_background`, but iterates in the calling thread when the function is called."""
     yield lambda: list(work)
 
 

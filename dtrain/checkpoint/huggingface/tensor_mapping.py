@@ -51,7 +51,7 @@ class TensorMapping:
 
 @dataclass(frozen=True)
 class ModelMapping:
-    """All tensors of a model in both layouts.
+    """Maps the tensors of a model between both layouts.
 
     Attributes:
         tensors: dtrain's tensors, name -> shape. Vocabulary rows that no part covers are padding.

@@ -66,7 +66,7 @@ class Lease:
         """Raises unless the lease file on disk is still this one.
 
         Raises:
-            CheckpointError: another process holds the lease (its identity is in the message), or nobody does.
+            CheckpointError: another process holds the lease (its identity is in the message), or none does.
             OSError: the lease cannot be read.
         """
         if os.getpid() != self._process:

@@ -122,7 +122,7 @@ class LeaseState:
 
 
 def read_lease(directory: Path) -> LeaseState | None:
-    """Reads the lease with the highest token; returns None if nobody holds the directory."""
+    """Reads the lease with the highest token; returns None if no process holds the directory."""
     names = sorted(filter(NAME.fullmatch, os.listdir(directory)), reverse=True)
     states = (read_lease_file(directory / name) for name in names)
     return next((state for state in states if state is not None), None)

@@ -1,4 +1,4 @@
-"""The oracle judges everything else, so here torch's own optimizer and clipping causal_lm_output the oracle."""
+"""The oracle judges everything else, so here torch's own optimizer and clipping test the oracle."""
 
 from __future__ import annotations
 

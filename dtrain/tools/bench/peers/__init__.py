@@ -43,7 +43,7 @@ PEERS: dict[str, Peer] = DEFAULT_PEERS | {
     f"deepspeed_{stage}_fp32": Peer("deepspeed_zero", {"stage": stage, "fp32_sums": True}, package="deepspeed")
     for stage in (1, 2, 3)
 }
-"""All peers by name, as in ``bench.peers`` and the tables."""
+"""The peers by name, as in ``bench.peers`` and the tables."""
 
 
 def check_peers(names: Sequence[str], ranks: int) -> None:
