@@ -283,7 +283,7 @@ def table() -> list[tuple[str, ...]]:
         ("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
         ("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
         ("weights in a forward", *(engine.weights for engine in engines)),
-        ("gradients summed, in FP32", *(engine.accumulation for engine in engines)),
+        ("micro-batches summed in FP32", *(engine.accumulation for engine in engines)),
         ("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
         ("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
         ("`reproducible`", *yes_or_no("reproducible", True)),

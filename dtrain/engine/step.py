@@ -4,15 +4,15 @@ A subclass defines how its gradients are reduced, how its masters are sharded, a
 step, a culprit, a loss scale and a checkpoint mean the same with every library below.
 
 [Note: finalize before the next collective] On a GPU the host reads the decision on a step late, so that it never waits
-for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. Ranks
-that skipped the step then search for the culprit together, so finalizing may communicate, and it must stand at the
-same point of the order of collectives on every rank: before the first collective after the step. A loop may read an
-outcome at any time, on one rank only. Therefore backward, a forward that communicates, ``eval`` (whose forwards may
+for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. If the
+step was skipped, all ranks search for the culprit together, so finalizing may communicate. Every rank must therefore
+finalize at the same point of the sequence of collectives: before the first collective after the step. A loop may read
+an outcome at any time, on one rank only. Therefore backward, a forward that communicates, ``eval`` (whose forwards may
 communicate), saving and loading finalize the last step first.
 
-[Note: the update is always launched] The decision lies on the device, where the update reads it: with ``found_inf`` set
-every element keeps its bits. If the host asked first, it would wait for the whole step; if it multiplied the update by
-zero, 0 x inf would be NaN.
+[Note: the update is always launched] The decision is a tensor on the device, and the update reads it there: if
+``found_inf`` is set, every element keeps its bits. If the host asked first, it would wait for the whole step; if it
+multiplied the update by zero, 0 x inf would be NaN.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class StepEngine(StateEngine):
         value = checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
         self._check_micro_batch(value)
         self._losses.add(self._micro_batch, value, factor.value)
-        # with one micro-batch on one rank the main grads name the culprit as well, so nothing need be recorded
+        # with one micro-batch on one rank the main grads alone show the culprit, so nothing need be recorded
         is_only_backward = self._is_last and self._micro_batch == 0 and self.world_size == 1
         self.monitor.is_enabled = not is_only_backward
         self.monitor.records_magnitude = self._finalizer.scale.is_calibrating

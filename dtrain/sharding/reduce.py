@@ -11,10 +11,10 @@ Gradients are sent in the reduce dtype, rounded once if that is narrower; sums a
 
 [Note: order of waits] Backends match collectives by their order, and a reduction may start a second collective when it
 is waited for (an all-reduce on CPU is a reduce-scatter, then an all-gather). So all ranks wait for reductions in the
-order in which they started them, which is the same on all ranks. Nothing is waited for when a gradient arrives, because
-ranks whose graphs differ see other gradients first; :class:`GradientReducer` waits only when it starts a group, at the
-end of a micro-batch and at the end of the step. The weights of a micro-batch are gathered before its first reduction
-starts and waited for inside it.
+order in which they started them, which is the same on all ranks. A gradient's arrival never triggers a wait, because
+ranks whose graphs differ receive their gradients in different orders; :class:`GradientReducer` waits only when it
+starts a group, at the end of a micro-batch and at the end of the step. The all-gather of the ranks' micro-batch weights
+(``weight=`` of ``backward``) starts before the first reduction of the micro-batch, whose wait includes it.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class UnshardedGradient:
         self._sum.finish(self._shard)
         if not self._all_reduce:
             return Pending()
-        # in FP32: a second rounding would save a third of the bytes
+        # in FP32: the reduce dtype would save a third of the bytes, but round the sum a second time
         return self._comm.all_gather(self._full, self._shard, label=f"sum {self._layout.name}")
 
 
@@ -177,7 +177,7 @@ class ShardedGradient:
         return self._views
 
     def launch(self, weights: Weights) -> Pending:
-        """Sends the shards to their owners; sums this rank's shards, in rank order, when it is waited for."""
+        """Sends each shard to its owner; the wait sums what all ranks sent of this rank's shard, in rank order."""
         gradient = self._open()
         self._missing = set(range(len(self._views)))
         self._gradient, self._views = None, []  # the next micro-batch takes another buffer while this one is read
