@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing.process
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ import pytest
 import torch
 
 from dtrain.distributed.logging import logger
+from tests.gpu.device import ON_CPU
 from tests.helpers.fault_counts import FaultCounts, FaultTotals
 
 _TESTS = Path(__file__).parent
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before dtrain.kernels is imported
 torch.set_num_threads(1)  # the workers of pytest-xdist share the cores; waiting threads would spin on them
 
 # -- which tests run ---------------------------------------------------------------------------------------------------
@@ -39,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.processes)
         elif folder == "gpu":
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            if not torch.cuda.is_available() and not ON_CPU:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if "deepspeed" in item.nodeid:
             item.add_marker(pytest.mark.deepspeed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,17 @@ from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
+from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.optim.flat import FlatAdamW
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.layout import ShardInterval
+from dtrain.sharding.layout import CHUNK, ShardInterval
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.state import ShardedState
+
+if TYPE_CHECKING:
+    from dtrain.kernels.squares import SquareSums
 
 
 def build(request: EngineRequest) -> Engine:
@@ -57,15 +61,34 @@ class NativeEngine(StepEngine):
         state.attach(self.module)
         self.forward_communicates = state.unshard_scheduler is not None
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is reduced
+        self._square_sums: SquareSums | None = None
         self._build_optimizer()
         self.check_contract()
 
     def _build_optimizer(self) -> None:
         def build() -> None:
             self._optimizer = FlatAdamW(self.options.optimizer, self.state.update_slices())
+            if self.options.optimizer.compile and self.device.type == "cuda":
+                self._fuse_vote()
 
         # a compiler may fail on a single rank
         on_every_rank(self.comm, "", build, ConfigError, expected=(ConfigError,))
+
+    def _fuse_vote(self) -> None:
+        """Lets Triton kernels compute the norm and the vote, a launch each."""
+        from dtrain.engine.vote.fused import FusedVoteTensors
+        from dtrain.kernels.squares import SquareSums
+        from dtrain.optim.tiled import build_error
+
+        grads = [grad for _, grad in self.state.owned_main_grads()]
+        self._square_sums = SquareSums(grads, CHUNK, by_chunk=self.options.reproducible)
+        self._vote_tensors = FusedVoteTensors(self.options.max_grad_norm, self.device)
+        self.monitor.found = self._vote_tensors.bad_gradient
+        try:  # compiled now, because in a step a failure of one rank would leave the others waiting
+            self._square_sums.compute()
+            self._vote_tensors.decide(torch.zeros(self.world_size, NUM_FIELDS, dtype=torch.int64, device=self.device))
+        except Exception as error:
+            raise build_error(error, self.device) from error
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)
@@ -87,7 +110,7 @@ class NativeEngine(StepEngine):
             self._reduce_dtype_check = self.comm.on_reduction = None
 
     def _squares(self) -> Tensor:
-        return self.state.chunk_squares()
+        return self.state.chunk_squares() if self._square_sums is None else self._square_sums.compute()
 
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
         if not self.options.reproducible:
@@ -99,7 +122,7 @@ class NativeEngine(StepEngine):
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
-        self.state.refresh_replicas(lambda number: self._optimizer.update(number, scalars), scalars.found_inf)
+        self.state.refresh_replicas(lambda numbers: self._optimizer.update(numbers, scalars), scalars.found_inf)
         self.state.reducer.micro_batch_weights.clear()
 
     def _refresh(self) -> None:

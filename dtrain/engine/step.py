@@ -36,11 +36,12 @@ from dtrain.engine.observation import observe_forward
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.engine.vote.culprit import Finding, find_nonfinite
-from dtrain.engine.vote.decide import Decision, decide
+from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator, checked_loss
-from dtrain.engine.vote.record import VoteRecord, fill
+from dtrain.engine.vote.record import VoteRecord
 from dtrain.engine.vote.skips import SkipCounter
+from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import UsageError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
@@ -75,6 +76,7 @@ class StepEngine(StateEngine):
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._losses = LossAccumulator()
+        self._vote_tensors = VoteTensors(self.options.max_grad_norm)
         self._last_forward = (-1, -1)  # its micro-batch, and the number of forwards of that one before it
         self._finalizer = StepFinalizer(
             self.comm,
@@ -124,6 +126,7 @@ class StepEngine(StateEngine):
         self._finalize_step()  # [Note: finalize before the next collective]; it also clears the old gradients
         factor = Weight.of(weight, self.device, micro_batch=self._micro_batch)
         value = checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
+        del loss  # a model's output holds the logits, and the caller may hold no other reference
         self._check_micro_batch(value)
         self._losses.add(self._micro_batch, value, factor.value)
         # with one micro-batch on one rank the main grads alone show the culprit, so nothing need be recorded
@@ -168,13 +171,12 @@ class StepEngine(StateEngine):
         decision = self._vote(float(lr))
         # [Note: the update is always launched]
         self._update(
-            UpdateScalars.of(
+            UpdateScalars(
                 lr=float(lr),
                 # not self.applied_steps, which would wait for the decision on this very step
                 step=self._finalizer.applied_steps + 1,
                 grad_divisor=decision.grad_divisor,
-                found_inf=decision.code != 0,
-                device=self.device,
+                found_inf=decision.code,
             )
         )
         self.attempted_steps += 1
@@ -202,10 +204,10 @@ class StepEngine(StateEngine):
             save_failed=int(self._checkpointer.has_failed),
         )
         sums = self._canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
-        row = fill(known, self._losses.observe(self.monitor, squares))
+        row = self._vote_tensors.record(known, self._losses, self.monitor, squares)
         rows = self.comm.gather_rows(row, label="vote")
-        decision = decide(rows, max_grad_norm=self.options.max_grad_norm, **sums)
-        self._finalizer.post(decision, rows, known, tuple(self.comm.schedule_log))
+        decision, packed = self._vote_tensors.decide(rows, **sums)
+        self._finalizer.post(packed, known, tuple(self.comm.schedule_log))
         self.comm.begin_schedule()  # after the copy: an error message names the collectives of this step
         return decision
 

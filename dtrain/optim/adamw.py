@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class AdamW:
         betas: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled; not applied to parameters of one dimension or none (norms, biases).
-        compile: whether the update is compiled, which takes seconds at the start; ``auto``: on a GPU with a compiler
-            for all that the update writes.
+        compile: whether the update is compiled, on a GPU also the norm and the vote, which takes seconds at the start;
+            ``auto``: on a GPU with a compiler for all that the update writes.
     """
 
     lr: float = 1e-3
@@ -65,31 +66,36 @@ class AdamW:
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """Scalars that all segments of one update share, as 0-dim FP32 tensors on the device.
+    """Scalars that all segments of one update share.
 
     Attributes:
         lr: learning rate of this update.
         step: number of this update, counted from 1, for the bias correction.
-        grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient.
-        found_inf: 1 skips the update, and masters, moments and replicas keep their bits, whatever the main grads are.
+        grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient; 0-dim, any float dtype.
+        found_inf: if it is not 0, the update is skipped, and masters, moments and replicas keep their bits, whatever
+            the main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
     """
 
-    lr: Tensor
-    step: Tensor
+    lr: float
+    step: int
     grad_divisor: Tensor
     found_inf: Tensor
 
-    @staticmethod
-    def of(
-        *, lr: float, step: int, grad_divisor: Tensor | float, found_inf: Tensor | float, device: torch.device
-    ) -> UpdateScalars:
-        """Builds it from numbers, which are filled in on the device without a copy, or from tensors of the device."""
-        fill = partial(torch.full, (), dtype=torch.float32, device=device)
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1."""
+        fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
+        divisor, found_inf = self.grad_divisor.detach(), self.found_inf.detach() != 0
+        return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)
 
-        def scalar(value: Tensor | float) -> Tensor:
-            return value.detach().to(torch.float32).reshape(()) if isinstance(value, Tensor) else fill(value)
+    def bias_corrections(self, betas: tuple[float, float]) -> tuple[float, float]:
+        """Returns 1 - beta^step of both moments, without the cancellation of the difference."""
+        first, second = (-math.expm1(self.step * math.log(beta)) if beta else 1.0 for beta in betas)
+        return first, second
 
-        return UpdateScalars(fill(lr), fill(float(step)), scalar(grad_divisor), scalar(found_inf))
+    def to(self, device: torch.device) -> UpdateScalars:
+        """Returns the same with its tensors on ``device``."""
+        return replace(self, grad_divisor=self.grad_divisor.to(device), found_inf=self.found_inf.to(device))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 The pass reads main grad, master and both moments, and writes master, moments and replica: 30 bytes an element with a
 BF16 replica. It also writes an FP8 replica with a delayed scale, and finds the largest magnitude for the next scale.
-``torch.compile`` makes it a fused C++ loop on a CPU and a Triton kernel on a GPU. Everything that may change is a
-tensor, so there is one graph for each kind of replica and one for the coefficients, and none per size, step or
-hyper-parameter. No result depends on an element's position, so any cut and any sharding give the same bits.
+``torch.compile`` makes it a fused C++ loop on a CPU; on a GPU :mod:`dtrain.optim.tiled` has its place. Everything that
+may change is a tensor, so there is one graph for each kind of replica and one for the coefficients, and none per size,
+step or hyper-parameter. No result depends on an element's position, so any cut and any sharding give the same bits.
 """
 
 from __future__ import annotations
@@ -108,15 +108,13 @@ class CompiledAdamW:
             }
             self._build(slices)
 
-    def update(self, number: int, scalars: UpdateScalars) -> None:
-        """Updates a segment; the main grads are left as they were."""
+    def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
+        """Updates the segments ``numbers``; the main grads are left as they were."""
         coefficients, update = _compiled()
-        for tensors, part in self._segments[number]:
+        for tensors, part in (slices for number in numbers for slices in self._segments[number]):
             if scalars is not self._scalars:  # the first slice of this update
                 self._scalars = scalars
-                self._coefficients = coefficients(
-                    self._constants, scalars.lr, scalars.step, scalars.grad_divisor, scalars.found_inf
-                )
+                self._coefficients = coefficients(self._constants, *scalars.tensors)
             amax = update(tensors, self._constants, self._decays[part.decayed], self._coefficients)
             if part.amax is not None and amax is not None:
                 torch.maximum(part.amax, amax, out=part.amax)

@@ -25,21 +25,31 @@ class BlockedAdamW:
             "optimizer: AdamW by torch's fused kernel; optim.compile=true would compile it, which takes seconds"
         )
 
-    def update(self, number: int, scalars: UpdateScalars) -> None:
-        """Updates a segment; the main grads are left divided."""
-        for block in self._segments[number]:
-            _fused(self._rule, block.decayed, tuple([tensor] for tensor in block.states), scalars)
-            _cast(block)  # now, while the masters are in the cache
+    def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
+        """Updates the segments ``numbers``; the main grads are left divided."""
+        blocks = [block for number in numbers for block in self._segments[number]]
+        for batch in _batches(blocks):
+            states = tuple(map(list, zip(*(block.states for block in batch), strict=True)))
+            _fused(self._rule, batch[0].decayed, states, scalars)
+            _cast(batch)
 
 
-def _cast(block: UpdateSlice) -> None:
-    if block.replica is None:
-        return
-    if block.scale is None or block.amax is None:
-        block.replica.copy_(block.master)
-        return
-    block.replica.copy_(cast(block.master, block.scale, E4M3))
-    torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
+def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
+    """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast."""
+    if not blocks or blocks[0].master.device.type == "cpu":
+        return [[block] for block in blocks]
+    batches = [[block for block in blocks if block.decayed is decayed] for decayed in (True, False)]
+    return [batch for batch in batches if batch]
+
+
+def _cast(batch: list[UpdateSlice]) -> None:
+    plain = [(block.replica, block.master) for block in batch if block.replica is not None and block.scale is None]
+    if plain:
+        torch._foreach_copy_([replica for replica, _ in plain], [master for _, master in plain])
+    for block in batch:
+        if block.replica is not None and block.scale is not None and block.amax is not None:
+            block.replica.copy_(cast(block.master, block.scale, E4M3))
+            torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
@@ -79,20 +89,21 @@ class ParameterListAdamW:
 
 def _fused(rule: AdamW, decayed: bool, tensors: tuple[list[Tensor], ...], scalars: UpdateScalars) -> None:
     masters, grads, exp_avgs, exp_avg_sqs = tensors
+    lr, step, grad_divisor, found_inf = scalars.tensors
     torch._fused_adamw_(
         masters,
         grads,
         exp_avgs,
         exp_avg_sqs,
         [],
-        [scalars.step] * len(masters),  # read only: the kernel leaves counting to its caller
-        lr=scalars.lr,
+        [step] * len(masters),  # read only: the kernel leaves counting to its caller
+        lr=lr,
         beta1=rule.betas[0],
         beta2=rule.betas[1],
         weight_decay=rule.weight_decay if decayed else 0.0,
         eps=rule.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=scalars.grad_divisor,
-        found_inf=scalars.found_inf,
+        grad_scale=grad_divisor,
+        found_inf=found_inf,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ class GradientMonitor:
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
+        found: int64, 0-dim, on a GPU: :meth:`record_finiteness` lowers it to the number of the first gradient that is
+            not finite, with one launch for the gradients of a flat buffer; its reader resets it. None: sums are kept.
 
     Attributes:
         is_enabled: whether :meth:`record_finiteness` records. With a single micro-batch on a single rank there is
@@ -23,17 +26,23 @@ class GradientMonitor:
         records_magnitude: whether :meth:`record_magnitude` records.
     """
 
-    def __init__(self, num_parameters: int) -> None:
+    def __init__(self, num_parameters: int, found: Tensor | None = None) -> None:
         self.is_enabled = True
         self.records_magnitude = False
+        self.found = found
         self._num_parameters = num_parameters
+        self._searches: dict[int, Any] = {}  # by the number of the first gradient
         self._maxima: list[Tensor] = []
+        self._no_maximum: Tensor | None = None
         self._sums: dict[torch.dtype, list[Tensor]] = {}
         self._numbers: dict[torch.dtype, list[int]] = {}
 
     def record_finiteness(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
         """Records the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
         if not self.is_enabled:
+            return
+        if self.found is not None:
+            self._search(micro_batch, first, grads, self.found)
             return
         dtype = grads[0].dtype
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
@@ -42,6 +51,13 @@ class GradientMonitor:
         # ordered by micro-batch, then by backward, so the least number is the gradient that went wrong first
         start = micro_batch * self._num_parameters + first
         self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
+
+    def _search(self, micro_batch: int, first: int, grads: Sequence[Tensor], found: Tensor) -> None:
+        if first not in self._searches:
+            from dtrain.kernels.nonfinite import NonfiniteSearch  # it imports Triton, which is for GPUs
+
+            self._searches[first] = NonfiniteSearch(grads)
+        self._searches[first].search(grads, micro_batch * self._num_parameters + first, found)
 
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
         """Returns the number of each gradient (micro-batch x parameters + parameter), and which are bad: bool."""
@@ -58,7 +74,9 @@ class GradientMonitor:
     def max_abs(self, device: torch.device) -> Tensor:
         """Returns the largest recorded magnitude of this step: 0-dim FP64 on ``device``, 0 if none was recorded."""
         if not self._maxima:
-            return torch.zeros((), dtype=torch.float64, device=device)
+            if self._no_maximum is None:  # kept: one launch less in each step
+                self._no_maximum = torch.zeros((), dtype=torch.float64, device=device)
+            return self._no_maximum
         # widened, because stack takes one dtype
         return torch.stack([maximum.double() for maximum in self._maxima]).amax()
 

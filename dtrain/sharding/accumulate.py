@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.precision.hardware import has_compiler
 
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
@@ -45,11 +46,15 @@ class RunningSum:
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
+        self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
         self._empty = True
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         """Adds the gradients; the first of a step overwrites the last step's sum."""
         numel = self._main_grad.numel()
+        if self._adds_rows and len(grads) > 1:
+            self._push_rows(grads[0].as_strided((len(grads), numel), (numel, 1)), weights)
+            return
         # block by block on a CPU, so that the main grad goes through memory once
         size = _CPU_BLOCK if self._main_grad.device.type == "cpu" else max(numel, 1)
         for start in range(0, numel, size):
@@ -60,6 +65,13 @@ class RunningSum:
                     assign_scaled(target, grad[block], weight)
                 else:
                     add_scaled(target, grad[block], weight)
+        self._empty = False
+
+    def _push_rows(self, grads: Tensor, weights: Sequence[Weight]) -> None:
+        """Adds the rows of ``grads`` [ranks, n], as a GPU receives them: one launch for any number of ranks."""
+        from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
+
+        add_rows(self._main_grad, grads, torch.stack([weight.value for weight in weights]), overwrites=self._empty)
         self._empty = False
 
     def finish(self, output: Tensor) -> None:

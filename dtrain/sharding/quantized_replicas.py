@@ -8,17 +8,46 @@ columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from dtrain.errors import ContractError
-from dtrain.precision.float8.cast import Quantized
+from dtrain.precision.float8.cast import Quantized, uses_kernels
 from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import QuantizedWeights, dequantized
-from dtrain.sharding.float8_scales import ScaleTable
+from dtrain.sharding.float8_casts import ScaleTable
 from dtrain.sharding.layout import FlatLayout
 from dtrain.sharding.replicas import ParameterViews, slot_views
+
+if TYPE_CHECKING:
+    from dtrain.kernels.float8 import Transposes
+
+
+class TransposeSet:
+    """Weights whose transposes are made together: on a GPU by one launch, when backward needs the first of them.
+
+    So they take no memory in forward. The weights are bound together, to memory in which their distances stay.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[ReplicaWeights] = []
+        self._kernel: Transposes | None = None
+
+    def add(self, source: ReplicaWeights) -> None:
+        self._sources.append(source)
+
+    def prepare(self) -> None:
+        """Makes the transposes of all weights."""
+        copies = [source.stored_copies()[-1] for source in self._sources]
+        if self._kernel is None:
+            from dtrain.kernels.float8 import Transposes  # it imports Triton, which only GPUs need
+
+            self._kernel = Transposes(copies, ALIGNMENT)
+        for source, transpose in zip(self._sources, self._kernel(copies[0]), strict=True):
+            source.cache_transpose(transpose)
 
 
 class ReplicaWeights(QuantizedWeights):
@@ -29,14 +58,24 @@ class ReplicaWeights(QuantizedWeights):
         name: name of the weight.
         parameter: the model's parameter that stands for the weight.
         scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K].
+        transposes: the weights whose transposes are made with that of this one.
     """
 
-    def __init__(self, recipe: Recipe, name: str, parameter: nn.Parameter, scales: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        name: str,
+        parameter: nn.Parameter,
+        scales: Sequence[Tensor],
+        transposes: TransposeSet,
+    ) -> None:
         super().__init__(recipe)
         self._name = name
         self._parameter = parameter
         self._scales = scales
         self._copies: list[Tensor] = []
+        self._transposes = transposes
+        transposes.add(self)
 
     def bind(self, copies: Sequence[Tensor]) -> None:
         """Reads the weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
@@ -55,6 +94,16 @@ class ReplicaWeights(QuantizedWeights):
     def stored_copies(self) -> Sequence[Tensor]:
         return self._copies
 
+    def cache_transpose(self, transpose: Tensor) -> None:
+        """Caches the operand for the input gradient, made from the last copy."""
+        self._operands[self._copies[-1].data_ptr(), True] = transpose
+
+    def _stored_transpose(self, values: Tensor) -> Tensor:
+        if not uses_kernels(values.device, compiled=self._recipe.compile):
+            return super()._stored_transpose(values)
+        self._transposes.prepare()
+        return self._operands[values.data_ptr(), True]
+
     def dequantized(self, weight: Tensor) -> Tensor:
         if weight is not self._parameter or not self._copies:  # NaN, as the parameter, while it is sharded
             return weight
@@ -69,18 +118,25 @@ class Float8Views(ParameterViews):
         parameters: the model's parameters by name.
         table: scales of the weights.
         recipe: recipe of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
+        transposes: shared by replicas that stay in place; by default the replica has its own.
     """
 
     def __init__(
-        self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], table: ScaleTable, recipe: Recipe
+        self,
+        layout: FlatLayout,
+        parameters: Mapping[str, nn.Parameter],
+        table: ScaleTable,
+        recipe: Recipe,
+        transposes: TransposeSet | None = None,
     ) -> None:
+        transposes = transposes or TransposeSet()
         self.num_copies = table.num_copies
         self._sources = {}
         for slot in layout.slots:
             name = slot.spec.name
             scales = [table.of_copy(table.scale, name, copy) for copy in range(table.num_copies)]
             self._sources[name] = ReplicaWeights(
-                recipe, name, parameters[name], scales if table.rowwise else [scales[0][0]]
+                recipe, name, parameters[name], scales if table.rowwise else [scales[0][0]], transposes
             )
         # after the sources, which the constructor unbinds
         super().__init__(layout, parameters, recipe.out_dtype)

@@ -146,7 +146,7 @@ class ShardedReplica(ReplicaBuffer):
     def start_unshard(self) -> None:
         """Starts the all-gather; all ranks call in the same order."""
         with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
-            # private memory: other ranks read only ``local``
+            # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
             self.copies = [local.new_empty(self.layout.numel) for local in self.local]
         self._pending = self.start_all_gather()
 

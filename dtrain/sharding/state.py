@@ -21,6 +21,7 @@ chunks, so parameters have the alignment that they have in a buffer of their own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -46,14 +47,18 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.accumulate import RunningSum, TreeSum
 from dtrain.sharding.execution_order import ShardedGroup
-from dtrain.sharding.float8_scales import CastRange, CurrentScales, DelayedScales, ScaleTable
+from dtrain.sharding.float8_casts import ScaleTable
+from dtrain.sharding.float8_scales import CastRange, CurrentScales, DelayedScales
 from dtrain.sharding.layout import CHUNK, ArenaLayout, ArenaSegment, FlatLayout, ParamSpec, ShardInterval, flat_layouts
 from dtrain.sharding.micro_batch_gradients import MicroBatchGradient, MicroBatchGradientBuffers, MicroBatchGradientSpec
 from dtrain.sharding.placement import Placement, Placements
-from dtrain.sharding.quantized_replicas import Float8Views
+from dtrain.sharding.quantized_replicas import Float8Views, TransposeSet
 from dtrain.sharding.reduce import FlatGradient, GradientReducer, ShardedGradient, UnshardedGradient
 from dtrain.sharding.replicas import ParameterViews, ReplicaBuffer, ShardedReplica
 from dtrain.sharding.unshard import UnshardOptions, UnshardScheduler
+
+_GATHER_BUCKETS = 4
+"""Calls of the update on a GPU if replicas are gathered after it: the gathers of one overlap with the next update."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class ShardedState:
         self.exp_avg_sq = self._zeros(self.arena.numel)
         self._scale_table = ScaleTable(self.layouts, contract.policy.float8.recipe == "rowwise", self._device)
         replica_type = ShardedReplica if shards_compute else ReplicaBuffer
+        self._transposes = None if shards_compute else TransposeSet()
         self.replicas = [
             replica_type(segment, self._views(segment.layout, parameters), comm, self._shared_master(segment))
             for segment in self.arena.segments
@@ -193,7 +199,7 @@ class ShardedState:
             return ParameterViews(layout, parameters)
         recipe = self._contract.recipe
         assert recipe is not None
-        return Float8Views(layout, parameters, self._scale_table, recipe)
+        return Float8Views(layout, parameters, self._scale_table, recipe, self._transposes)
 
     def _float8_scales(self, peak_lr: float) -> CurrentScales:
         replicas = [replica.local for replica in self.replicas]
@@ -299,8 +305,8 @@ class ShardedState:
                 raise UsageError(
                     f"'{destination.name}' got a gradient outside engine.backward; call engine.backward(loss) instead"
                 )
-            assert grad is not None
-            state._receive(destination, grad)
+            if grad is not None:  # a user's autograd function may return None; the gradient is then zero
+                state._receive(destination, grad)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -357,14 +363,16 @@ class ShardedState:
             amax=cast.amax,
         )
 
-    def refresh_replicas(self, update: Callable[[int], None] | None = None, skipped: Tensor | None = None) -> None:
+    def refresh_replicas(
+        self, update: Callable[[Sequence[int]], None] | None = None, skipped: Tensor | None = None
+    ) -> None:
         """Casts the masters into the compute replicas, and all-gathers sharded results; all ranks call.
 
         FP8 weights with current scales are deferred: their cast needs the largest magnitudes over all ranks, which are
         reduced while the other segments are updated.
 
         Args:
-            update: updates the master and replica of the segment with a given number, so that the first groups are
+            update: updates the masters and replicas of the segments with given numbers, so that the first groups are
                 gathered while others are still updated; None casts the masters as they are.
             skipped: with ``update``: whether it changes nothing, decided on the device; 0-dim.
         """
@@ -372,31 +380,56 @@ class ShardedState:
         if self.unshard_scheduler is not None:  # what is unsharded now would keep the old values
             self.unshard_scheduler.reshard()
         deferred = self.scales.begin(skipped)
-        for number in deferred:
+        if deferred:
             if update is not None:
-                update(number)
-            self.scales.measure(number)
+                update(deferred)
+            self.scales.measure(deferred)
         maximum = self.scales.start_maximum() if deferred else Pending()
         pending = []
-        # in forward order, so that what the next forward needs first arrives first
-        for number, (segment, replica) in enumerate(zip(self.arena.segments, self.replicas, strict=True)):
-            if number in deferred:
-                continue
+        for numbers in self._buckets(deferred, gathers=gathers):
             if update is not None:
-                update(number)
-            elif not replica.shares_master:
-                replica.local[0].copy_(self.master[segment.arena_start : segment.arena_stop])
-            pending += replica.start_all_gather() if gathers else []
+                update(numbers)
+            else:
+                self._cast(numbers)
+            for number in numbers:
+                pending += self.replicas[number].start_all_gather() if gathers else []
         maximum.wait()
-        for number in deferred:
-            self.scales.cast(number)
-            pending += self.replicas[number].start_all_gather() if gathers else []
-        if not deferred:  # the updates above have measured the largest magnitudes for the next scales
+        if deferred:
+            self.scales.cast(deferred)
+        else:  # the updates above have measured the largest magnitudes for the next scales
             pending.append(self.scales.start_maximum())
+        for number in deferred:
+            pending += self.replicas[number].start_all_gather() if gathers else []
         for work in pending:  # before the next vote: [Note: buffer reuse]
             work.wait()
         for replica in self.replicas:  # after the waits: operands are made from gathered values
             replica.views.invalidate()
+
+    def _buckets(self, deferred: Sequence[int], *, gathers: bool) -> list[list[int]]:
+        """Returns the segments that are not deferred, in forward order, by the call of the update that takes them.
+
+        On a CPU each segment has a call, so that its masters are in the cache when they are cast. On a GPU a call is a
+        launch: one for all segments, or, if they are gathered after it, a few, so that gathers start early.
+        """
+        numbers = [number for number in range(len(self.arena.segments)) if number not in deferred]
+        if self._device.type == "cpu":
+            return [[number] for number in numbers]
+        limit = self.arena.numel / (_GATHER_BUCKETS if gathers and self._comm.world_size > 1 else 1)
+        buckets: list[list[int]] = []
+        filled = math.inf
+        for number in numbers:
+            if filled >= limit:
+                buckets.append([])
+                filled = 0
+            buckets[-1].append(number)
+            filled += self.arena.segments[number].numel
+        return buckets
+
+    def _cast(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            segment, replica = self.arena.segments[number], self.replicas[number]
+            if not replica.shares_master:
+                replica.local[0].copy_(self.master[segment.arena_start : segment.arena_stop])
 
     # -- the norm --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Culprit, StepOutcome
 from dtrain.engine.vote.culprit import Finding, find_nonfinite
-from dtrain.engine.vote.decide import REASONS, decide
+from dtrain.engine.vote.decide import REASONS, DecodedDecision, decide
 from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.engine.vote.record import MUST_AGREE, VoteRecord, fill
@@ -429,7 +429,9 @@ class Rank:
             sums = {"sum_squares": self.canonical_sum(squares[self.rank]), "sum_weights": weights}
         self.decision = decide(rows, max_grad_norm=MAX_GRAD_NORM, **sums)
         odd = "schedule_hash" in self.trial.differs and self.rank == self.trial.odd_rank
-        self.finalizer.post(self.decision, rows, self.known, ("reduce a", "b2" if odd else "reduce b"))
+        self.finalizer.post(
+            DecodedDecision.pack(self.decision, rows), self.known, ("reduce a", "b2" if odd else "reduce b")
+        )
 
     def finalize_step(self) -> StepOutcome | tuple[type, str] | str:
         """Returns the outcome, the error that ends the run, or the text that this rank exchanges first."""

@@ -12,7 +12,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
 from dtrain.engine.vote.culprit import Finding, gather_findings, locate_bad_gradient, locate_bad_loss
-from dtrain.engine.vote.decide import Decision, DecodedDecision
+from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import VoteRecord
@@ -80,10 +80,10 @@ class StepFinalizer:
     def __post_init__(self) -> None:
         self._readback = Readback(self.comm.device)
 
-    def post(self, decision: Decision, rows: Tensor, known: VoteRecord, collectives: tuple[str, ...]) -> None:
-        """Starts the copy of a step's decision to the host; the step before it must be finalized."""
+    def post(self, packed: Tensor, known: VoteRecord, collectives: tuple[str, ...]) -> None:
+        """Starts the copy of a step's ``packed`` decision to the host; the step before it must be finalized."""
         assert self._last is None or self._last.outcome is not None
-        self._last = _PostedStep(self._readback.post(DecodedDecision.pack(decision, rows)), known, collectives)
+        self._last = _PostedStep(self._readback.post(packed), known, collectives)
 
     def outcome(self) -> StepOutcome:
         """Returns the outcome of the step posted last; if steps are not finalized at once, its fields are read lazily.

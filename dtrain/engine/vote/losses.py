@@ -37,6 +37,10 @@ class LossAccumulator:
         for entries in (self._micro_batches, self._losses, self._weights):
             entries.clear()
 
+    def stacked(self) -> tuple[Tensor, list[int]]:
+        """Returns FP32 [2n], the losses and the weights, and the numbers of their micro-batches."""
+        return torch.stack((*self._losses, *self._weights)), self._micro_batches
+
     def observe(self, monitor: GradientMonitor, squares: Tensor) -> Observations:
         """Returns the device's part of the vote record; waits for nothing.
 
@@ -46,7 +50,7 @@ class LossAccumulator:
         """
         device = squares.device
         # FP64, so that the order of ranks and micro-batches hardly matters
-        losses, weights = torch.stack((*self._losses, *self._weights)).double().view(2, len(self)).unbind()
+        losses, weights = self.stacked()[0].double().view(2, len(self)).unbind()
         bad_losses = ~losses.isfinite()
         bad_weights = ~weights.isfinite() | (weights < 0)
         micro_batches = upload(self._micro_batches, device)

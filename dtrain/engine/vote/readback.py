@@ -36,7 +36,7 @@ class Readback:
             pinned = self._ring[slot] = torch.empty_like(values, device="cpu", pin_memory=True)
         pinned.copy_(values, non_blocking=True)
         event: Any = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(values.device))  # another device may be the current one
         target = pinned.numpy()
 
         def read() -> list[int]:

@@ -92,7 +92,7 @@ def float_of(bits: int) -> float:
 COLUMNS = {field.name: number for number, field in enumerate(fields(VoteRecord))}
 # annotations are strings here: from __future__ import annotations
 _FLOATS = {field.name for field in fields(VoteRecord) if field.type == "float"}
-_NUM_HOST = COLUMNS["save_failed"] + 1
+NUM_HOST = COLUMNS["save_failed"] + 1
 # adjacent in the record, so that the device reads and sums them as one slice
 DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
 NUM_FIELDS = len(COLUMNS)
@@ -114,7 +114,7 @@ class Observations:
 def fill(known: VoteRecord, observed: Observations) -> Tensor:
     """Returns int64 [number of fields] on the device: the host's fields of ``known``, and the device's ``observed``."""
     # float bits travel as int64: one dtype, one all-gather
-    host = upload(known.to_row()[:_NUM_HOST], observed.floats.device)
+    host = upload(known.to_row()[:NUM_HOST], observed.floats.device)
     return torch.cat((host, observed.floats.view(torch.int64), observed.integers))
 
 

@@ -36,7 +36,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the smallest power of two, at least 2^-126, by which values up to ``amax`` are divided to fit ``dtype``.
 
     The result is FP32 in the shape of ``amax``. It is 1 if ``amax`` is 0, and NaN if ``amax`` is not finite, because a
-    cast of Inf to E4M3 gives 448 and would hide an overflow.
+    saturating cast of Inf to E4M3 gives 448 and would hide an overflow.
     """
     # integer arithmetic on the bits of FP32: every device and compiler gives the same scale
     bits = amax.float().view(torch.int32) & 0x7FFFFFFF  # drops the sign, which zeros and NaN may have
@@ -55,6 +55,11 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * (1.0 / scale)).clamp(-limit, limit).to(dtype)
 
 
+def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
+    """Whether casts run as Triton kernels; compiled casts do on a GPU, and on a CPU through ``torch.compile``."""
+    return compiled and device.type == "cuda"
+
+
 def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False) -> Quantized:
     """Quantizes ``x`` [rows, columns] to ``dtype`` with one scale, or with one scale per row.
 
@@ -62,17 +67,26 @@ def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = F
         x: FP32, BF16 or FP16, of any strides.
         dtype: E4M3 or E5M2.
         rowwise: whether each row has its own scale.
-        compiled: whether to run through ``torch.compile``, which gives the same bits.
+        compiled: whether to run as compiled code, which gives the same bits; see :func:`uses_kernels`.
     """
+    if x.numel() and uses_kernels(x.device, compiled=compiled):
+        from dtrain.kernels.quantize import quantize as by_kernels
+
+        return Quantized(*by_kernels(x, dtype, rowwise=rowwise, both=False)[:2])
     return Quantized(*(_compiled(_quantized, dtype, rowwise) if compiled else _quantized)(x, dtype, rowwise))
 
 
 def quantize_both(
     x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False
 ) -> tuple[Quantized, Quantized]:
-    """Quantizes ``x`` and its transpose; compiled, this reads ``x`` once."""
-    function = _compiled(_quantized_both, dtype, rowwise) if compiled else _quantized_both
-    values, scale, transposed, transposed_scale = function(x, dtype, rowwise)
+    """Quantizes ``x`` and its transpose; compiled, this reads ``x`` once for both casts."""
+    if x.numel() and uses_kernels(x.device, compiled=compiled):
+        from dtrain.kernels.quantize import quantize as by_kernels
+
+        values, scale, transposed, transposed_scale = by_kernels(x, dtype, rowwise=rowwise, both=True)
+    else:
+        function = _compiled(_quantized_both, dtype, rowwise) if compiled else _quantized_both
+        values, scale, transposed, transposed_scale = function(x, dtype, rowwise)
     return Quantized(values, scale), Quantized(transposed, transposed_scale)
 
 

@@ -1,4 +1,20 @@
-"""Matmuls of FP8 matrices: ``torch._scaled_mm``, or its emulation in FP32."""
+"""Matmuls of FP8 matrices: ``torch._scaled_mm``, or its emulation in FP32.
+
+[Note: rules of _scaled_mm] PyTorch since 2.11 checks these on a GPU, in aten/src/ATen/native/cuda (ScaledBlas.cpp:
+``_scaled_mm_out_cuda`` and ``get_joint_scaling``; RowwiseScaledMM.cu: ``check_inputs``), and they are met here so:
+
+- Compute capability 8.9 or later. The left operand is row-major, the right one column-major: the transpose of a
+  row-major [N, K]. Capability 10.0 takes other layouts of tensorwise products too, 8.9 and 9.0 do not.
+- K and N are multiples of 16, and so is every row's address; M is any number. :func:`operand` pads N and K, and
+  :func:`multiply` pads K on the left.
+- One operand may be E5M2, not both. Row by row only the left one may, and PyTorch's own tests have E4M3 alone there.
+- Scales are FP32 on the same GPU. Tensorwise: one element, of any shape, so 0-dim too. Rowwise: [M, 1] and [1, N],
+  contiguous, both or neither. Kernels may read scales of rows in vectors, so tables of scales keep each weight's on 16
+  bytes.
+- Tensorwise products run in cuBLASLt. Rowwise ones run there on 9.0 with CUDA 12.9 or later, else in CUTLASS, which
+  PyTorch 2.11 builds without FP32 output. Products are BF16 here, which all of them have.
+- ``use_fast_accum`` changes sums on 8.9 and 9.0. A bias is refused with FP32 output, and Float8Linear adds its own.
+"""
 
 from __future__ import annotations
 

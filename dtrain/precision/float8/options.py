@@ -8,7 +8,7 @@ import torch
 
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.cast import E4M3, E5M2
-from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
+from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores, has_row_scales_on_cpu
 
 CHOICES = {
     "recipe": ("tensorwise", "rowwise"),
@@ -65,8 +65,8 @@ class Float8Options:
         """Returns the options for ``device``, with every ``auto`` resolved.
 
         Raises:
-            ConfigError: ``emulate=False`` or ``compile=True`` on a GPU without FP8 Tensor Cores, or ``compile=True``
-                without a compiler.
+            ConfigError: ``emulate=False`` or ``compile=True`` on a GPU without FP8 Tensor Cores, ``emulate=False``
+                rowwise on a CPU before PyTorch 2.13, or ``compile=True`` without a compiler.
         """
         has_float8 = has_float8_tensor_cores(device)
         if self.emulate is False and device.type == "cuda" and not has_float8:
@@ -74,6 +74,11 @@ class Float8Options:
             raise ConfigError(
                 f"float8 emulate=false needs FP8 Tensor Cores (compute capability 8.9 or later); "
                 f"{torch.cuda.get_device_name(device)} has {major}.{minor}; use emulate=auto"
+            )
+        if self.emulate is False and device.type == "cpu" and self.recipe == "rowwise" and not has_row_scales_on_cpu():
+            raise ConfigError(
+                f"float8 emulate=false with recipe=rowwise needs a torch._scaled_mm with one scale per row on CPUs, "
+                f"which torch {torch.__version__} lacks; use emulate=auto"
             )
         # Triton casts to FP8 in hardware only
         can_compile = has_compiler(device) and (device.type != "cuda" or has_float8)

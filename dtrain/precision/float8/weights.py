@@ -106,11 +106,19 @@ class QuantizedWeights(ABC):
         key = (values.data_ptr(), transposed and not emulate)  # the emulation transposes as a view
         cached = self._operands.get(key)
         if cached is None:
-            cached = operand(values, emulate=emulate, transposed=key[1])
             # an address identifies stored copies only: other memory may be reused for another weight
-            if any(copy.data_ptr() == key[0] for copy in self.stored_copies()):
+            is_stored = any(copy.data_ptr() == key[0] for copy in self.stored_copies())
+            if is_stored and key[1]:
+                cached = self._stored_transpose(values)
+            else:
+                cached = operand(values, emulate=emulate, transposed=key[1])
+            if is_stored:
                 self._operands[key] = cached
         return cached.t() if transposed and emulate else cached
+
+    def _stored_transpose(self, values: Tensor) -> Tensor:
+        """Returns the operand for the input gradient from a stored copy; may cache those of other weights too."""
+        return operand(values, emulate=False, transposed=True)
 
     def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         weight = weight.detach()

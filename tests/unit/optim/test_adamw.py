@@ -35,7 +35,7 @@ both_kernels = pytest.mark.parametrize(
 
 
 def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -> UpdateScalars:
-    return UpdateScalars.of(lr=lr, step=step, grad_divisor=grad_divisor, found_inf=found_inf, device=CPU)
+    return UpdateScalars(lr, step, torch.tensor(grad_divisor), torch.tensor(found_inf))
 
 
 class Arena:
@@ -89,7 +89,7 @@ class Reference:
 def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
     for step in range(1, number + 1):
         arena.new_gradient()
-        optimizer.update(0, scalars(step, 0.01 / step, divisor))
+        optimizer.update([0], scalars(step, 0.01 / step, divisor))
     return arena.states()
 
 
@@ -109,7 +109,7 @@ def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, floa
         gradient = arena.new_gradient()
         arena.main_grad.mul_(divisor)
         reference.update(gradient, step, 0.01 / step)
-        optimizer.update(0, scalars(step, 0.01 / step, divisor))
+        optimizer.update([0], scalars(step, 0.01 / step, divisor))
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert_close_to_largest(getattr(arena, name), getattr(reference, name), 1e-6)
     assert torch.equal(arena.replica, arena.master.bfloat16())
@@ -152,7 +152,7 @@ def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monke
     for step in range(1, 4):
         arena.new_gradient()
         arena.amax.zero_()
-        optimizer.update(0, scalars(step, 0.01 / step, 7.0))
+        optimizer.update([0], scalars(step, 0.01 / step, 7.0))
     assert torch.equal(arena.master, want["master"])
     for weight, scale, amax, values in zip(
         arena._weights(), arena.scales, arena.amax, arena.replica.split([2 * CHUNK, CHUNK]), strict=True
@@ -161,12 +161,12 @@ def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monke
         assert amax == weight.abs().amax()
     before = arena.states()
     arena.main_grad.fill_(math.inf)
-    optimizer.update(0, scalars(4, 0.01, 7.0, found_inf=1.0))
+    optimizer.update([0], scalars(4, 0.01, 7.0, found_inf=1.0))
     assert same_bits(arena.states(), before)
     # an Inf shows in the largest magnitudes, because the cast makes it 448
     arena.main_grad.zero_()
     arena.master[5] = math.inf
-    optimizer.update(0, scalars(4, 0.0, 7.0))
+    optimizer.update([0], scalars(4, 0.0, 7.0))
     assert arena.amax.isfinite().tolist() == [False, True]
 
 
@@ -195,10 +195,10 @@ def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
     optimizer = FlatAdamW(rule, [arena.slices()])
     before = steps(arena, optimizer)
     arena.main_grad[::3] = bad
-    optimizer.update(0, scalars(4, 0.01, math.nan, found_inf=1.0))
+    optimizer.update([0], scalars(4, 0.01, math.nan, found_inf=1.0))
     assert same_bits(arena.states(), before)
     arena.new_gradient()
-    optimizer.update(0, scalars(4, 0.01 / 4, 7.0))
+    optimizer.update([0], scalars(4, 0.01 / 4, 7.0))
     undisturbed = Arena([True, False, True])
     assert same_bits(arena.states(), steps(undisturbed, FlatAdamW(rule, [undisturbed.slices()]), number=4))
 
@@ -210,8 +210,8 @@ def test_the_host_reads_nothing(found_inf: float) -> None:
     optimizer = FlatAdamW(FUSED, [arena.slices()])
     divisor, found = torch.tensor(3.0), torch.tensor(found_inf)
     with forbidden():
-        shared = UpdateScalars.of(lr=0.1, step=1, grad_divisor=divisor, found_inf=found, device=CPU)
-        optimizer.update(0, shared)
+        shared = UpdateScalars(0.1, 1, divisor, found)
+        optimizer.update([0], shared)
 
 
 def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,10 +255,10 @@ def test_shards_in_separate_memory_give_the_same_bits(rule: AdamW, world: int, s
     optimizer = FlatAdamW(rule, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
-        optimizer.update(0, scalars(step, 0.01, 3.0))
+        optimizer.update([0], scalars(step, 0.01, 3.0))
         for start, shard, shard_optimizer in shards:
             shard.main_grad.copy_(gradient[start * CHUNK : (start + world) * CHUNK])
-            shard_optimizer.update(0, scalars(step, 0.01, 3.0))
+            shard_optimizer.update([0], scalars(step, 0.01, 3.0))
     together = {name: torch.cat([getattr(shard, name) for _, shard, _ in shards]) for name in ("master", "exp_avg_sq")}
     assert same_bits(together, {name: getattr(whole, name) for name in together})
 
@@ -267,7 +267,7 @@ def test_shards_in_separate_memory_give_the_same_bits(rule: AdamW, world: int, s
 def test_only_decayed_slices_decay(rule: AdamW) -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
-    FlatAdamW(rule, [arena.slices()]).update(0, scalars(1, 0.5, 1.0))  # gradients are zero
+    FlatAdamW(rule, [arena.slices()]).update([0], scalars(1, 0.5, 1.0))  # gradients are zero
     assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
     assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
 
@@ -277,7 +277,7 @@ def test_only_decayed_slices_decay(rule: AdamW) -> None:
 def test_one_class_or_no_slices(rule: AdamW, classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
-        FlatAdamW(rule, [[]]).update(0, scalars(1, 0.1, 1.0))
+        FlatAdamW(rule, [[]]).update([0], scalars(1, 0.1, 1.0))
         return
     before = arena.master.clone()
     steps(arena, FlatAdamW(rule, [arena.slices()]), number=1)
@@ -293,7 +293,7 @@ def test_the_update_ignores_torchs_default_dtype(dtype: torch.dtype) -> None:
         arena.new_gradient()
         torch.set_default_dtype(dtype)
         try:
-            optimizer.update(0, scalars(step, 0.01 / step, 7.0))
+            optimizer.update([0], scalars(step, 0.01 / step, 7.0))
         finally:
             torch.set_default_dtype(torch.float32)
     assert torch.equal(arena.master, want["master"])

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.precision.float8.cast import E4M3, cast, quantize, scale_of
-from dtrain.sharding import float8_scales
-from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales, Rectangle, ScaleTable, rectangles
+from dtrain.sharding import float8_casts
+from dtrain.sharding.float8_casts import Rectangle, ScaleTable, rectangles
+from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales
 from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts
 
 CPU = torch.device("cpu")
@@ -55,6 +56,7 @@ class Shards:
         scales_type: type[CurrentScales],
         *,
         compiled: bool = False,
+        device: torch.device = CPU,
         **options: float,
     ) -> None:
         self.world = world
@@ -63,9 +65,9 @@ class Shards:
         self.tables, self.scales, self.copies = [], [], []
         for rank in range(world):
             arena = ArenaLayout.of([self.layout], rank, sharded=True)
-            table = ScaleTable([self.layout], rowwise, CPU)
-            master = torch.zeros(arena.numel)
-            copies = [torch.zeros(arena.numel, dtype=E4M3) for _ in range(table.num_copies)]
+            table = ScaleTable([self.layout], rowwise, device)
+            master = torch.zeros(arena.numel, device=device)
+            copies = [torch.zeros(arena.numel, dtype=E4M3, device=device) for _ in range(table.num_copies)]
             for interval in arena.segments[0].intervals():
                 source = weights[int(interval.spec.name[1:])].reshape(-1)[interval.start : interval.stop]
                 master[interval.offset : interval.offset + source.numel()] = source
@@ -77,12 +79,12 @@ class Shards:
     def refresh(self) -> None:
         for scales in self.scales:
             assert scales.begin(None) == [0]
-            scales.measure(0)
+            scales.measure([0])
         amax = torch.stack([table.amax.nan_to_num(nan=math.inf, posinf=math.inf) for table in self.tables]).amax(0)
         for scales, table in zip(self.scales, self.tables, strict=True):
             table.amax.copy_(amax)
             scales.start_maximum().wait()
-            scales.cast(0)
+            scales.cast([0])
 
     def copy(self, number: int, slot: int) -> Tensor:
         flat = torch.cat([copies[number].view(torch.uint8) for copies in self.copies])
@@ -107,7 +109,7 @@ def bits(values: Tensor) -> Tensor:
 def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, block: int, seed: int) -> None:
     weights = weights_of(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8_scales, "_BLOCK", block)
+        patch.setattr(float8_casts, "_BLOCK", block)
         shards = Shards(weights, world, rowwise, CurrentScales)
     shards.refresh()
     table = shards.tables[-1]
@@ -119,6 +121,14 @@ def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, bloc
             columns = quantize(weight.t(), E4M3, rowwise=True)
             assert torch.equal(shards.copy(1, number), bits(columns.values.t()))
             assert torch.equal(table.of_copy(table.scale, f"w{number}", 1), columns.scale)
+
+
+def test_scales_of_rows_start_on_16_bytes() -> None:
+    """A kernel may read them in vectors, [Note: rules of _scaled_mm], whatever weights come before."""
+    (table,) = Shards(weights_of(1), 1, True, CurrentScales).tables
+    for number in range(len(SHAPES)):
+        for copy in range(2):
+            assert table.of_copy(table.scale, f"w{number}", copy).data_ptr() % 16 == 0
 
 
 @pytest.mark.compile

@@ -141,6 +141,14 @@ def test_a_cpu_emulates_and_may_run_torchs_own_product() -> None:
     assert on.on(CPU) == on
 
 
+def test_a_cpu_without_row_scales_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "has_row_scales_on_cpu", lambda: False)
+    assert Float8Options(emulate=False).on(CPU).emulate is False
+    assert Float8Options(recipe="rowwise").on(CPU).emulate is True
+    with pytest.raises(ConfigError, match=r"recipe=rowwise needs .* which torch \d.* lacks; use emulate=auto"):
+        Float8Options(emulate=False, recipe="rowwise").on(CPU)
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     pretend_gpu(monkeypatch, 9, 0)

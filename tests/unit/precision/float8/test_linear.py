@@ -25,6 +25,7 @@ from dtrain.precision.float8.cast import E4M3, E5M2, Quantized
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import CachedWeights, QuantizedWeights, UncachedWeights, WeightSource, dequantized
+from tests.helpers import needs
 from tests.helpers.host_reads import forbidden
 
 TENSORWISE, ROWWISE = Recipe(), Recipe(rowwise=True, grad_dtype=E4M3)
@@ -106,6 +107,7 @@ SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
 def test_all_three_matmuls_are_near_double_precision(
     recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]
 ) -> None:
+    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     rows, in_features, out_features = sizes
     linear = make(replace(recipe, emulate=emulate), in_features, out_features)
     x, grad = normal(3, rows, in_features), normal(3, rows, out_features, seed=2)
@@ -129,6 +131,7 @@ def test_rowwise_keeps_rows_that_a_scale_for_all_would_lose() -> None:
 @every_recipe
 @pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
 def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, int, int]) -> None:
+    needs.row_scales_on_cpu(rowwise=recipe.rowwise)
     rows, in_features, out_features = sizes
     x, grad = normal(rows, in_features), normal(rows, out_features, seed=2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -145,6 +148,7 @@ def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, i
 def test_all_weight_sources_give_the_same_bits(
     recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource], emulate: bool
 ) -> None:
+    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     x, grad = normal(37, 50), normal(37, 20, seed=2)
     want = products(make(recipe, 50, 20), x, grad)
@@ -347,6 +351,7 @@ def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe, use_r
 @both_recipes
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate: bool) -> None:
+    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     linear = make(recipe)
     source = linear.source = CachedWeights(recipe)

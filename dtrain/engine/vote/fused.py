@@ -1,0 +1,74 @@
+"""The device's part of a vote in one Triton kernel for the record and one for the decision."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dtrain.engine.vote.decide import Decision
+from dtrain.engine.vote.losses import LossAccumulator
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_FIELDS, NUM_HOST, VoteRecord, upload
+from dtrain.engine.vote.tensors import VoteTensors
+from dtrain.kernels import vote
+from dtrain.kernels.tiles import launch
+from dtrain.parameters.gradient_monitor import GradientMonitor
+
+
+class FusedVoteTensors(VoteTensors):
+    """Two launches a step, besides the stack of the losses.
+
+    Args:
+        max_grad_norm: clipping threshold, or None.
+        device: device of the tensors.
+    """
+
+    def __init__(self, max_grad_norm: float | None, device: torch.device) -> None:
+        super().__init__(max_grad_norm)
+        self._device = device
+        self.bad_gradient = torch.full((), NEVER, dtype=torch.int64, device=device)
+
+    def record(self, known: VoteRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
+        row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=self._device)
+        values, micro_batches = losses.stacked()
+        host = upload([*known.to_row()[:NUM_HOST], *micro_batches], self._device)
+        launch(
+            vote.record,
+            1,
+            self._device,
+            row,
+            host,
+            values,
+            squares,
+            monitor.max_abs(self._device),
+            self.bad_gradient,
+            len(micro_batches),
+            squares.numel(),
+            HOST=NUM_HOST,
+            NEVER=NEVER,
+            BLOCK=vote.BLOCK,
+        )
+        return row
+
+    def decide(
+        self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None
+    ) -> tuple[Decision, Tensor]:
+        packed = torch.empty(4 + rows.numel(), dtype=torch.int64, device=self._device)
+        launch(
+            vote.decide,
+            1,
+            self._device,
+            packed,
+            rows,
+            rows if sum_squares is None else sum_squares,
+            rows if sum_weights is None else sum_weights,
+            rows.shape[0],
+            self._max_grad_norm or 0.0,
+            AGREE=len(MUST_AGREE),
+            LOSS_SCALE=COLUMNS["loss_scale"],
+            HOST=NUM_HOST,
+            FIELDS=NUM_FIELDS,
+            CLIPS=self._max_grad_norm is not None,
+            CANONICAL=sum_squares is not None,
+            BLOCK=vote.BLOCK,
+        )
+        return Decision(*packed[:4].view(torch.float64).unbind()), packed

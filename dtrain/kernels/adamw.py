@@ -1,0 +1,89 @@
+"""AdamW over tiles of the arena: unscale, moments, master, and the cast into the compute replica, in one launch.
+
+The arithmetic is that of :mod:`dtrain.optim.compiled`. An element costs 30 bytes of memory traffic with a BF16 replica.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from dtrain.kernels.float8 import cast_e4m3
+
+TILE = 2048
+"""Elements that one program updates."""
+
+NUM_WARPS = 8
+
+FIELDS = 10
+"""Of a row: addresses of master, main grad, both moments, replica, its scale and its largest magnitude; elements; kind
+of the replica; whether weights decay."""
+
+KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float8_e4m3fn: 4}
+"""Kinds of replicas, by dtype."""
+
+
+@triton.jit(do_not_specialize=["first", "count"])
+def adamw(
+    rows,
+    tiles,
+    first,
+    count,
+    grad_divisor,
+    code,
+    lr,
+    step_size,
+    root_correction,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    FIELDS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Updates one tile; see :class:`dtrain.optim.tiled.TiledAdamW`."""
+    tile = tiles + (first + tl.program_id(0)) * 2
+    row = rows + tl.load(tile) * FIELDS
+    start = tl.load(tile + 1).to(tl.int64) * TILE
+    # parameters start on 64 elements, so addresses are multiples of 16 bytes, and accesses are vectors
+    master_ptr = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
+    grad_ptr = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float32)), 16)
+    first_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16)
+    second_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16)
+    replica = tl.load(row + 4)
+    numel = tl.multiple_of(tl.load(row + 7), 16)
+    kind = tl.load(row + 8)
+    decay = tl.where(tl.load(row + 9) != 0, weight_decay, 0.0)
+
+    skip = tl.load(code) != 0
+    divisor = tl.load(grad_divisor).to(tl.float32)
+    index = start + tl.arange(0, TILE)
+    mask = index < numel
+    master = tl.load(master_ptr + index, mask=mask, other=0.0)
+    exp_avg = tl.load(first_ptr + index, mask=mask, other=0.0)
+    exp_avg_sq = tl.load(second_ptr + index, mask=mask, other=0.0)
+    grad = tl.div_rn(tl.load(grad_ptr + index, mask=mask, other=0.0), divisor)
+    new_first = exp_avg + (grad - exp_avg) * one_minus_beta1
+    new_second = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
+    root = tl.div_rn(tl.sqrt_rn(new_second), root_correction) + eps
+    moved = master - (lr * decay * master + step_size * tl.div_rn(new_first, root))
+    # a select: a product with zero would be NaN if the gradient is Inf
+    kept = tl.where(skip, master, moved)
+    tl.store(first_ptr + index, tl.where(skip, exp_avg, new_first), mask=mask)
+    tl.store(second_ptr + index, tl.where(skip, exp_avg_sq, new_second), mask=mask)
+    tl.store(master_ptr + index, kept, mask=mask)
+    if kind == 1:
+        tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.float32)), 16) + index, kept, mask=mask)
+    elif kind == 2:
+        tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.bfloat16)), 16) + index, kept.to(tl.bfloat16), mask=mask)
+    elif kind == 3:
+        tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.float16)), 16) + index, kept.to(tl.float16), mask=mask)
+    elif kind == 4:
+        scale = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32)))
+        target = tl.multiple_of(replica.to(tl.pointer_type(tl.float8e4nv)), 16)
+        tl.store(target + index, cast_e4m3(kept, scale), mask=mask)
+        # magnitudes as integers, which order like them and keep NaN and Inf; masked elements are 0
+        magnitudes = tl.where(mask, kept, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(tl.load(row + 6).to(tl.pointer_type(tl.int32)), tl.max(magnitudes))

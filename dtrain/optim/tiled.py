@@ -1,0 +1,105 @@
+"""AdamW by a hand-written Triton kernel, over any number of segments in one launch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, TILE, adamw
+from dtrain.kernels.tiles import TileTable
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+
+
+class TiledAdamW:
+    """The update of the segments of an arena, any number of them in one launch; compiled before the first step.
+
+    Args:
+        rule: hyper-parameters.
+        segments: the slices of each segment, cut where the weight-decay class changes, or at each FP8 weight.
+
+    Raises:
+        ConfigError: Triton failed to compile or to launch.
+    """
+
+    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._rule = rule
+        self._slices = [part for segment in segments for part in segment]  # keeps what the table points to
+        self._rows = list(accumulate(map(len, segments), initial=0))  # of the first slice of each segment
+        self._table = None
+        if self._slices:  # a rank may have no segments
+            num_tiles = [-(-part.master.numel() // TILE) for part in self._slices]
+            self._table = TileTable(list(map(_row, self._slices)), num_tiles, self._slices[0].master.device)
+            self._build(len(segments), self._slices[0].master.device)
+
+    def _build(self, num_segments: int, device: torch.device) -> None:
+        """Compiles by a skipped update, which changes no bit of a state."""
+        start = time.perf_counter()
+        # as in a Decision: Triton compiles for the dtypes of the scalars, and for their alignment
+        code, _, _, divisor = torch.ones(4, dtype=torch.float64, device=device).unbind()
+        try:
+            self.update(range(num_segments), UpdateScalars(0.0, 1, grad_divisor=divisor, found_inf=code))
+        except Exception as error:  # Triton's errors, and those of the C compiler that it runs
+            raise build_error(error, device) from error
+        logger.info("optimizer: AdamW by a Triton kernel, compiled in %.1f s", time.perf_counter() - start)
+
+    def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
+        """Updates the segments ``numbers``, with a launch for each run of adjacent ones; keeps the main grads."""
+        beta1, beta2 = self._rule.betas
+        correction1, correction2 = scalars.bias_corrections(self._rule.betas)
+        table = self._table
+        if table is None:
+            return
+        for low, high in _runs(numbers):
+            table.launch(
+                adamw,
+                scalars.grad_divisor,
+                scalars.found_inf,
+                scalars.lr,
+                scalars.lr / correction1,
+                correction2**0.5,
+                1 - beta1,
+                beta2,
+                1 - beta2,
+                self._rule.eps,
+                self._rule.weight_decay,
+                first=self._rows[low],
+                last=self._rows[high],
+                FIELDS=FIELDS,
+                TILE=TILE,
+                num_warps=NUM_WARPS,
+            )
+
+
+def build_error(error: Exception, device: torch.device) -> ConfigError:
+    """Returns what to raise if a kernel of the optimizer phase fails before the first step."""
+    reason = str(error).strip().partition("\n")[0]
+    return ConfigError(
+        f"Triton cannot compile the update for {device} ({type(error).__name__}: {reason}); it needs a C compiler, and "
+        f"a directory that it can write to (TRITON_CACHE_DIR); or set optim.compile=false, AdamW(compile=False)"
+    )
+
+
+def _row(part: UpdateSlice) -> list[int]:
+    pointers = (*part.states, part.replica, part.scale, part.amax)
+    kind = KINDS[None if part.replica is None else part.replica.dtype]
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
+    numel = part.master.numel()
+    if numel % 16 or any(address % 16 for address in addresses[:5]):
+        raise ValueError(f"{numel} elements of an update lie at {addresses[:5]}; expected multiples of 16")
+    return [*addresses, numel, kind, int(part.decayed)]
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns the (first, one past the last) of each run of adjacent ``numbers``, which ascend."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs

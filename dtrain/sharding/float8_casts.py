@@ -1,0 +1,239 @@
+"""The casts of a rank's shards of FP8 weights: tensor code, or Triton kernels on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval, round_up
+
+_ALIGNMENT = 4
+"""Scales of rows start on a multiple of this number (16 bytes): [Note: rules of _scaled_mm]."""
+
+_BLOCK = 1 << 17
+"""Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Whole or partial rows of a matrix: ``rows`` x ``columns`` elements from (``row``, ``column``) on."""
+
+    row: int
+    column: int
+    rows: int
+    columns: int
+    offset: int  # of its first element in the interval
+
+    def cut(self, limit: int) -> Iterator[Rectangle]:
+        """Yields parts of at most ``limit`` elements; if there are several rows, parts of whole rows, at least one."""
+        rows = max(limit // self.columns, 1)
+        columns = limit if self.rows == 1 else self.columns
+        for i in range(0, self.rows, rows):
+            for j in range(0, self.columns, columns):
+                yield Rectangle(
+                    self.row + i,
+                    self.column + j,
+                    min(rows, self.rows - i),
+                    min(columns, self.columns - j),
+                    self.offset + i * self.columns + j,
+                )
+
+
+def rectangles(start: int, stop: int, width: int) -> Iterator[Rectangle]:
+    """Yields row-major elements ``start`` to ``stop`` of a matrix with rows of ``width``, in up to three rectangles."""
+    cursor = start
+    while cursor < stop:
+        row, column = divmod(cursor, width)
+        is_partial = column > 0 or stop - cursor < width
+        rows = 1 if is_partial else (stop - cursor) // width
+        columns = min(width - column, stop - cursor) if is_partial else width
+        yield Rectangle(row, column, rows, columns, cursor - start)
+        cursor += rows * columns
+
+
+class ScaleTable:
+    """The scales of all FP8 weights, complete on every rank, and the largest magnitudes behind them.
+
+    Args:
+        layouts: layouts of all flat buffers; those that are not FP8 have no scales.
+        rowwise: one scale for each row [N] and each column [K] of a weight [N, K], instead of one for the weight.
+        device: device of the tensors.
+
+    Attributes:
+        amax: FP32 [all scales], the largest magnitudes; 0 between the scales of rows of two copies.
+        scale: FP32 [all scales], the scales of the replicas as they are now.
+    """
+
+    def __init__(self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device) -> None:
+        self.rowwise = rowwise
+        self._slices: dict[str, list[slice]] = {}  # of each copy
+        cursor = 0
+        for slot in (slot for layout in layouts if layout.dtype == E4M3 for slot in layout.slots):
+            slices = []
+            for size in slot.spec.shape if rowwise else (1,):
+                slices.append(slice(cursor, cursor + size))
+                cursor += round_up(size, _ALIGNMENT) if rowwise else 1
+            self._slices[slot.spec.name] = slices
+        self.amax = torch.zeros(cursor, dtype=torch.float32, device=device)
+        self.scale = torch.ones(cursor, dtype=torch.float32, device=device)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._slices)
+
+    @property
+    def num_copies(self) -> int:
+        """Number of quantized copies per weight (2 for row-wise scaling)."""
+        return 2 if self.rowwise else 1
+
+    def first_scales(self, name: str) -> list[int]:
+        """Returns the index of the first scale of each copy of weight ``name``."""
+        return [found.start for found in self._slices[name]]
+
+    def of_copy(self, values: Tensor, name: str, copy: int) -> Tensor:
+        """Returns the elements of ``values`` [all scales] that belong to a copy of weight ``name``."""
+        return values[self._slices[name][copy]]
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """A rectangle of a weight in this rank's arena: ``master`` FP32 and ``values`` FP8, both [r, c].
+
+    ``amax`` and ``scale`` are [r, 1] or [1, c]: ``axis`` is the one along which an element shares them.
+    """
+
+    master: Tensor
+    values: Tensor
+    amax: Tensor
+    scale: Tensor
+    axis: int
+
+    def rebased(self) -> _Patch:
+        """Returns the patch with tensors of offset 0, because a compiled graph is specialized on the offsets."""
+        master, values, amax, scale = map(from_dlpack, (self.master, self.values, self.amax, self.scale))
+        return _Patch(master, values, amax, scale, self.axis)
+
+
+def _measure(master: Tensor, amax: Tensor, axis: int) -> None:
+    amax.copy_(torch.maximum(amax, master.abs().amax(axis, keepdim=True)))
+
+
+def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
+    values.copy_(cast(master, scale, E4M3))
+
+
+@cache  # engines of one process share the graphs
+def _compiled() -> tuple[Callable[[Tensor, Tensor, int], None], Callable[[Tensor, Tensor, Tensor], None]]:
+    # beyond torch's limit of recompilations they run eagerly, to the same bits
+    return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
+
+
+class TensorCasts:
+    """Measures and casts the masters with tensor code, one rectangle of a weight at a time.
+
+    Args:
+        table: the scales.
+        segments: segments of the arena.
+        master: FP32 arena of masters.
+        replicas: local copies of each segment, each [segment.numel].
+        compiled: compile it.
+    """
+
+    def __init__(
+        self,
+        table: ScaleTable,
+        segments: Sequence[ArenaSegment],
+        master: Tensor,
+        replicas: Sequence[Sequence[Tensor]],
+        *,
+        compiled: bool,
+    ) -> None:
+        self._table = table
+        self._measure, self._cast = _compiled() if compiled else (_measure, _cast)
+        self._patches = {
+            number: [
+                patch.rebased() if compiled else patch for patch in self._patches_of(segment, master, replicas[number])
+            ]
+            for number, segment in enumerate(segments)
+            if segment.layout.dtype == E4M3
+        }
+
+    def _patches_of(self, segment: ArenaSegment, master: Tensor, copies: Sequence[Tensor]) -> Iterator[_Patch]:
+        local = master[segment.arena_start : segment.arena_stop]
+        for interval in segment.intervals():
+            for box in self._boxes(interval):
+                start = interval.offset + box.offset
+                elements, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
+                for copy, values in enumerate(copies):
+                    axis = 1 - copy  # rows share a scale in the first copy, columns in the second
+                    first, count = (box.row, box.rows) if axis == 1 else (box.column, box.columns)
+                    amax, scale = (
+                        self._table.of_copy(whole, interval.spec.name, copy)[first : first + count].unsqueeze(axis)
+                        for whole in (self._table.amax, self._table.scale)
+                    )
+                    yield _Patch(local[elements].view(shape), values[elements].view(shape), amax, scale, axis)
+
+    def _boxes(self, interval: ShardInterval) -> Iterator[Rectangle]:
+        """Yields ``interval`` in rectangles; a weight with one scale counts as a single row."""
+        length = interval.stop - interval.start
+        if self._table.rowwise:
+            boxes = rectangles(interval.start, interval.stop, interval.spec.shape[1])
+        else:
+            boxes = rectangles(0, length, length)
+        # blocks stay in a CPU's cache; on a GPU they would only cost launches
+        limit = _BLOCK if self._table.amax.device.type == "cpu" else length
+        return (part for box in boxes for part in box.cut(limit))
+
+    def measure(self, numbers: Sequence[int]) -> None:
+        """Adds the masters of segments ``numbers`` to the largest magnitudes of the table."""
+        for patch in (patch for number in numbers for patch in self._patches[number]):
+            self._measure(patch.master, patch.amax, patch.axis)
+
+    def cast(self, numbers: Sequence[int]) -> None:
+        """Casts the masters of segments ``numbers`` into the replicas with the scales of the table."""
+        for patch in (patch for number in numbers for patch in self._patches[number]):
+            self._cast(patch.master, patch.scale, patch.values)
+
+
+class KernelCasts:
+    """Measures and casts the masters of all FP8 segments with a launch each; see :class:`TensorCasts`."""
+
+    def __init__(
+        self,
+        table: ScaleTable,
+        segments: Sequence[ArenaSegment],
+        master: Tensor,
+        replicas: Sequence[Sequence[Tensor]],
+    ) -> None:
+        from dtrain.kernels.float8 import ShardCasts, WeightShard  # they import Triton, which only GPUs need
+
+        def shard(segment: ArenaSegment, interval: ShardInterval, copies: Sequence[Tensor]) -> WeightShard:
+            spec, numel = interval.spec, interval.stop - interval.start
+            values = [copy[interval.offset : interval.offset + numel] for copy in copies]
+            first = segment.arena_start + interval.offset
+            return WeightShard(
+                master[first : first + numel], values, interval.start, spec.shape[1], table.first_scales(spec.name)
+            )
+
+        self._table = table
+        self._numbers = [number for number, segment in enumerate(segments) if segment.layout.dtype == E4M3]
+        shards = [
+            shard(segments[number], interval, replicas[number])
+            for number in self._numbers
+            for interval in segments[number].intervals()
+        ]
+        self._casts = ShardCasts(shards, rowwise=table.rowwise)
+
+    def measure(self, numbers: Sequence[int]) -> None:
+        assert list(numbers) == self._numbers, f"{numbers} are not all FP8 segments, which are {self._numbers}"
+        self._casts.measure(self._table.amax)
+
+    def cast(self, numbers: Sequence[int]) -> None:
+        assert list(numbers) == self._numbers, f"{numbers} are not all FP8 segments, which are {self._numbers}"
+        self._casts.cast(self._table.scale)

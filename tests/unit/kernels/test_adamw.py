@@ -1,0 +1,152 @@
+"""The Triton update: AdamW in double precision is the reference, and any cut gives the same bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.sharding.layout import CHUNK
+from tests.helpers.oracle import assert_close_to_largest
+from tests.unit.optim.test_adamw import Arena, Float8Arena, Reference, same_bits
+
+tiled = pytest.importorskip("dtrain.optim.tiled", reason="Triton is not installed")
+
+RULE = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
+
+
+def moved(parts: list[UpdateSlice], device: torch.device) -> list[UpdateSlice]:
+    """Returns the slices over copies on ``device``."""
+    names = ("master", "main_grad", "exp_avg", "exp_avg_sq", "replica", "scale", "amax")
+    tensors = [{name: getattr(part, name) for name in names} for part in parts]
+    return [
+        replace(
+            part, **{name: None if tensor is None else tensor.to(device, copy=True) for name, tensor in own.items()}
+        )
+        for part, own in zip(parts, tensors, strict=True)
+    ]
+
+
+def scalars(step: int, lr: float, divisor: float, device: torch.device, code: float = 0.0) -> UpdateScalars:
+    values = (torch.tensor(value, dtype=torch.float64, device=device) for value in (divisor, code))
+    return UpdateScalars(lr, step, *values)
+
+
+def joined(parts: list[UpdateSlice], name: str) -> Tensor:
+    return torch.cat([getattr(part, name).cpu() for part in parts])
+
+
+def states(parts: list[UpdateSlice]) -> dict[str, Tensor]:
+    return {name: joined(parts, name) for name in ("master", "exp_avg", "exp_avg_sq", "replica")}
+
+
+def train(parts: list[UpdateSlice], device: torch.device, segments: list[list[int]]) -> dict[str, Tensor]:
+    """Updates three times with gradients that follow from the seed; ``segments`` are the slices of each call."""
+    optimizer = tiled.TiledAdamW(RULE, [[part] for part in parts])
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 4):
+        gradient = torch.randn(sum(part.master.numel() for part in parts), generator=generator)
+        for part, own in zip(parts, gradient.split([part.master.numel() for part in parts]), strict=True):
+            part.main_grad.copy_(own)
+        for numbers in segments:
+            optimizer.update(numbers, scalars(step, 0.01 / step, 7.0, device))
+    return states(parts)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_follows_adamw_in_double_precision(
+    betas: tuple[float, float], dtype: torch.dtype, device: torch.device
+) -> None:
+    rule = replace(RULE, betas=betas)
+    arena = Arena([True, True, False], dtype=dtype)
+    reference = Reference(arena, rule)
+    parts = moved(arena.slices(), device)
+    optimizer = tiled.TiledAdamW(rule, [parts])
+    for step in range(1, 6):
+        gradient = arena.new_gradient()
+        reference.update(gradient, step, 0.01 / step)
+        for part, own in zip(parts, gradient.split([part.master.numel() for part in parts]), strict=True):
+            part.main_grad.copy_(own * 3.0)
+        optimizer.update([0], scalars(step, 0.01 / step, 3.0, device))
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        assert_close_to_largest(joined(parts, name), getattr(reference, name), 1e-6)
+    assert torch.equal(joined(parts, "replica"), joined(parts, "master").to(dtype))
+
+
+@pytest.mark.parametrize("cuts", [[1], [1, 2, 4]])
+def test_any_cut_and_any_grouping_of_segments_give_the_same_bits(cuts: list[int], device: torch.device) -> None:
+    arena = Arena([True] * 3 + [False] * 2)
+    whole, cut = moved(arena.slices(), device), moved(arena.slices(cuts), device)
+    want = train(whole, device, [[0, 1]])
+    numbers = list(range(len(cut)))
+    assert same_bits(train(cut, device, [numbers[1:], numbers[:1]]), want)
+    again = moved(arena.slices(cuts), device)
+    assert same_bits(train(again, device, [[number] for number in numbers]), want)
+
+
+def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: torch.device) -> None:
+    numel = tiled.TILE + 64
+    memory = torch.full((5, numel + 64), 7.0, device=device)
+    part = UpdateSlice(True, *(row[:numel] for row in memory))
+    tiled.TiledAdamW(RULE, [[part]]).update([0], scalars(1, 0.01, 1.0, device))
+    assert (memory[:, numel:] == 7.0).all()
+    assert (memory[0, :numel] != 7.0).all()
+
+
+@pytest.mark.parametrize("gradient", [1.0, math.inf, math.nan])
+def test_a_skipped_update_keeps_all_bits(gradient: float, device: torch.device) -> None:
+    parts = moved(Arena([True, False]).slices(), device)
+    train(parts, device, [[0, 1]])
+    before = states(parts)
+    for part in parts:
+        part.main_grad.fill_(gradient)
+    optimizer = tiled.TiledAdamW(RULE, [parts])
+    optimizer.update([0], scalars(4, 0.01, math.nan, device, code=2.0))
+    assert same_bits(states(parts), before)
+    optimizer.update([0], scalars(4, 0.01, 1.0, device))
+    assert not same_bits(states(parts), before)
+
+
+def test_segments_left_out_stay_as_they_are(device: torch.device) -> None:
+    parts = moved(Arena([True, False, True]).slices(), device)
+    before = [part.master.clone() for part in parts]
+    for part in parts:
+        part.main_grad.fill_(1.0)
+    tiled.TiledAdamW(RULE, [[part] for part in parts]).update([0, 2], scalars(1, 0.01, 1.0, device))
+    assert [torch.equal(part.master, old) for part, old in zip(parts, before, strict=True)] == [False, True, False]
+
+
+@pytest.mark.parametrize("value", [None, math.inf, -math.nan])
+def test_float8_replicas_are_cast_and_measured(value: float | None, device: torch.device) -> None:
+    parts = moved(Float8Arena().slices(), device)
+    if value is not None:
+        parts[0].master[5] = value
+    optimizer = tiled.TiledAdamW(RULE, [parts])
+    for part in parts:
+        assert part.amax is not None
+        part.amax.zero_()  # the optimizer is compiled by a skipped update, which measures too
+    optimizer.update([0], scalars(1, 0.01, 1.0, device))
+    for part in parts:
+        assert part.scale is not None
+        assert part.amax is not None
+        assert part.replica is not None
+        torch.testing.assert_close(part.amax, part.master.abs().amax(), rtol=0.0, atol=0.0, equal_nan=True)
+        want = cast(part.master, part.scale, E4M3)
+        assert torch.equal(part.replica.view(torch.uint8) & 0x7F, want.view(torch.uint8) & 0x7F)  # NaN has two signs
+        assert torch.equal(part.replica.float().nan_to_num(), want.float().nan_to_num())
+
+
+def test_a_rank_without_segments_updates_nothing(device: torch.device) -> None:
+    tiled.TiledAdamW(RULE, [[], []]).update([0, 1], scalars(1, 0.01, 1.0, device))
+
+
+def test_an_unaligned_slice_is_refused(device: torch.device) -> None:
+    values = torch.zeros(4 * CHUNK + 1, device=device)[1:]
+    with pytest.raises(ValueError, match="expected multiples of 16"):
+        tiled.TiledAdamW(RULE, [[UpdateSlice(True, *values.split(CHUNK), None)]])

@@ -1,0 +1,123 @@
+"""The kernels of the vote against the tensor code that a CPU runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.engine.vote.decide import DecodedDecision
+from dtrain.engine.vote.losses import LossAccumulator
+from dtrain.engine.vote.record import VoteRecord
+from dtrain.engine.vote.tensors import VoteTensors
+from dtrain.parameters.gradient_monitor import GradientMonitor
+
+fused = pytest.importorskip("dtrain.engine.vote.fused", reason="Triton is not installed")
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+numbers = st.one_of(st.floats(-10, 1e4, width=32), st.sampled_from([0.0, math.inf, -math.inf, math.nan]))
+weights = st.one_of(st.floats(0, 64, width=32), st.sampled_from([0.0, -1.0, math.inf, math.nan]))
+
+
+def known(**changes: Any) -> VoteRecord:
+    values = {
+        "step": 3, "config_hash": 7, "num_micro_batches": 2, "schedule_hash": 11, "data_cursor": 64, "lr": 1e-3,
+        "loss_scale": 1024.0, "stop_requested": 0, "save_failed": 1,
+    }  # fmt: skip
+    return VoteRecord(**{**values, **changes})
+
+
+def same(got: VoteRecord, want: VoteRecord) -> bool:
+    """Whether two records agree, sums to rounding."""
+    for name in want.__dataclass_fields__:
+        mine, other = getattr(got, name), getattr(want, name)
+        if isinstance(other, float):
+            if mine != pytest.approx(other, rel=1e-12, nan_ok=True):
+                return False
+        elif mine != other:
+            return False
+    return True
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=6, unique_by=lambda entry: entry[0]),
+    st.lists(st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])), min_size=1, max_size=5),
+)
+def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, float]], squares: list[float]) -> None:
+    losses, monitor = LossAccumulator(), GradientMonitor(4)
+    for micro_batch, loss, weight in entries:
+        losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
+    sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
+    want = VoteTensors(None).record(known(), losses, monitor, sums)
+    got = fused.FusedVoteTensors(None, DEVICE).record(known(), losses, monitor, sums)
+    assert same(VoteRecord.from_row(got.tolist()), VoteRecord.from_row(want.tolist()))
+
+
+def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
+    vote, losses = fused.FusedVoteTensors(None, DEVICE), LossAccumulator()
+    losses.add(0, torch.ones((), device=DEVICE), torch.ones((), device=DEVICE))
+    monitor = GradientMonitor(3, vote.bad_gradient)
+    flat = torch.zeros(3, 64, device=DEVICE, dtype=torch.bfloat16)
+    found = []
+    for bad in (None, 2, 1, None):
+        flat.zero_()
+        if bad is not None:
+            flat[bad, 17] = math.nan
+            flat[2, 3] = math.inf
+        monitor.record_finiteness(2, 0, list(flat))
+        row = vote.record(known(), losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
+        found.append(VoteRecord.from_row(row.tolist()).bad_gradient)
+    assert found == [-1, 2 * 3 + 2, 2 * 3 + 1, -1]
+
+
+records = st.builds(
+    known,
+    step=st.sampled_from([3, 3, 3, 3, 4]),
+    sum_weights=st.one_of(st.floats(0, 64), st.sampled_from([0.0, math.nan])),
+    sum_weighted_loss=st.floats(-10, 100),
+    sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])),
+    num_bad_losses=st.sampled_from([0, 0, 0, 2]),
+    bad_weight=st.sampled_from([-1, -1, -1, 5]),
+)
+
+
+def table(rows: list[VoteRecord]) -> torch.Tensor:
+    return torch.tensor([row.to_row() for row in rows], dtype=torch.int64, device=DEVICE)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(records, min_size=1, max_size=5), st.sampled_from([None, 1.0, 1e-3, 1e6]))
+def test_the_decision_is_that_of_the_tensor_code(rows: list[VoteRecord], max_grad_norm: float | None) -> None:
+    want, want_packed = VoteTensors(max_grad_norm).decide(table(rows))
+    got, packed = fused.FusedVoteTensors(max_grad_norm, DEVICE).decide(table(rows))
+    assert got.code.item() == want.code.item()
+    if not want.code.item():  # else the others are not used
+        for name in ("loss", "grad_norm", "grad_divisor"):
+            assert getattr(got, name).item() == pytest.approx(getattr(want, name).item(), rel=1e-7)
+    assert DecodedDecision.unpack(packed.tolist()).reason == DecodedDecision.unpack(want_packed.tolist()).reason
+    assert packed[4:].tolist() == want_packed[4:].tolist()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 1023, 1025, 3000])
+def test_any_number_of_ranks(num_ranks: int) -> None:
+    rows = table([known(sum_weights=1.0, sum_weighted_loss=2.0, sum_squares=1024.0**2)] * num_ranks)
+    decision, packed = fused.FusedVoteTensors(None, DEVICE).decide(rows)
+    assert decision.loss.item() == 2.0
+    assert decision.grad_norm.item() == pytest.approx(num_ranks**-0.5)
+    assert torch.equal(packed[4:], rows.view(-1))
+    rows[-1, 0] += num_ranks > 1
+    assert fused.FusedVoteTensors(None, DEVICE).decide(rows)[0].code.item() == (5 if num_ranks > 1 else 0)
+
+
+def test_canonical_sums_replace_those_of_the_records() -> None:
+    rows = table([known(sum_weights=3.0, sum_weighted_loss=6.0, sum_squares=5.0)])
+    sums = {name: torch.tensor(value, dtype=torch.float64, device=DEVICE) for name, value in (
+        ("sum_squares", 16.0), ("sum_weights", 2.0)
+    )}  # fmt: skip
+    decision, _ = fused.FusedVoteTensors(None, DEVICE).decide(rows, **sums)
+    assert (decision.loss.item(), decision.grad_norm.item()) == (3.0, 4.0 / 2048.0)
