@@ -12,7 +12,17 @@ import torch
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.models import build_model
-from tests.gpu.test_engine import ADAMW, CONFIG, STEPS, VOCAB, _one_rank_of_nccl, batch, train  # noqa: F401 - a fixture
+from tests.gpu.device import DEVICE, ON_CPU
+from tests.gpu.test_engine import (
+    ADAMW,
+    CONFIG,
+    STEPS,
+    VOCAB,
+    _one_rank_of_nccl,  # noqa: F401 - a fixture
+    batch,
+    require_recovery,
+    train,
+)
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 
 ENGINES = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), *(("deepspeed", stage) for stage in range(4))]
@@ -21,7 +31,7 @@ ENGINES = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), *(("deepspeed", stage) for st
 def make_engine(engine: str, stage: int, precision: str, **options: object) -> Any:
     if missing_requirement := CAPABILITIES[engine].missing_requirement:
         pytest.skip(f"engine={engine} {missing_requirement}")
-    model = build_model(CONFIG, VOCAB, seed=0).cuda()
+    model = build_model(CONFIG, VOCAB, seed=0).to(DEVICE)
     made = dtrain.initialize(
         model,
         optimizer=ADAMW,
@@ -32,13 +42,19 @@ def make_engine(engine: str, stage: int, precision: str, **options: object) -> A
         seed=0,
         **options,  # type: ignore[arg-type]
     )
-    assert made.device.type == "cuda"
+    assert made.device.type == DEVICE.type
     return made
+
+
+def skip_unsupported(engine: str, precision: str) -> None:
+    if ON_CPU and (engine, precision) == ("deepspeed", "fp16"):
+        pytest.skip("needs a GPU: DeepSpeed refuses FP16 on a CPU")
 
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)])
 def test_follows_the_oracle(engine: str, stage: int, precision: str, tolerance: float) -> None:
+    skip_unsupported(engine, precision)
     loss_scale = 1024.0 if precision == "fp16" else "auto"
     made = make_engine(engine, stage, precision, loss_scale=loss_scale)
     outcomes = train(made, STEPS)
@@ -51,14 +67,14 @@ def test_follows_the_oracle(engine: str, stage: int, precision: str, tolerance: 
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
 def test_a_loss_scale_that_is_too_large_is_skipped_and_recovers(engine: str, stage: int) -> None:
+    skip_unsupported(engine, "fp16")
     made = make_engine(engine, stage, "fp16", loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
     before = made.master_state()
     first = train(made, 1)[0]
     assert first.reason == "overflow"
     assert first.culprit is not None
     assert all(torch.equal(before[name], tensor) for name, tensor in made.master_state().items())
-    applied = [outcome.applied for outcome in train(made, 19, start=1)]
-    assert all(applied[applied.index(True) :])
+    require_recovery([False, *(outcome.applied for outcome in train(made, 19, start=1))])
 
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,30 +26,32 @@ from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Float8Options, Recipe
 from dtrain.precision.float8.weights import CachedWeights
 from dtrain.precision.policy import PrecisionPolicy
+from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
 from tests.gpu.test_engine import (  # noqa: F401 - fixtures
     ADAMW,
     CONFIG,
     VOCAB,
+    WAITS,
     _one_rank_of_nccl,
     batch,
     forbid_waiting,
     train,
 )
+from tests.helpers.needs import row_scales_on_cpu
 from tests.helpers.oracle import normwise_error
 
-DEVICE = torch.device("cuda")
 RECIPES = ("tensorwise", "rowwise")
 ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
 OPTIONS = [Float8Options(recipe=recipe, choice="all") for recipe in RECIPES]
 DELAYED = Float8Options(weight_scale="delayed", choice="all")
 
-tensor_cores = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8 Tensor Cores"
-)
+tensor_cores = pytest.mark.skipif(not ON_CPU and capability() < (8, 9), reason="no FP8 Tensor Cores")
 
 
 def recipe_of(options: Float8Options) -> Recipe:
-    return Recipe.of(options.on(DEVICE), torch.bfloat16)
+    if ON_CPU:  # which has torch._scaled_mm too, and emulates unless it is told not to
+        row_scales_on_cpu(rowwise=options.recipe == "rowwise")
+    return Recipe.of(replace(options, emulate=False).on(DEVICE), torch.bfloat16)
 
 
 def ids(options: Float8Options) -> str:
@@ -159,6 +162,7 @@ def test_an_overflow_is_never_hidden(options: Float8Options, value: float, where
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
+@needs_gpu("times")
 @tensor_cores
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_timed_is_never_slower(recipe: str) -> None:
@@ -176,7 +180,8 @@ def test_what_is_timed_is_never_slower(recipe: str) -> None:
         fast = convert(copy.deepcopy(plain), chosen, CachedWeights(chosen))
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         gradient = torch.randn(rows, n, device=DEVICE).bfloat16()
-        assert interleaved(lambda m=plain: run_linear(m, x, gradient), lambda m=fast: run_linear(m, x, gradient)) > 0.99  # noqa: B023
+        slow, quick = (partial(run_linear, linear, x, gradient) for linear in (plain, fast))
+        assert interleaved(slow, quick) > 0.99
     assert any(decision.is_float8 for decision in decisions), "a product of 4096 x 14336 x 4096 is faster in FP8"
 
 
@@ -184,11 +189,11 @@ def interleaved(one: Callable[[], object], other: Callable[[], object], rounds: 
     """The time of ``one`` over that of ``other``: the median over rounds in which they take turns."""
 
     def timed(run: Callable[[], object]) -> float:
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         for _ in range(10):
             run()
-        torch.cuda.synchronize()
+        synchronize()
         return time.perf_counter() - start
 
     return median([timed(one) / timed(other) for _ in range(rounds + 3)][3:])
@@ -231,7 +236,9 @@ def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, 
 @tensor_cores
 @pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
 def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> None:
-    real, emulated = make_engine(options), make_engine(replace(options, emulate=True))
+    if ON_CPU:
+        row_scales_on_cpu(rowwise=options.recipe == "rowwise")
+    real, emulated = (make_engine(replace(options, emulate=emulates)) for emulates in (False, True))
     assert not float8_linears(real)[0].recipe.emulate
     assert float8_linears(emulated)[0].recipe.emulate
     losses = [[outcome.loss for outcome in train(engine, 12)] for engine in (real, emulated)]
@@ -268,9 +275,11 @@ def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> No
     engine = make_engine(OPTIONS[0], name, stage)
     train(engine, 1)
     before = engine.master_state()
-    handle = float8_linears(engine)[0].register_full_backward_pre_hook(
-        lambda _, grads: (torch.full_like(grads[0], torch.inf),)
-    )
+
+    def spoil(_: nn.Module, grads: Any) -> Any:
+        return (torch.full_like(grads[0], torch.inf),)
+
+    handle = float8_linears(engine)[0].register_full_backward_pre_hook(spoil)
     outcome = train(engine, 1, start=1)[0]
     handle.remove()
     assert outcome.reason == "overflow"
@@ -279,6 +288,7 @@ def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> No
     assert train(engine, 1, start=2)[0].applied
 
 
+@WAITS
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("options", [*OPTIONS, DELAYED, replace(OPTIONS[0], compile=False)], ids=str)
 def test_no_step_waits_for_the_device(
@@ -292,16 +302,18 @@ def test_no_step_waits_for_the_device(
     def step() -> dtrain.StepOutcome:
         for micro in engine.accumulate(batches):
             engine.backward(engine(**micro).loss)
-        return engine.step()
+        outcome: dtrain.StepOutcome = engine.step()
+        return outcome
 
     outcomes = [step() for _ in range(2)]  # compiles, and allocates what is used again
-    torch.cuda.synchronize()
+    synchronize()
     forbid_waiting()
     outcomes += [step() for _ in range(3)]
     torch.cuda.set_sync_debug_mode("default")
     assert all(type(outcome) is LazyOutcome and outcome.applied for outcome in outcomes)
 
 
+@needs_gpu("its allocator")
 @pytest.mark.parametrize("stage", range(4))
 def test_memory_follows_the_formula_and_weights_take_less(stage: int) -> None:
     before = torch.cuda.memory_allocated()

@@ -1,0 +1,108 @@
+"""Engines on fake CUDA tensors, as one rank of many, in one process and without a device.
+
+To try an engine or an option in five lines::
+
+    with fake_engine(world_size=1024, engine="native", zero_stage=3, precision="bf16") as rank:
+        rank.step()  # set-up is done; a host read, a missing wait or a wrong size raises
+        rank.collectives.clear()
+        rank.step()
+        print(rank.collectives.issued, rank.engine.memory())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import dtrain
+from dtrain.config.schema import ModelConfig
+from dtrain.engine.vote.readback import Readback
+from dtrain.engine.vote.record import COLUMNS, VoteRecord
+from dtrain.models import build_model
+from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.sharding import unshard
+from tests.fake.collectives import Collectives, fake_world
+from tests.fake.device import DEVICE, FakeDevice, fake_cuda
+from tests.fake.launches import HAS_TRITON, Launch, recorded_launches
+
+VOCAB, TOKENS = 200, 16
+CONFIG = ModelConfig(num_layers=2, hidden_dim=64, num_heads=2, max_seq_len=TOKENS)
+
+
+@dataclass(frozen=True)
+class FakeRank:
+    """One rank of a job on fake devices."""
+
+    engine: Any
+    collectives: Collectives
+    launches: list[Launch]
+    device: FakeDevice
+
+    def forward(self) -> Tensor:
+        tokens = torch.zeros(2, TOKENS, dtype=torch.int64, device=DEVICE)
+        loss: Tensor = self.engine(tokens, tokens).loss
+        return loss
+
+    def step(self, num_micro_batches: int = 2, forward: Callable[[], Tensor] | None = None) -> dtrain.StepOutcome:
+        """Runs one step, in which the host may not wait for the device."""
+        with self.device.no_waits():
+            for _ in self.engine.accumulate(range(num_micro_batches)):
+                self.engine.backward((forward or self.forward)(), weight=3.0)
+            outcome: dtrain.StepOutcome = self.engine.step()
+            return outcome
+
+
+def on_fake_device(model: nn.Module) -> nn.Module:
+    """Moves ``model`` from ``meta`` to the fake device, ties kept."""
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in moved:
+                    moved[parameter] = nn.Parameter(torch.empty(parameter.shape, device=DEVICE))
+                module._parameters[name] = moved[parameter]
+    return model
+
+
+def _post_applied(self: Readback, values: Tensor) -> Callable[[], list[int]]:
+    """Stands in for ``Readback.post``: the decision that reaches the host says that the step was applied."""
+    row = VoteRecord(0, 0, 1, 0, 0, lr=1e-3, loss_scale=1.0, stop_requested=0, save_failed=0).to_row()
+    rows, rest = divmod(values.numel(), len(COLUMNS))
+    # code, loss, norm and divisor as the bits of 0.0
+    return lambda: [0] * rest + row * rows
+
+
+@contextmanager
+def fake_engine(
+    world_size: int = 1,
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    config: ModelConfig = CONFIG,
+    precision: str = "bf16",
+    float8: Float8Options | None = None,
+    **options: Any,
+) -> Iterator[FakeRank]:
+    """Yields rank 0 of ``world_size`` with an engine of ``options``; by default of a language model of two blocks."""
+    with torch.device("meta"):
+        built = model() if model is not None else build_model(config, VOCAB, seed=0)
+    policy = PrecisionPolicy.named(precision)
+    # the default times products on the device
+    policy = replace(policy, float8=float8 or Float8Options(choice="all", compile=HAS_TRITON))
+    settings = {"optimizer": dtrain.AdamW(compile="auto" if HAS_TRITON else False), "seed": 0, **options}
+    with ExitStack() as stack:
+        device = stack.enter_context(fake_cuda())
+        comm = stack.enter_context(fake_world(world_size))
+        launches = stack.enter_context(recorded_launches(device, comm.collectives))
+        stack.enter_context(mock.patch.object(Readback, "post", _post_applied))
+        # stage 3 saves a plain tensor by reference, and leaves alone those of a user's own class
+        stack.enter_context(mock.patch.object(unshard, "Tensor", FakeTensor))
+        engine = dtrain.initialize(on_fake_device(built), comm=comm, precision=policy, **settings)
+        yield FakeRank(engine, comm.collectives, launches, device)

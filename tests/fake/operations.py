@@ -1,0 +1,136 @@
+"""Counts of operations: what a step dispatches, and how many kernels that launches, on one fake CUDA device.
+
+Run as a script it prints the counts of a model of 24 blocks, and the milliseconds of the host's own work::
+
+    python tests/fake/operations.py              # this checkout's dtrain
+    PYTHONPATH=OTHER python tests/fake/operations.py    # another checkout's
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # the tests of this checkout, and the dtrain that PYTHONPATH names
+    sys.path[0] = str(Path(__file__).parents[2])
+    import tests.fake  # noqa: F401
+
+    del sys.path[0]
+
+import torch
+
+import dtrain
+from dtrain.config.schema import ModelConfig
+from dtrain.models import build_model
+from dtrain.precision.float8.options import Float8Options
+from tests.fake.collectives import touches_no_values
+from tests.fake.device import QuickMode
+from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
+from tests.fake.launches import Launch
+
+PHASES = ("forward", "backward", "step")
+
+
+class Counts(QuickMode):
+    """Operations by name, of all that is run inside.
+
+    Attributes:
+        dispatched: all operations of torch, views and allocations too.
+        kernels: what launches a kernel on the device: operations that touch elements, and kernels of Triton.
+        copies: copies between host and device, which need no kernel.
+    """
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        super().__init__()
+        self.dispatched: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+        self.copies = 0
+        self._launches, self._start = launches, len(launches)
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self.kernels.update(launch.kernel for launch in self._launches[self._start :])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.dispatched[name] += 1
+        result = func(*args, **(kwargs or {}))
+        if not touches_no_values(func):
+            tensors = [tensor for tensor in (*args, result) if isinstance(tensor, torch.Tensor)]
+            if tensors and not any(tensor.numel() for tensor in tensors):
+                pass  # nothing is launched for no elements
+            elif {tensor.device.type for tensor in tensors} == {"cpu", "cuda"}:
+                self.copies += 1
+            elif not tensors or any(tensor.device.type == "cuda" for tensor in tensors):
+                self.kernels[name] += 1
+        return result
+
+
+def count_phases(rank: FakeRank) -> dict[str, Counts]:
+    """Returns the operations of forward, backward and step of one micro-batch, after a step that warms up."""
+    rank.step(1)
+    with rank.device.no_waits():
+        with Counts(rank.launches) as forward:
+            loss = rank.forward()
+        with Counts(rank.launches) as backward:
+            rank.engine.backward(loss)
+        with Counts(rank.launches) as step:
+            rank.engine.step()
+    return dict(zip(PHASES, (forward, backward, step), strict=True))
+
+
+def host_milliseconds(precision: str, config: ModelConfig, rounds: int = 20) -> dict[str, float]:
+    """Returns the least of the host's milliseconds in each phase, with real tensors so small that little is computed.
+
+    On a CPU the kernels run in the host's own thread.
+    """
+    torch.set_num_threads(1)
+    policy = replace(dtrain.PrecisionPolicy.named(precision), float8=Float8Options(choice="all", compile=False))
+    engine = dtrain.initialize(
+        build_model(config, VOCAB, seed=0), precision=policy, optimizer=dtrain.AdamW(compile=False), seed=0
+    )
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    taken: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    loss: Any = None
+
+    def run(phase: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        taken[phase].append((time.perf_counter() - start) * 1e3)
+        return result
+
+    for _ in range(rounds):
+        loss = run("forward", lambda: engine(tokens, tokens).loss)
+        run("backward", partial(engine.backward, loss))
+        run("step", engine.step)
+    return {phase: min(times) for phase, times in taken.items()}
+
+
+def main() -> None:
+    """Prints one line a precision and phase."""
+    print(f"dtrain {Path(dtrain.__file__).parent}, torch {torch.__version__}, native, stage 2, one rank, 24 blocks")
+    for precision in ("bf16", "fp8"):
+        with fake_engine(
+            config=replace(CONFIG, num_layers=24, hidden_dim=256, num_heads=4), precision=precision
+        ) as rank:
+            counts = count_phases(rank)
+        small = replace(CONFIG, num_layers=24, hidden_dim=32, num_heads=1)
+        milliseconds = host_milliseconds(precision, small)
+        for phase in PHASES:
+            kernels = counts[phase].kernels
+            most = ", ".join(f"{number} {name}" for name, number in kernels.most_common(8))
+            print(
+                f"{precision} {phase:8} {counts[phase].dispatched.total():6} dispatched {kernels.total():5} kernels "
+                f"{counts[phase].copies:2} copies from or to the host "
+                f"{milliseconds[phase]:7.1f} ms on a CPU at width 32; {most}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Every stage and precision as one rank of 8 and of 1,024, on fake devices: memory, collectives, waits, host reads."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.precision.float8.options import Float8Options
+from dtrain.sharding.placement import STAGES, memory_formula
+from tests.fake.collectives import Collective
+from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
+from tests.fake.launches import HAS_TRITON
+
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+PRECISIONS = {"bf16": BF16, "fp16": FP16, "fp8": BF16}
+RANKS = (8, 1024)
+CASES = [
+    (precision, stage, ranks)
+    for precision in PRECISIONS
+    for stage in sorted(STAGES)
+    for ranks in (RANKS if precision != "fp16" else RANKS[:1])  # it differs from BF16 by its loss scale alone
+]
+
+
+# -- what is expected, from the shapes of the model alone --------------------------------------------------------------
+
+
+def up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+HIDDEN, FFN = CONFIG.hidden_dim, up(-(-8 * CONFIG.hidden_dim // 3), 64)
+BLOCK = (3 * HIDDEN * HIDDEN, HIDDEN * HIDDEN, 2 * FFN * HIDDEN, FFN * HIDDEN)  # qkv, out, gate and up, down
+EMBEDDING = (up(VOCAB, 64) * HIDDEN,)  # tied with the head
+NORMS = (HIDDEN,) * (2 * CONFIG.num_layers + 1)
+NUM_WEIGHTS = CONFIG.num_layers * len(BLOCK)
+
+
+def padded(numels: tuple[int, ...], ranks: int) -> int:
+    """Elements of a flat buffer: parameters start on 64 elements, and each rank has whole chunks of 1,024."""
+    return up(up(sum(up(numel, 64) for numel in numels), 1024), 1024 * ranks)
+
+
+def flat_buffers(precision: str, ranks: int) -> list[tuple[str, int, torch.dtype]]:
+    """Returns (name, elements, dtype) of the flat buffers in the order of the forward."""
+    low = PRECISIONS[precision]
+    block = FP8 if precision == "fp8" else low
+    buffers = [("root", padded(EMBEDDING, ranks), low), ("root", padded(NORMS, ranks), FP32)]
+    buffers += [(f"blocks.{number}", padded(BLOCK, ranks), block) for number in range(CONFIG.num_layers)]
+    return [(f"{group}/{str(dtype).removeprefix('torch.')}", numel, dtype) for group, numel, dtype in buffers]
+
+
+def backward_order(buffers: list[tuple[str, int, torch.dtype]]) -> list[tuple[str, int, torch.dtype]]:
+    return [*buffers[:1:-1], *buffers[:2]]  # the last block first, the root last
+
+
+def expected_collectives(precision: str, stage: int, ranks: int, num_micro_batches: int) -> Iterator[Collective]:
+    """Yields the collectives of a step."""
+    buffers = flat_buffers(precision, ranks)
+    root, blocks = buffers[:2], buffers[2:]
+
+    def gathers(*which: tuple[str, int, torch.dtype]) -> Iterator[Collective]:
+        yield from (Collective("all_gather", name, numel, dtype) for name, numel, dtype in which)
+
+    for _ in range(num_micro_batches if stage >= 2 else 0):
+        if stage == 3:
+            first, *others = blocks
+            yield from gathers(first, *root, *others)  # the first block is prefetched, the root before it is used
+        yield Collective("all_gather", "weights", ranks, FP32)
+        if stage == 3:
+            yield from gathers(*blocks[-2::-1])  # the last block and the root are unsharded still
+        for name, numel, dtype in backward_order(buffers):
+            sent = PRECISIONS[precision] if dtype == FP8 else dtype  # a gradient has the compute dtype
+            yield Collective("all_to_all_single", name, numel, sent)
+    for name, numel, _ in backward_order(buffers) if stage < 2 else ():
+        yield Collective("reduce_scatter_sum" if stage else "all_reduce_sum", name, numel, FP32)
+    yield Collective("gather_rows", "vote", 18, torch.int64)
+    if precision == "fp8" and stage:
+        yield Collective("all_reduce_max", "largest weights", NUM_WEIGHTS, FP32)
+    if stage in (1, 2):
+        yield from gathers(*buffers)
+
+
+def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) -> dict[str, int]:
+    """Returns the formula, of the parameters or of the buffers that they fill."""
+    size = (lambda numels: padded(numels, ranks)) if is_padded else sum
+    blocks = CONFIG.num_layers * size(BLOCK)
+    is_float8 = precision == "fp8"
+    found = memory_formula(
+        STAGES[stage],
+        reduced_numel=size(EMBEDDING) + (0 if is_float8 else blocks),
+        fp32_numel=size(NORMS),
+        reduced_bytes=2,
+        world_size=ranks,
+        float8_numel=blocks if is_float8 else 0,
+    )
+    if is_padded and is_float8:
+        found["compute"] += 2 * 4 * NUM_WEIGHTS  # the scales, and the magnitudes behind them
+    return found
+
+
+# -- the tests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "stage", "ranks"), CASES)
+def test_a_step_of_one_rank_among_many(precision: str, stage: int, ranks: int) -> None:
+    num_micro_batches = 2 if (precision, ranks) == ("bf16", 8) else 1
+    with fake_engine(ranks, precision=precision, zero_stage=stage) as rank:
+        check_memory(rank, precision, stage, ranks)
+        rank.collectives.clear()
+        outcome = rank.step(num_micro_batches)
+        assert rank.collectives.issued == list(expected_collectives(precision, stage, ranks, num_micro_batches))
+        assert len(rank.collectives.sent) == len(rank.collectives.issued)
+        rank.collectives.require_waited()
+        check_memory(rank, precision, stage, ranks)
+        assert outcome.applied
+        gc.collect()
+        # losses, weights, tables of addresses and the placeholders of sharded parameters are small change
+        assert 0 <= rank.device.live_bytes() - sum(rank.engine.memory().values()) < 64 * 1024
+
+
+def check_memory(rank: FakeRank, precision: str, stage: int, ranks: int) -> None:
+    held, formula = rank.engine.memory(), rank.engine.memory_formula()
+    assert formula == expected_memory(precision, stage, ranks, is_padded=False)
+    assert {kind: held[kind] for kind in formula} == expected_memory(precision, stage, ranks, is_padded=True)
+    assert held["unsharded"] == held["buffers"] == 0
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "reproducible": {"reproducible": True},
+    "reproducible without shards": {"reproducible": True, "zero_stage": 0},
+    "fp32": {"precision": "fp32"},
+    "gradients sent in fp32": {"reduce_dtype": "fp32"},
+    "sums sent in bf16": {"reduce_dtype": "bf16", "zero_stage": 1},
+    "all-reduce": {"grad_reduction": "all_reduce", "zero_stage": 1},
+    "kept after the forward": {"zero_stage": 3, "reshard_after_forward": False},
+    "two groups ahead": {"zero_stage": 3, "prefetch": 2},
+    "row-wise": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all")},
+    "row-wise, sharded": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all"), "zero_stage": 3},
+    "delayed": {"precision": "fp8", "float8": Float8Options("tensorwise", "delayed", choice="all")},
+    "calibrated": {"precision": "fp16", "loss_scale": dtrain.LossScale("calibrated", calibration_steps=2)},
+    "ddp": {"engine": "ddp", "zero_stage": 0, "world_size": 1},
+    "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},
+}
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    """A reproducible engine switches deterministic kernels on for its process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_no_option_makes_the_host_wait_or_forgets_a_wait(name: str) -> None:
+    options = {"world_size": 8, "zero_stage": 2, **OPTIONS[name]}
+    if "float8" in options and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    with fake_engine(**options) as rank:
+        assert all(rank.step(1).applied for _ in range(2))
+        rank.collectives.require_waited()
+        held, formula = rank.engine.memory(), rank.engine.memory_formula()
+        assert all(held[kind] >= formula[kind] for kind in formula)

@@ -1,0 +1,58 @@
+"""Launches of a step on one GPU: few in the optimizer phase, however many blocks the model has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dtrain
+from tests.fake.harness import CONFIG, fake_engine
+from tests.fake.launches import HAS_TRITON
+from tests.fake.operations import Counts, count_phases
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+
+LIMIT = 5
+"""Kernels of the optimizer phase, from the last gradient to the new weights: target G4."""
+
+
+def counts(precision: str, num_layers: int, stage: int) -> dict[str, Counts]:
+    with fake_engine(precision=precision, config=replace(CONFIG, num_layers=num_layers), zero_stage=stage) as rank:
+        return count_phases(rank)
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp16", 2)])
+def test_the_optimizer_phase_is_a_few_launches_whatever_the_number_of_blocks(precision: str, stage: int) -> None:
+    few, many = (counts(precision, num_layers, stage)["step"] for num_layers in (1, 3))
+    assert few.kernels == many.kernels
+    assert few.copies == many.copies
+    assert many.kernels.total() <= LIMIT, many.kernels
+
+
+def test_fp8_weights_add_launches_and_not_one_for_each() -> None:
+    few, many = (counts("fp8", num_layers, 2)["step"] for num_layers in (1, 3))
+    assert few.kernels == many.kernels
+
+
+def test_kernels_and_copies_are_told_apart() -> None:
+    with fake_engine() as rank, rank.device.no_waits(), Counts(rank.launches) as counted:
+        x = torch.ones(8, device="cuda")
+        (x.view(2, 4) + 1).t()
+        x[:4].copy_(torch.tensor([1.0] * 4, pin_memory=True), non_blocking=True)
+    assert dict(counted.kernels) == {"ones": 1, "add": 1}
+    assert counted.copies == 1
+
+
+@pytest.mark.parametrize(("precision", "ranks"), [("bf16", 8), ("fp8", 1)])
+def test_no_kernel_is_compiled_after_the_first_step(precision: str, ranks: int) -> None:
+    """Triton compiles again for other dtypes and alignments, and for the numbers 1 and multiples of 16."""
+    with fake_engine(ranks, precision=precision, schedule=dtrain.Cosine(2, 40), max_grad_norm=1.0) as rank:
+        built = {launch.variant for launch in rank.launches if launch.kernel == "adamw"}
+        rank.step(2)
+        compiled = {launch.variant for launch in rank.launches}
+        assert {variant for variant in compiled if variant[0] == "adamw"} == built, "the update is compiled at start"
+        for num_micro_batches in (1, 3):
+            rank.step(num_micro_batches)
+        assert {launch.variant for launch in rank.launches} == compiled

@@ -1,0 +1,168 @@
+"""Tests of the tests: faults that are planted in an engine, and that the fake devices must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.distributed.communicator import Communicator, Pending
+from dtrain.sharding.replicas import ReplicaBuffer, ShardedReplica
+from tests.fake.collectives import MissingWait
+from tests.fake.device import DEVICE, HOST_READS
+from tests.fake.harness import FakeRank, fake_engine
+from tests.fake.launches import HAS_TRITON, DanglingAddress
+
+# -- the host waits ----------------------------------------------------------------------------------------------------
+
+
+class _ReadInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * grad.item()
+
+
+def _print_in_hook(loss: Tensor) -> Tensor:
+    loss.register_hook(lambda grad: print(float(grad)))
+    return loss
+
+
+FORWARDS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss * loss.item(),
+    "float": lambda loss: loss * float(loss.detach()),
+    "if": lambda loss: loss if loss > 0 else -loss,
+    "tolist": lambda loss: loss * loss.tolist(),
+    "cpu": lambda loss: loss.cpu(),
+    "equal": lambda loss: loss * torch.equal(loss, loss),
+    "nonzero": lambda loss: loss * len(loss.reshape(1).nonzero()),
+    "mask": lambda loss: loss.reshape(1)[loss.reshape(1) > 0].sum(),
+    "pageable copy": lambda loss: loss * torch.tensor(2.0, device=DEVICE),
+    "copy to pageable": lambda loss: loss * torch.empty(()).copy_(loss, non_blocking=True).to(DEVICE),
+    "synchronize": lambda loss: torch.cuda.synchronize() or loss,  # type: ignore[func-returns-value]
+    "event": lambda loss: torch.cuda.Event().synchronize() or loss,  # type: ignore[func-returns-value]
+    "backward": _ReadInBackward.apply,
+    "hook": _print_in_hook,
+}
+
+
+@pytest.mark.parametrize("what", sorted(FORWARDS))
+def test_a_host_read_in_the_model_is_found(what: str) -> None:
+    with fake_engine(8, zero_stage=2) as rank, pytest.raises(HOST_READS):
+        rank.step(1, forward=lambda: FORWARDS[what](rank.forward()))
+
+
+@pytest.mark.parametrize("method", ["finish_gradients", "_squares", "_vote", "_update"])
+def test_a_read_of_a_scalar_in_the_step_is_found(method: str) -> None:
+    """The update's is its 0-dim flag, read as torch's own optimizers would."""
+    with fake_engine(8, zero_stage=2) as rank:
+        own = getattr(rank.engine, method)
+
+        def reads(*args: Any) -> Any:
+            result = own(*args)
+            scalar = args[0].found_inf if method == "_update" else torch.ones((), device=DEVICE)
+            scalar.item()
+            return result
+
+        with mock.patch.object(rank.engine, method, reads), pytest.raises(HOST_READS):
+            rank.step(1)
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def forget_sum() -> Any:
+    own = Communicator.all_reduce_sum
+
+    def started(comm: Communicator, tensor: Tensor, *, label: str) -> Pending:
+        own(comm, tensor, label=label)
+        return Pending()
+
+    return mock.patch.object(Communicator, "all_reduce_sum", started)
+
+
+def forget_gather() -> Any:
+    own = ReplicaBuffer.start_all_gather
+
+    def started(replica: ReplicaBuffer) -> list[Pending]:
+        own(replica)
+        return []
+
+    return mock.patch.object(ReplicaBuffer, "start_all_gather", started)
+
+
+def forget_weights() -> Any:
+    """The weights of the micro-batch are used before they have arrived."""
+    own = Communicator.all_gather
+
+    def started(comm: Communicator, output: Tensor, shard: Tensor, *, label: str) -> Pending:
+        pending = own(comm, output, shard, label=label)
+        return Pending() if label == "weights" else pending
+
+    return mock.patch.object(Communicator, "all_gather", started)
+
+
+FORGETFUL = {
+    "all-reduce": (0, forget_sum),
+    "weights": (2, forget_weights),
+    "all-gather after the update": (2, forget_gather),
+    "all-gather of a group": (3, lambda: mock.patch.object(ShardedReplica, "_wait", return_value=None)),
+}
+
+
+@pytest.mark.parametrize("what", sorted(FORGETFUL))
+def test_a_missing_wait_is_found(what: str) -> None:
+    stage, forget = FORGETFUL[what]
+
+    def two_steps() -> None:  # what follows the update is used in the next step
+        rank.step(1)
+        rank.step(1)
+
+    with fake_engine(8, zero_stage=stage) as rank, forget(), pytest.raises(MissingWait):
+        two_steps()
+
+
+def test_a_collective_that_nobody_needs_must_end_before_the_vote() -> None:
+    with fake_engine(8, zero_stage=2) as rank:
+        kept = torch.empty(8, device=DEVICE)
+        rank.engine.comm.all_gather(kept, torch.empty(1, device=DEVICE), label="in vain")
+        with pytest.raises(MissingWait, match="not waited for before the vote"):
+            rank.step(1)
+
+
+def test_a_gather_into_a_buffer_of_another_size_is_found() -> None:
+    with fake_engine(8) as rank, pytest.raises(AssertionError, match=r"all_gather: torch.Size\(\[2\]\)"):
+        rank.engine.comm.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE), label="wrong")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_the_engine_does_not_report_is_found() -> None:
+    with fake_engine(8, zero_stage=2) as rank:
+        before = rank.device.live_bytes()
+        rank.engine.leak = torch.empty(1 << 20, device=DEVICE)
+        assert rank.device.live_bytes() - before == 4 << 20
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_the_address_of_freed_memory_is_found() -> None:
+    """The optimizer's table of addresses outlives one of its tensors."""
+
+    def freed(rank: FakeRank) -> None:
+        kernel = rank.engine._optimizer._kernel
+        kernel._slices.clear()
+        rank.engine.state.exp_avg = torch.empty_like(rank.engine.state.exp_avg)
+
+    with fake_engine(8, zero_stage=2) as rank:
+        rank.step(1)
+        freed(rank)
+        with pytest.raises(DanglingAddress, match="adamw"):
+            rank.step(1)
