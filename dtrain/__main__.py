@@ -38,6 +38,7 @@ VERBS = {  # its meaning and an example
     "plan": ("show what a run would do", "precision precision=fp8 model=llama-1b"),
     "parity": ("compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
+    "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
@@ -74,7 +75,7 @@ def _usage() -> str:
     lines = [f"  {name:{widths[0]}}  {meaning:{widths[1]}}  dtrain {name} {example}" for name, meaning, example in rows]
     listed = "\n".join(lines)
     notes = (
-        "train, plan, parity and bench take key=value; the other verbs take arguments.\n"
+        "train, plan, parity, bench and accept take key=value; the other verbs take arguments.\n"
         "More on a verb: dtrain VERB --help. Version: dtrain --version."
     )
     return f"usage: dtrain VERB ...\n\n{listed}\n\n{notes}"

@@ -26,6 +26,7 @@ from dtrain.config.schema import (
     WSDConfig,
 )
 from dtrain.config.tool_schema import (
+    AcceptConfig,
     CheckpointBenchConfig,
     CollectivesBenchConfig,
     ParitySuiteConfig,
@@ -72,7 +73,7 @@ def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
 
 
 def check_suite(config: Any) -> None:
-    """Checks the configuration of a suite of ``dtrain bench``, or of ``dtrain parity``.
+    """Checks the configuration of a suite of ``dtrain bench``, of ``dtrain parity``, or of ``dtrain accept``.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
@@ -80,6 +81,8 @@ def check_suite(config: Any) -> None:
     check_fields(config)
     if isinstance(config, ParitySuiteConfig):
         _check_parity(config)
+        return
+    if isinstance(config, AcceptConfig):
         return
     bench = config.bench
     if bench.out == "":

@@ -138,7 +138,6 @@ CAPABILITIES: dict[str, Capabilities] = {
         summary="PyTorch's fully_shard",
         weights="compute dtype, norms FP32",
         accumulation="over the ranks, each micro-batch",
-        torch="2.13",
         supported=_NATIVE_ONLY
         | {
             "zero_stage": SupportedValues((2, 3), "fully_shard shards gradients and masters always"),

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import (
+    AcceptConfig,
     CheckpointSuiteConfig,
     CollectivesSuiteConfig,
     EngineSuiteConfig,
@@ -34,6 +35,7 @@ class Primary(Generic[Root]):
 
 TRAIN = Primary("train", RunConfig)
 PARITY = Primary("parity", ParitySuiteConfig)
+ACCEPT = Primary("accept", AcceptConfig)
 BENCH_ENGINE = Primary("bench-engine", EngineSuiteConfig)
 BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
 BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
@@ -44,6 +46,7 @@ BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
     PARITY,
+    ACCEPT,
     BENCH_ENGINE,
     BENCH_PRECISION,
     BENCH_OPTIMIZER,

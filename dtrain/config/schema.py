@@ -162,7 +162,10 @@ class OptimConfig:
     weight_decay: float = at_least(0.1, 0.0, "Decoupled weight decay; norms and biases are not decayed.")
     max_grad_norm: float | None = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
     compile: bool | str = one_of(
-        "auto", True, False, doc="Compile the update, which takes seconds at the start; auto: on a GPU with a compiler."
+        "auto",
+        True,
+        False,
+        doc="Compile the update (on a GPU norm and vote too), which takes seconds; auto: on a GPU with a compiler.",
     )
 
 

@@ -1,10 +1,10 @@
-"""The typed schemas of ``dtrain bench`` and ``dtrain parity``; keys that they share with training mean the same."""
+"""The typed schemas of ``dtrain bench``, ``parity`` and ``accept``; keys shared with training mean the same."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.config.fields import at_least, between, group, one_of, setting
+from dtrain.config.fields import above, at_least, between, group, one_of, setting
 from dtrain.config.precision import Float8Config, PrecisionConfig
 from dtrain.config.schema import (
     CosineConfig,
@@ -242,3 +242,17 @@ class ParitySuiteConfig:
                 device=parity.device, threads_per_rank=parity.threads_per_rank, timeout_s=parity.timeout_s
             ),
         )
+
+
+@dataclass(frozen=True)
+class AcceptConfig:
+    """Keys of ``dtrain accept``. It has no model: each part takes shapes that fit the device."""
+
+    minutes: float = above(25.0, 0.0, "Minutes for all chosen parts; each gets its share, at most 8.")
+    parts: list[str] | None = setting(None, "Parts to run by letter, such as `a,c`; null: all.")
+    out: str | None = setting(
+        None,
+        "Directory of the results; parts that are finished there are not repeated; null: `runs/accept-<date>_<time>`.",
+    )
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    keep_trace: bool = setting(False, "Keep the raw trace of part g, some 10 MB.")

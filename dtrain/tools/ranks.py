@@ -86,17 +86,22 @@ def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -
             code, rank = min(failed)
             stderr = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
             reason = (results[rank].strip() or stderr.strip() or "no output").splitlines()[-1]
-            raise RankError(f"rank {rank} {_ending(code)}: {reason}")
+            raise RankError(f"rank {rank} {describe_exit(code)}: {reason}")
         return results
 
 
 def read_job() -> str:
-    """Returns this rank's job. From here on the rank ends as soon as the process that started it has ended."""
+    """Returns this rank's job. From here on the rank ends as soon as the process that started it has ended.
+
+    What the rank has started in its process group ends with it.
+    """
     job = sys.stdin.readline()
 
     def end_with_the_starter() -> None:
         while os.read(0, 1):  # empty once the other end of the pipe is closed
             pass
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=end_with_the_starter, daemon=True).start()
@@ -131,5 +136,6 @@ def _end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
             process.stdin.close()
 
 
-def _ending(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Returns how a process with this code of :class:`subprocess.Popen` has ended, as a predicate."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

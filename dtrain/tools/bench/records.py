@@ -78,13 +78,15 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class LinearFormat:
-    """The format in which the engine computes a Linear, and the reason."""
+    """The format in which the engine computes a Linear, and the reason; with the times that decided, if any did."""
 
     name: str
     out_features: int
     in_features: int
     format: str
     reason: str
+    bf16_ms: float | None = None
+    float8_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,7 @@ _PACKAGES = {
     "tensorboard": "tracker=tensorboard",
     "deepspeed": "engine=deepspeed",
     "ninja": "kernels that DeepSpeed compiles",
-    "triton": "optim.compile on a GPU",
+    "triton": "kernels on a GPU",
     "accelerate": "a peer of `dtrain bench engine`",
 }
 _LAUNCHERS = {"torchrun": "torch", "deepspeed": "DeepSpeed", "srun": "SLURM"}
@@ -85,8 +86,9 @@ def _machine() -> list[tuple[str, str]]:
         ("matrix instructions", ", ".join(instructions) or "none known to PyTorch"),
         ("memory", f"{host.memory_gib:g} GiB, {memory_left() * host.memory_gib:.1f} GiB free"),
         ("disk of this folder", f"{disk.free / 2**30:.1f} GiB free"),
-        ("C++ compiler", "found" if has_compiler(torch.device("cpu")) else "none: optim.compile cannot be used"),
+        ("compiler", _compiler("cpu")),
         *((f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())),
+        *([("GPU driver", _driver()), ("compiler for GPUs", _compiler("cuda"))] if torch.cuda.is_available() else []),
         *([] if torch.cuda.is_available() else [("GPU", "none visible to PyTorch")]),
         ("tracker=wandb", _wandb()),
     ]
@@ -98,6 +100,24 @@ def _gpu(index: int) -> str:
         f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, compute capability "
         f"{properties.major}.{properties.minor}"
     )
+
+
+def _compiler(device_type: str) -> str:
+    if has_compiler(torch.device(device_type)):
+        return "found"
+    missing = "a C++ compiler" if device_type == "cpu" else "Triton, a C compiler"
+    return f"{missing} or Python's headers are missing: nothing can be compiled"
+
+
+def _driver() -> str:
+    """Returns the version of the kernel module, which decides whether the CUDA of PyTorch can run."""
+    file = Path("/proc/driver/nvidia/version")  # the driver's own tool may not be installed in a container
+    found = re.search(r"\d{3,}\.\d+(\.\d+)?", file.read_text(encoding="utf-8")) if file.exists() else None
+    return found.group() if found else "unknown version"
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "no"
 
 
 def _wandb() -> str:
@@ -116,7 +136,7 @@ def _wandb() -> str:
 def _ranks() -> list[tuple[str, str, str]]:
     rows = [
         ("backend gloo", "yes" if dist.is_gloo_available() else "no", "CPU ranks"),
-        ("backend nccl", "yes" if dist.is_nccl_available() else "no", "GPU ranks"),
+        ("backend nccl", _nccl(), "GPU ranks"),
         ("memory shared between ranks", _shared_memory(), "`launch.shared_memory`, CPU ranks"),
     ]
     # the virtual environment of this Python first, even if it is not activated

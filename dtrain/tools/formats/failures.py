@@ -18,6 +18,7 @@ from dtrain.engine.initialize import initialize, underflow_warning
 from dtrain.engine.interface import Engine, StepOutcome
 from dtrain.errors import DtrainError
 from dtrain.optim.adamw import AdamW
+from dtrain.precision.float8.cast import E4M3, cast
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.formats import BF16, FP16, product_bound
 from dtrain.precision.loss_scale import LossScale
@@ -185,7 +186,7 @@ def unprotected_loss() -> Failure:
 def hidden_overflow() -> Failure:
     failure = Failure("A cast hides an overflow: FP8 E4M3 has no Inf")
     inf = torch.tensor(math.inf)
-    failure.shown.append(f"fp8 e4m3: Inf cast = {float(inf.to(torch.float8_e4m3fn)):g}")
+    failure.shown.append(f"fp8 e4m3: Inf cast = {float(cast(inf, torch.tensor(1.0), E4M3)):g}")
     model = nn.Sequential(OrderedDict(product=nn.Linear(16, 16, bias=False)))
     nn.init.ones_(model.get_parameter("product.weight"))
     policy = PrecisionPolicy.named("fp8", rules={"product": "fp8"}, float8=Float8Options(choice="all"))

@@ -67,6 +67,7 @@ def test_model_presets_have_the_published_shapes() -> None:
     shapes = {
         "gpt2-124m": ((12, 768, 12, None, None, 1024, 10000.0), True),
         "llama-1b": ((16, 2048, 32, 8, 8192, 2048, 500000.0), True),
+        "llama-3b": ((28, 3072, 24, 8, 8192, 4096, 500000.0), True),
         "llama-8b": ((32, 4096, 32, 8, 14336, 8192, 500000.0), False),
     }
     for name, (shape, tied) in shapes.items():

@@ -211,6 +211,9 @@ def _dcp_asynchronous(named: dict[str, Tensor], group: dist.ProcessGroup | None,
         )
     )
 
+    # PyTorch 2.11 closes it after each save, which would forget that memory and make it unusable
+    stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
+
     def save(path: Path) -> tuple[float, float]:
         pending: list[Any] = []
 

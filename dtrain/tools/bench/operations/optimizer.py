@@ -61,10 +61,10 @@ class OptimizerPhase:
         bytes_30, bytes_34 = 30 * self.numel, 34 * self.numel
         found = {
             **self._bandwidths(),
-            "torch fused, BF16 grads": Operation(self._torch("fused", torch.bfloat16), bytes_30),
-            "torch fused, FP32 grads": Operation(self._torch("fused", torch.float32), bytes_34),
-            "torch foreach, BF16 grads": Operation(self._torch("foreach", torch.bfloat16), bytes_30),
-            "torch foreach, FP32 grads": Operation(self._torch("foreach", torch.float32), bytes_34),
+            "torch fused, BF16 grads": Operation(self.torch_sequence("fused", torch.bfloat16), bytes_30),
+            "torch fused, FP32 grads": Operation(self.torch_sequence("fused", torch.float32), bytes_34),
+            "torch foreach, BF16 grads": Operation(self.torch_sequence("foreach", torch.bfloat16), bytes_30),
+            "torch foreach, FP32 grads": Operation(self.torch_sequence("foreach", torch.float32), bytes_34),
             "dtrain, blocked": Operation(self._dtrain(_RULE), bytes_34),
             "dtrain, blocked, no norm": Operation(self._dtrain(_RULE, norm=False), bytes_30),
         }
@@ -81,7 +81,7 @@ class OptimizerPhase:
             "copy": Operation(lambda: c.copy_(a), 8 * self.numel),
         }
 
-    def _torch(self, kind: str, grad_dtype: torch.dtype) -> Callable[[], None]:
+    def torch_sequence(self, kind: str, grad_dtype: torch.dtype) -> Callable[[], None]:
         """Returns a training loop's own passes around ``torch.optim.AdamW`` on the FP32 masters."""
         masters = [nn.Parameter(values) for values in self.master.split(_PARAMETER)]
         values, replicas = self.master.split(_PARAMETER), self.replica.split(_PARAMETER)
@@ -119,9 +119,6 @@ class OptimizerPhase:
 
         def run() -> None:
             divisor, found_inf = decide() if norm else (one, zero)
-            scalars = UpdateScalars.of(
-                lr=rule.lr, step=1, grad_divisor=divisor, found_inf=found_inf, device=self.device
-            )
-            optimizer.update(0, scalars)
+            optimizer.update([0], UpdateScalars(rule.lr, 1, divisor, found_inf))
 
         return run

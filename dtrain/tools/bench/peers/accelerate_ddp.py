@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.tools.bench.peers import plain
 
@@ -15,13 +15,13 @@ def prepare(model: nn.Module, settings: plain.Settings) -> plain.Training:
     )
     replicated, optimizer = accelerator.prepare(model, plain.make_optimizer(model, settings))
 
-    def step(batch: plain.Batch) -> float:
+    def step(batch: plain.Batch) -> Tensor:
         optimizer.zero_grad()
-        loss = replicated(**batch).loss
+        loss: Tensor = replicated(**batch).loss
         accelerator.backward(loss)
         if settings.max_grad_norm is not None:
             accelerator.clip_grad_norm_(replicated.parameters(), settings.max_grad_norm)
         optimizer.step()
-        return float(loss.item())
+        return loss.detach()
 
     return plain.Training(step, lambda: plain.states(replicated, optimizer.optimizer))

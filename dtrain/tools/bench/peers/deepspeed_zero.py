@@ -37,11 +37,11 @@ def prepare(model: nn.Module, settings: plain.Settings, stage: int, fp32_sums: b
         },
     )
 
-    def step(batch: plain.Batch) -> float:
-        loss = engine(**batch).loss
+    def step(batch: plain.Batch) -> Tensor:
+        loss: Tensor = engine(**batch).loss
         engine.backward(loss)
         engine.step()
-        return float(loss.item())
+        return loss.detach()
 
     def tensors() -> dict[str, list[Tensor]]:
         zero = engine.optimizer

@@ -14,7 +14,11 @@ from dtrain.tools.bench.peers import plain
 
 def prepare(model: nn.Module, settings: plain.Settings, reshard_after_forward: bool) -> plain.Training:
     """Takes ``model`` on its device, with its blocks in a ``ModuleList``; the process group exists."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if settings.bf16 else None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if settings.bf16 else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # activations have the weights' dtype; rotary positions are FP32, as in all cases
+    )
     blocks = [block for modules in model.modules() if isinstance(modules, nn.ModuleList) for block in modules]
     for module in (*blocks, model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshard_after_forward)

@@ -31,9 +31,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Training:
-    """A peer that is ready to train: ``step`` returns this rank's loss, ``tensors`` its model states by kind."""
+    """A peer that is ready to train.
 
-    step: Callable[[Batch], float]
+    Attributes:
+        step: returns this rank's loss, which the host need not read.
+        tensors: returns the model states by kind.
+    """
+
+    step: Callable[[Batch], Tensor]
     tensors: Callable[[], dict[str, list[Tensor]]]
 
 
@@ -68,16 +73,16 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[T
     }
 
 
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Batch], float]:
-    def step(batch: Batch) -> float:
+def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Callable[[Batch], Tensor]:
+    def step(batch: Batch) -> Tensor:
         optimizer.zero_grad()
         with torch.autocast(settings.device.type, dtype=torch.bfloat16, enabled=settings.bf16):
-            loss = model(**batch).loss
+            loss: Tensor = model(**batch).loss
         loss.backward()
         if settings.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
-        return float(loss.item())
+        return loss.detach()
 
     return step
 

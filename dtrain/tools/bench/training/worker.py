@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -51,11 +52,11 @@ class RankTraining:
     """A case that is ready to train in this process; the fields are as in :class:`Footprint`.
 
     Attributes:
-        losses: an iterator that takes one step for each item.
+        losses: an iterator that takes one step for each item, a function that returns its loss.
         parts: stopwatches around parts of a step, by name.
     """
 
-    losses: Iterator[float]
+    losses: Iterator[Callable[[], float]]
     num_parameters: int
     state: Callable[[], dict[str, int]]
     formula: Callable[[], dict[str, int] | None]
@@ -111,6 +112,14 @@ def prepare(job: RankJob, device: torch.device) -> RankTraining:
         world_size=case.ranks,
     )
     batches = (to_device(micro_batches[0], device) for micro_batches in loader)
+    return prepare_training(job, config, model, batches, device)
+
+
+def prepare_training(
+    job: RankJob, config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]], device: torch.device
+) -> RankTraining:
+    """Builds the job's engine or peer around ``model``; the process group that it needs exists."""
+    case = job.case
     if case.is_dtrain:
         return _prepare_engine(case, config, model, batches, device)
     return _prepare_peer(job, config, model.to(device), batches)
@@ -148,17 +157,20 @@ def _prepare_engine(
 
     engine = make_engine(config, model, connect(device))
 
-    def train() -> Iterator[float]:
+    def train() -> Iterator[Callable[[], float]]:
         for batch in batches:
             engine.backward(engine(**batch))
-            yield engine.step().loss
+            yield partial(getattr, engine.step(), "loss")
 
     def state() -> dict[str, int]:
         return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}
 
     parts = time_vote(engine) if case.times_vote else {}
+    times = {decision.name: (decision.bf16_ms, decision.float8_ms) for decision in engine.contract.decisions}
     linears = [
-        LinearFormat(found.name, linear.out_features, linear.in_features, found.format, found.reason)
+        LinearFormat(
+            found.name, linear.out_features, linear.in_features, found.format, found.reason, *times.get(found.name, ())
+        )
         for found in (engine.contract.modules if case.recipe is not None else ())
         if isinstance(linear := engine.module.get_submodule(found.name), nn.Linear)
     ]
@@ -189,7 +201,7 @@ def _prepare_peer(
     def state() -> dict[str, int]:
         return {kind: _nbytes(tensors) for kind, tensors in prepared.tensors().items()}
 
-    return RankTraining((prepared.step(batch) for batch in batches), num_parameters, state, lambda: None)
+    return RankTraining((prepared.step(batch).item for batch in batches), num_parameters, state, lambda: None)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
@@ -202,7 +214,7 @@ def take_steps(training: RankTraining, device: torch.device, count: int) -> dict
     parts: dict[str, list[float]] = {name: [] for name in training.parts}
     for _ in range(count):
         start, cpu_start = time.perf_counter(), time.process_time()
-        losses.append(next(training.losses))
+        losses.append(next(training.losses)())
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(1000 * (time.perf_counter() - start))

@@ -1,0 +1,307 @@
+"""One training case in a process of its own: builds it, chooses the micro-batch, times windows of steps.
+
+The job is a :class:`CaseJob` as one line of JSON; the result is a :class:`CaseFigures`. A process for each run of a
+case: two models of 3B parameters do not fit one GPU, and an error of one case, such as a failed kernel, cannot reach
+the next.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from dtrain.config.dump import from_plain
+from dtrain.distributed.setup import choose_device
+from dtrain.engine.deepspeed.library import load
+from dtrain.precision.hardware import has_float8_tensor_cores
+from dtrain.telemetry.throughput import device_name
+from dtrain.tools.accept.parts.case_model import Batches, build_on, compile_blocks
+from dtrain.tools.bench.records import BenchmarkCase, LinearFormat, RankJob
+from dtrain.tools.bench.training.worker import RankTraining, footprint, prepare_training, run_config
+from dtrain.tools.ranks import failure_reason, open_result, read_job
+
+_USABLE = 0.92  # of the memory: what the prediction and the allocator's fragments may miss
+_STEPS_OF_AN_ATTEMPT = 2  # the second meets the allocator as the first has left it
+
+
+@dataclass(frozen=True)
+class CaseJob:
+    """Order of one process.
+
+    Attributes:
+        rank_job: case and configuration, as in ``dtrain bench``.
+        micro_batches: sequences in a step, in falling order. Of several, the largest is taken that fits by the memory
+            of one sequence, which a first step measures; only an engine of dtrain can choose.
+        is_compiled: whether the model's blocks are compiled.
+        warmup: steps before the first window.
+        windows: number of timed windows.
+        steps: steps of a window.
+        is_text: whether the model trains on text; else on random tokens made on the device.
+        attempts: number of further micro-batches to try at the end, each one sequence larger than the one before.
+        first_attempt: the first of them; None: the predicted largest.
+    """
+
+    rank_job: RankJob
+    micro_batches: list[int]
+    is_compiled: bool = False
+    warmup: int = 3
+    windows: int = 1
+    steps: int = 10
+    is_text: bool = False
+    attempts: int = 0
+    first_attempt: int | None = None
+
+
+@dataclass(frozen=True)
+class CaseFigures:
+    """Measurements of one run; memory is in bytes, and zero on a CPU.
+
+    Attributes:
+        device: its name.
+        model_states: bytes by kind.
+        formula: the same by the ZeRO formula; None for a peer.
+        has_chosen: whether a step of one sequence chose the micro-batch, before all others.
+        first_step_s: time of the first step at the micro-batch, with compilation.
+        window_ms: milliseconds of a step, one number for each window.
+        losses: of all steps at the micro-batch.
+        at_rest: allocated between steps.
+        peak_allocated: highest in the windows.
+        peak_reserved: the same with the allocator's free blocks.
+        per_sequence: memory of one sequence, if it was measured.
+        available: memory that this process can have.
+        graphs: graphs that were compiled.
+        graph_breaks: number of graph breaks.
+        fitted: micro-batches that were tried at the end and fit.
+        failed: the one that did not, if any did not.
+        emulates_float8: whether FP8 products are computed in FP32.
+    """
+
+    device: str
+    num_parameters: int
+    micro_batch: int
+    model_states: dict[str, int]
+    formula: dict[str, int] | None
+    setup_s: float
+    has_chosen: bool
+    first_step_s: float
+    window_ms: list[float]
+    losses: list[float]
+    at_rest: int
+    peak_allocated: int
+    peak_reserved: int
+    per_sequence: int
+    available: int
+    graphs: int
+    graph_breaks: int
+    linears: list[LinearFormat] = field(default_factory=list)
+    fitted: list[int] = field(default_factory=list)
+    failed: int | None = None
+    emulates_float8: bool = False
+
+
+def main() -> int:
+    job = from_plain(CaseJob, json.loads(read_job()))
+    results = open_result()
+    try:
+        figures = measure(job)
+    except Exception as error:  # a peer may raise anything; the starter reports it and continues with the other cases
+        traceback.print_exc()
+        results.write(failure_reason(error))
+        results.close()
+        return 1
+    json.dump(asdict(figures), results)
+    results.close()
+    return 0
+
+
+def measure(job: CaseJob) -> CaseFigures:
+    """Runs the job in this process."""
+    start = time.perf_counter()
+    rank_job = job.rank_job
+    case, config = rank_job.case, run_config(rank_job)
+    device = choose_device(rank_job.config["bench"]["device"], 0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(rank_job.config["bench"]["threads_per_rank"])
+    _connect_peer(case, device, rank_job.store)
+    model = build_on(device, config.model, config.seed)
+    if job.is_compiled and not case.is_dtrain:
+        compile_blocks(model, wraps=case.engine.startswith("fsdp2"))
+    batches = Batches(config, device, is_text=job.is_text)
+    training = prepare_training(rank_job, config, model, iter(batches), device)
+    _empty_cache(device)
+    _synchronize(device)
+    setup_s = time.perf_counter() - start
+    micro_batch, per_sequence = job.micro_batches[0], 0
+    chooses = case.is_dtrain and len(job.micro_batches) > 1
+    if chooses:  # by an eager step; compiled blocks need no more memory
+        batches.resize(1, 1)
+        per_sequence = _memory_of_a_step(training, device)
+        micro_batch = largest_fitting(job.micro_batches, _allocated(device), per_sequence, _available(device))
+    if job.is_compiled and case.is_dtrain:  # only now: a module that is compiled already stays BF16 in FP8
+        compile_blocks(model, wraps=False)
+    num_steps = job.warmup + job.windows * job.steps
+    batches.resize(micro_batch, num_steps)
+    losses: list[Callable[[], float]] = []
+    first_step_s = _seconds(lambda: losses.append(next(training.losses)), device)
+    while len(losses) < job.warmup:
+        losses.append(next(training.losses))
+    _synchronize(device)
+    _reset_peaks(device)
+    window_ms = [_window_ms(training, job.steps, device, losses) for _ in range(job.windows)]
+    peaks = _peaks(device)
+    at_rest = _allocated(device)
+    held = footprint(training, device)
+    graphs, breaks = _compiled_graphs() if job.is_compiled else (0, 0)
+    values = [loss() for loss in losses]
+    fitted, failed = _attempt(job, batches, training, device, per_sequence)
+    return CaseFigures(
+        device=device_name(device),
+        num_parameters=held.num_parameters,
+        micro_batch=micro_batch,
+        model_states=held.state,
+        formula=held.formula,
+        setup_s=setup_s,
+        has_chosen=chooses,
+        first_step_s=first_step_s,
+        window_ms=window_ms,
+        losses=values,
+        at_rest=at_rest,
+        peak_allocated=peaks[0],
+        peak_reserved=peaks[1],
+        per_sequence=per_sequence,
+        available=_available(device),
+        graphs=graphs,
+        graph_breaks=breaks,
+        linears=held.linears,
+        fitted=fitted,
+        failed=failed,
+        emulates_float8=case.precision == "fp8" and not has_float8_tensor_cores(device),
+    )
+
+
+def _connect_peer(case: BenchmarkCase, device: torch.device, store: str) -> None:
+    """Makes the process group of one rank that a peer expects, and the environment of its launcher."""
+    if case.is_dtrain or case.engine == "plain":
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    file_store = dist.FileStore(store, 1)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=file_store, rank=0, world_size=1)
+    if case.engine.startswith("deepspeed") and device.type == "cpu":
+        load(device)  # else DeepSpeed compiles an extension for CPUs, which training does not use
+
+
+# -- measurement -------------------------------------------------------------------------------------------------------
+
+
+def largest_fitting(micro_batches: Sequence[int], at_rest: int, per_sequence: int, available: int) -> int:
+    """Returns the first of ``micro_batches`` whose predicted peak fits, else the last one."""
+    usable = _USABLE * available
+    fitting = (size for size in micro_batches if at_rest + size * per_sequence <= usable)
+    return micro_batches[0] if not available else next(fitting, micro_batches[-1])
+
+
+def _memory_of_a_step(training: RankTraining, device: torch.device) -> int:
+    """Takes one step; returns its highest memory beyond what stays allocated."""
+    _reset_peaks(device)
+    next(training.losses)()
+    return _peaks(device)[0] - _allocated(device)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _window_ms(training: RankTraining, steps: int, device: torch.device, losses: list[Callable[[], float]]) -> float:
+    """Returns the milliseconds of a step; the host reads no loss, so that it can run ahead of the device."""
+    if device.type == "cpu":
+        return 1000 * _seconds(lambda: losses.extend(next(training.losses) for _ in range(steps)), device) / steps
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(steps):
+        losses.append(next(training.losses))
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / steps
+
+
+def _attempt(
+    job: CaseJob, batches: Batches, training: RankTraining, device: torch.device, per_sequence: int
+) -> tuple[list[int], int | None]:
+    """Tries ``job.attempts`` micro-batches in rising order; returns those that fit, and the first that does not.
+
+    An engine may be unusable after an error in its backward, so the first error is the last attempt.
+    """
+    if not job.attempts:
+        return [], None
+    predicted = (_available(device) - _allocated(device)) // max(1, per_sequence)
+    first = max(1, predicted) if job.first_attempt is None else job.first_attempt
+    fitted: list[int] = []
+    for micro_batch in range(first, first + job.attempts):
+        _empty_cache(device)
+        try:
+            batches.resize(micro_batch, 1)
+            for _ in range(_STEPS_OF_AN_ATTEMPT):
+                next(training.losses)()
+            _synchronize(device)
+        except torch.OutOfMemoryError:
+            return fitted, micro_batch
+        fitted.append(micro_batch)
+    return fitted, None
+
+
+def _compiled_graphs() -> tuple[int, int]:
+    """Returns the number of compiled graphs, and of graph breaks."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _reset_peaks(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peaks(device: torch.device) -> tuple[int, int]:
+    """Returns the highest allocated and reserved bytes since the last reset."""
+    if device.type == "cpu":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _available(device: torch.device) -> int:
+    """Returns the bytes that this process can have: its own and the free ones."""
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # the result is written; a library that hangs at exit must not cost the others' time
