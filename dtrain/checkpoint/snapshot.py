@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -97,36 +96,69 @@ class HostCopy:
     """Copies snapshots into host memory that is kept between saves and pinned if ``device`` is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_gpu = device.type == "cuda"
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []  # uint8, of one size
 
     def reserve(self, snapshot: Snapshot) -> None:
         """Allocates memory for a copy of ``snapshot`` if the present memory is too small."""
-        *_, numel = _byte_offsets(snapshot.shards)
-        if numel > self._memory.numel():  # else kept: the first copy into new pages is slow
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the larger allocation
-            self._memory = torch.empty(numel, dtype=torch.uint8, pin_memory=self._on_gpu)
+        nbytes = [shard.data.nbytes for shard in snapshot.shards]
+        block = _pinned_block(nbytes) if self._on_gpu else sum(map(_aligned, nbytes))
+        count = 1 + max((number for number, _ in _places(nbytes, block)), default=0)
+        if len(self._blocks) < count or self._block_bytes < block:  # else kept: the first copy into new pages is slow
+            self._blocks = []  # freed before the larger allocation
+            self._blocks = [torch.empty(block, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(count)]
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._blocks[0].numel() if self._blocks else 0
 
     def take(self, snapshot: Snapshot) -> Snapshot:
         """Returns ``snapshot`` with its shards on the host; call :meth:`reserve` first. Valid until the next call.
 
         On a GPU the copies are queued on the current stream, and ``ready`` of the result waits for them.
         """
+        places = _places([shard.data.nbytes for shard in snapshot.shards], self._block_bytes)
         shards = []
-        for shard, start in zip(snapshot.shards, _byte_offsets(snapshot.shards), strict=False):
-            data = self._memory[start : start + shard.data.nbytes].view(shard.dtype)
+        for shard, (number, start) in zip(snapshot.shards, places, strict=True):
+            data = self._blocks[number][start : start + shard.data.nbytes].view(shard.dtype)
             shards.append(replace(shard, data=data.copy_(shard.data, non_blocking=True)))
         ready = snapshot.ready
         if self._on_gpu:
             copied: Any = torch.cuda.Event()
-            copied.record()
-            ready = copied.synchronize
+            copied.record(torch.cuda.current_stream(self._device))
+
+            def ready() -> None:
+                with torch.cuda.device(self._device):  # a saving thread would open a context on the first GPU
+                    copied.synchronize()
+
         return replace(snapshot, shards=tuple(shards), ready=ready)
 
 
-def _byte_offsets(shards: Sequence[TensorShard]) -> list[int]:
-    """Returns the byte offset of each shard in the host copy, then the total size."""
-    return list(accumulate((-(-shard.data.nbytes // _ALIGNMENT) * _ALIGNMENT for shard in shards), initial=0))
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pinned_block(nbytes: Sequence[int]) -> int:
+    """Returns the bytes of the blocks for shards of ``nbytes``, a power of two.
+
+    torch rounds an allocation of pinned memory up to one. So a single block could take twice the memory of the shards;
+    about sixteen take little more.
+    """
+    needed = max(_aligned(max(nbytes, default=0)), sum(map(_aligned, nbytes)) // 16, 1)
+    return 1 << (needed - 1).bit_length()
+
+
+def _places(nbytes: Sequence[int], block: int) -> list[tuple[int, int]]:
+    """Returns the block of each shard in the host copy, the first with room for it, and its first byte there."""
+    used = [0]
+    places = []
+    for size in map(_aligned, nbytes):
+        number = next((number for number, total in enumerate(used) if total + size <= block), len(used))
+        used += [0] * (number == len(used))
+        places.append((number, used[number]))
+        used[number] += size
+    return places
 
 
 def stored_state(state: Mapping[str, Any]) -> dict[str, Any]:

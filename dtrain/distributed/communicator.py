@@ -22,6 +22,16 @@ waits for that explicitly; it follows from the order of events:
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
 - Unreduced gradients are written several times between two votes. They follow [Note: ring buffer reuse] in
   ``sharding.ring_buffer``.
+
+[Note: streams] On a GPU a collective that returns a :class:`Pending` runs on NCCL's own stream, any other (a broadcast,
+``gather_rows``) on the current stream. The host waits for neither; an engine does all its work on the current stream.
+
+- NCCL's stream begins a collective after all that was queued on the current stream when it was issued. So its output
+  may be new memory whose last owner has freed it, while the kernels of that owner are still queued.
+- ``Pending.wait`` makes the current stream wait for that one collective. What is queued later may read its result,
+  write its input, and free both.
+- Until the wait torch's handle holds input and output, so nobody else gets their memory even if all references here are
+  dropped. No tensor needs ``record_stream``. (Before torch 2.8 this took ``TORCH_NCCL_AVOID_RECORD_STREAMS``.)
 """
 
 from __future__ import annotations
@@ -368,19 +378,24 @@ class Communicator:
             self._start(what, dist.broadcast, tensor, group_src=src)
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        """Returns [world_size, n]: the 1-D ``row`` of every rank; for small records.
+        """Returns [world_size, n]: the 1-D ``row`` of every rank; for small records. A single rank's is a view.
 
         gloo blocks until the rows have arrived, NCCL only until the collective is queued on the current stream.
         """
         what = self.record("gather_rows", label, row)
         if self.world_size == 1:
-            return row.unsqueeze(0).clone()
+            return row.unsqueeze(0)
         rows = row.new_empty(self.world_size * row.numel())
         self._start(what, _all_gather_single, rows, row.contiguous())
         return rows.view(self.world_size, row.numel())
 
     def exchange_text(self, text: str) -> list[str]:
-        """Returns the text of every rank, in rank order; it is sent as padded UTF-8 bytes, never pickled."""
+        """Returns the text of every rank, in rank order; it is sent as padded UTF-8 bytes, never pickled.
+
+        The host waits for the device, except on a single rank.
+        """
+        if self.world_size == 1:
+            return [text]
         payload = text.encode()
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
@@ -392,7 +407,9 @@ class Communicator:
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def barrier(self) -> None:
-        self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier")
+        """Returns when every rank has called it."""
+        # read, because NCCL alone would not stop the host
+        self.gather_rows(torch.zeros(1, dtype=torch.uint8, device=self.device), label="barrier").cpu()
 
 
 # by process group; torch keeps a group until all end, so one for each engine would pile up
@@ -418,8 +435,8 @@ def _named_failure(what: str) -> Iterator[None]:
     """Names the collective that failed; the backends name an address at best."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise  # a failure of this rank alone, with a message of its own
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # a failure of this rank alone, with a message of its own; a kernel's shows up in any later call
     except RuntimeError as error:
         raise CommunicationError(
             f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "

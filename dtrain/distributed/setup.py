@@ -6,11 +6,12 @@ import atexit
 import os
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
@@ -77,13 +78,14 @@ def connect(
         ConfigError: the environment names several ranks but no address to meet at, or the existing group has no backend
             for ``device``.
     """
+    env = LaunchEnv.read()
     if dist.is_initialized():
         _check_backend(device)
-        env = LaunchEnv.read()
+        _make_current(device)
         if env.launched and env.one_host:  # for a group that is added to it
             _use_loopback()
         return Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
-    env = LaunchEnv.read()
+    _make_current(device)
     if env.world_size == 1:
         return Communicator(None, device)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -93,8 +95,6 @@ def connect(
                 "and launch/slurm.sbatch set it"
             )
     timeout = timedelta(seconds=timeout_s)
-    if device.type == "cuda":  # before NCCL, which takes the current device
-        torch.cuda.set_device(device)
     env.export()
     if env.one_host or _is_loopback(os.environ["MASTER_ADDR"]):
         _use_loopback()
@@ -107,10 +107,9 @@ def connect(
 
 def connect_by_file(store: str, rank: int, world_size: int, device: torch.device, timeout_s: float = 600.0) -> None:
     """Makes the process group of ranks that meet at the file ``store``, without a port; a single rank needs none."""
+    _make_current(device)
     if world_size == 1:
         return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     dist.init_process_group(
         _backend(device),
         store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
@@ -138,6 +137,16 @@ def ensure_process_group(device: torch.device) -> None:
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     atexit.register(disconnect)
+
+
+def _make_current(device: torch.device) -> None:
+    """Makes a GPU the current device of this thread, also without a process group.
+
+    NCCL, Triton and events take the current device. Memory that is allocated on another one by mistake would also
+    open a context of some hundred MB there.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 _stores: dict[tuple[str, str], Store] = {}  # by address and port; a port can be listened on only once
@@ -211,7 +220,18 @@ def _leave(comm: Communicator) -> None:
             dist.destroy_process_group()
 
 
-def disconnect() -> None:
+def disconnect(*, failed: bool = False) -> None:
+    """Destroys the process group.
+
+    Args:
+        failed: this rank has failed. NCCL would first wait for the collectives in flight, which the other ranks may
+            never join, and so hide the error; they are aborted instead.
+    """
     atexit.unregister(_leave)  # the user's next group is not dtrain's to destroy
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if failed and "nccl" in dist.get_backend_config():
+        with suppress(RuntimeError):  # the error that made this rank fail comes first
+            _abort_process_group()
+    else:
         dist.destroy_process_group()

@@ -70,7 +70,6 @@ class DdpEngine(StepEngine):
         replicated = DistributedDataParallel(
             _LossModule(self._parameters.values()),
             init_sync=False,  # dtrain.initialize has broadcast the weights
-            find_unused_parameters=True,
             gradient_as_bucket_view=True,
         )
         replicated.register_comm_hook(self._gradients, lambda gradients, bucket: gradients.sum(bucket.buffer()))
@@ -83,14 +82,29 @@ class DdpEngine(StepEngine):
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         replicated = self._replicated
-        accumulates = nullcontext() if replicated is None or self._is_last else replicated.no_sync()
-        with self._gradients.weighted(weight, self._micro_batch), accumulates:
-            if replicated is not None and self._is_last:
-                # DistributedDataParallel searches for unused parameters from the tensor where backward starts. Without
-                # a graph this rank still adds zeros, because the others wait for its part of the sums.
-                loss = replicated(loss if loss.requires_grad else None)
-            if loss.requires_grad:
-                (loss * self.loss_scale.scale).backward()
+        if replicated is None or not self._is_last:
+            accumulates = nullcontext() if replicated is None else replicated.no_sync()
+            with self._gradients.weighted(weight, self._micro_batch), accumulates:
+                self._differentiate(loss)
+            return
+        with self._gradients.weighted(weight, self._micro_batch):
+            self._differentiate(replicated(loss))
+        self._add_zeros()
+
+    def _differentiate(self, loss: Tensor) -> None:
+        if loss.requires_grad:
+            (loss * self.loss_scale.scale).backward()
+
+    def _add_zeros(self) -> None:
+        """Gives zeros to the parameters without a gradient in the last micro-batch, so that every bucket is summed.
+
+        DistributedDataParallel itself can find them, but then the host waits for the device to read which of them
+        another rank has used.
+        """
+        missing = [p for name, p in self._parameters.items() if name not in self._gradients.received]
+        if missing:
+            with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
+                torch.stack([parameter.reshape(-1)[:0].sum() for parameter in missing]).sum().backward()
 
     def finish_gradients(self) -> None:
         """Completes the main grads: parameters without a gradient in this step get zeros.
@@ -108,10 +122,11 @@ class DdpEngine(StepEngine):
         self._gradients.reduce_dtype_check = None
 
     def _finish_sums(self, replicated: DistributedDataParallel) -> None:
-        # the last micro-batch had no backward: the sums of the earlier ones are still to be reduced
-        if not self._gradients.num_summed:
-            with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
-                replicated(None).backward()
+        if not self._gradients.num_summed:  # the last micro-batch had no backward
+            self._gradients.received.clear()
+            with torch.enable_grad():
+                replicated(None)
+            self._add_zeros()
         if self._gradients.reduce_dtype_check is not None:
             self._gradients.reduce_dtype_check.require_complete()
         # a bucket that is never launched would leave the ranks with different gradients silently
@@ -194,11 +209,13 @@ class _Gradients:
     Attributes:
         reduce_dtype_check: checks the buckets in the first step; None afterwards.
         num_summed: elements that were summed over the ranks in the current step.
+        received: names of the parameters with a gradient in the current backward.
     """
 
     def __init__(self, monitor: GradientMonitor) -> None:
         self.reduce_dtype_check: ReduceDtypeCheck | None = None
         self.num_summed = 0
+        self.received: set[str] = set()
         self._monitor = monitor
         self._weight: Weight | None = None  # of the current backward
         self._micro_batch: int | None = None
@@ -207,13 +224,17 @@ class _Gradients:
     def weighted(self, weight: Weight, micro_batch: int | None) -> Iterator[None]:
         """Multiplies the gradients of a backward inside by ``weight``; records them unless ``micro_batch`` is None."""
         self._weight, self._micro_batch = weight, micro_batch
+        self.received.clear()
         yield
         self._weight = None  # not after an error: the engine is unusable then
 
-    def hook(self, name: str, number: int) -> Callable[[Tensor], Tensor | None]:
-        def on_gradient(grad: Tensor) -> Tensor | None:
+    def hook(self, name: str, number: int) -> Callable[[Tensor | None], Tensor | None]:
+        def on_gradient(grad: Tensor | None) -> Tensor | None:
             if self._weight is None:
                 raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
+            self.received.add(name)
+            if grad is None:  # a backward of the user's own has returned None
+                return None
             self._monitor.record_magnitude(grad)
             if self._micro_batch is not None:
                 self._monitor.record_finiteness(self._micro_batch, number, [grad])
@@ -232,7 +253,7 @@ class _Gradients:
 
 
 class _LossModule(nn.Module):
-    """The module that DistributedDataParallel wraps: returns the loss from which a backward starts.
+    """The module that DistributedDataParallel wraps: its forward, of the loss, announces a backward that sums.
 
     It holds the parameters and not the model, so that buffers stay local to each rank, as with the other engines.
     """
@@ -240,11 +261,6 @@ class _LossModule(nn.Module):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()
         self.trained = nn.ParameterList(parameters)
-        # without an unused parameter DistributedDataParallel would warn in every run
-        self.unused = nn.Parameter(torch.zeros(1, device=self.trained[0].device))
 
-    def forward(self, loss: Tensor | None) -> Tensor:
-        """Returns ``loss``; without one, a zero whose gradient is zero for every parameter."""
-        if loss is not None:
-            return loss
-        return torch.stack([parameter.reshape(-1)[:0].sum() for parameter in self.trained]).sum()
+    def forward(self, loss: Tensor | None) -> Tensor | None:
+        return loss

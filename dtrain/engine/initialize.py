@@ -131,10 +131,10 @@ def initialize(
     rule = rule.resolved(torch.float16 if given.needs_loss_scale else policy.compute_dtype)
     # before rank 0 decides for all: it times products of its own model, which must be that of all ranks
     _require_equal_configs(comm, _config_text(engine, model, given, options, engine_options, rule))
+    if reproducible:
+        _use_deterministic_kernels(comm.device)  # before the first product, which may be one that is timed below
     contract = _with_decisions(given, model, comm, casts_each_time=CAPABILITIES[engine].casts_each_time)
     config_text = _config_text(engine, model, contract, options, engine_options, rule)
-    if reproducible:
-        _use_deterministic_kernels()
     set_matmul_precision(policy)
     # before anything is cast: masters take the unrounded values
     _broadcast_model(model, comm)
@@ -289,13 +289,28 @@ def _require_reproducible(model: nn.Module) -> None:
             )
 
 
-def _use_deterministic_kernels() -> None:
-    # read when cuBLAS starts; torch refuses its non-deterministic workspaces otherwise
+def _use_deterministic_kernels(device: torch.device) -> None:
+    # torch reads it once, in the first product on a GPU, and refuses products ever after if it is not set
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # on by default with deterministic algorithms: it would write every new tensor once more
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False  # it may choose another kernel in each process
+    _require_deterministic_products(device)
+
+
+def _require_deterministic_products(device: torch.device) -> None:
+    square = torch.zeros(2, 2, device=device)
+    try:
+        torch.mm(square, square)
+    except RuntimeError as error:
+        if "CUBLAS_WORKSPACE_CONFIG" not in str(error):
+            raise
+        torch.use_deterministic_algorithms(False)
+        raise ConfigError(
+            "reproducible=True: this process has multiplied matrices on a GPU before; CUBLAS_WORKSPACE_CONFIG, which "
+            "torch reads only then, was neither :4096:8 nor :16:8. Set it in the environment of the process"
+        ) from error
 
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:

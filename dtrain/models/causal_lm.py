@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
 from dtrain.errors import ConfigError
@@ -56,7 +58,15 @@ def draw_init_seed() -> int:
     return int(torch.randint(2**62, (), device="cpu"))
 
 
-@torch.no_grad()
+class SkipDraws(TorchFunctionMode):
+    """Context in which new layers keep their memory as it is: :func:`init_weights` would draw every weight again."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (nn.init.kaiming_uniform_, nn.init.normal_):
+            return None
+        return func(*args, **(kwargs or {}))
+
+
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[str, ...]) -> None:
     """Initializes weights as GPT-2 does (Radford et al., 2019).
 
@@ -66,18 +76,27 @@ def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[s
     Args:
         residual: suffixes of the names of the projections into the residual stream.
     """
-    for name, parameter in model.named_parameters():
+
+    def initialize(name: str, values: Tensor) -> None:
         if name.endswith(".bias"):
-            parameter.zero_()
-        if parameter.dim() == 1 or parameter.is_meta:  # meta parameters have no values
-            continue
+            values.zero_()
+        if values.dim() == 1 or values.is_meta:  # meta parameters have no values
+            return
         std = _INIT_STD / math.sqrt(2 * num_layers) if name.endswith(residual) else _INIT_STD
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         # a generator for each name: the weights do not depend on the order or number of the others
         generator = torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:4], "big"))
         # drawn on the CPU, so that the weights are the same on every device
-        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu").normal_(0, std, generator=generator)
-        parameter.copy_(values)
+        in_place = values.device.type == "cpu" and values.dtype == torch.float32
+        drawn = values if in_place else torch.empty(values.shape, dtype=torch.float32, device="cpu")
+        drawn.normal_(0, std, generator=generator)
+        if not in_place:
+            values.copy_(drawn)
+
+    # one thread draws about 100 million weights a second; detached, because grad mode is a thread's own
+    names, values = zip(*((name, parameter.detach()) for name, parameter in model.named_parameters()), strict=True)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(initialize, names, values))
 
 
 @torch.no_grad()

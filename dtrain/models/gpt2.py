@@ -13,6 +13,7 @@ from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models.causal_lm import (
     ModelOutput,
+    SkipDraws,
     causal_lm_output,
     draw_init_seed,
     init_weights,
@@ -84,12 +85,13 @@ class GPT2(nn.Module):
             )
         init_seed = draw_init_seed()
         self.vocab_size = vocab_size
-        self.embed = nn.Embedding(padded_vocab_size(vocab_size), config.hidden_dim)
-        self.positions = nn.Embedding(config.max_seq_len, config.hidden_dim)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.hidden_dim, padded_vocab_size(vocab_size), bias=False)
+        with SkipDraws():
+            self.embed = nn.Embedding(padded_vocab_size(vocab_size), config.hidden_dim)
+            self.positions = nn.Embedding(config.max_seq_len, config.hidden_dim)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
+            self.norm = nn.LayerNorm(config.hidden_dim, eps=config.norm_eps)
+            self.head = nn.Linear(config.hidden_dim, padded_vocab_size(vocab_size), bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, config.num_layers, residual=("attn.out.weight", "ffn.down.weight"))

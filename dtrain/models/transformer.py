@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.config.schema import ModelConfig
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, ModelError
 from dtrain.models.causal_lm import (
     ModelOutput,
+    SkipDraws,
     causal_lm_output,
     draw_init_seed,
     init_weights,
@@ -66,17 +67,27 @@ class Dims:
 
 
 def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Returns ``exp(i t theta^(-2j / head_dim))`` of position t and pair j: complex64 [seq_len, 1, head_dim / 2]."""
+    """Returns cosine and sine of t theta^(-2j / head_dim), position t, pair j: FP32 [seq_len, 1, head_dim / 2, 2]."""
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     positions = torch.arange(seq_len, dtype=torch.float32, device=device)
     angles = positions[:, None] * theta ** (-pairs / head_dim)
-    return torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))[:, None]
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotates adjacent pairs of ``x`` [B, T, heads, head_dim] by ``rotation`` in FP32; keeps the dtype of ``x``."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    if rotation.dtype != torch.float32:  # BF16 knows 256 angles of a circle, so positions would be confused
+        raise ModelError(
+            f"the rotary angles are {rotation.dtype}, expected float32: something casts the inputs of the blocks, such "
+            f"as fully_shard with MixedPrecisionPolicy(cast_forward_inputs=True); switch that off"
+        )
+    pairs = x.float().unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():  # which makes one kernel of this, and none of complex numbers
+        (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    else:  # the same products and sums in one kernel
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotation))
+    return rotated.flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -90,7 +101,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dims.num_heads * dims.head, dims.hidden, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Maps ``x`` [B, T, hidden] and ``rotation``, complex64 [T, 1, head / 2], to [B, T, hidden]."""
+        """Maps ``x`` [B, T, hidden] and ``rotation`` [T, 1, head / 2, 2] to [B, T, hidden]."""
         heads, kv_heads = self.dims.num_heads, self.dims.num_kv_heads
         qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.dims.head))
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=-2)
@@ -151,11 +162,12 @@ class Transformer(nn.Module):
         init_seed = draw_init_seed()
         self.config = config
         self.vocab_size = vocab_size
-        self.embed = nn.Embedding(padded_vocab_size(vocab_size), dims.hidden)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
-        self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)
-        self.head = nn.Linear(dims.hidden, padded_vocab_size(vocab_size), bias=False)
+        with SkipDraws():
+            self.embed = nn.Embedding(padded_vocab_size(vocab_size), dims.hidden)
+            self.dropout = nn.Dropout(config.dropout)
+            self.blocks = nn.ModuleList(Block(dims, config.dropout, config.norm_eps) for _ in range(dims.num_layers))
+            self.norm = nn.RMSNorm(dims.hidden, eps=config.norm_eps)
+            self.head = nn.Linear(dims.hidden, padded_vocab_size(vocab_size), bias=False)
         if config.tie_embeddings:
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, dims.num_layers, residual=("attn.out.weight", "ffn.down.weight"))

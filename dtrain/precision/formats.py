@@ -42,7 +42,7 @@ class FloatFormat:
         mantissa_bits: number of stored mantissa bits, without the implicit leading one.
         ieee: whether the largest exponent is reserved for Inf and NaN, and overflow gives Inf. Otherwise that exponent
             has finite numbers too, only its all-ones mantissa is NaN, and overflow saturates, including Inf, as in the
-            casts of PyTorch 2.13.
+            casts of dtrain, and of PyTorch from 2.13 on; before, it gave NaN.
         stored_bits: bits in memory, if more than the format has.
     """
 

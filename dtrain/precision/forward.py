@@ -116,7 +116,10 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
     original = _own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = pytree.tree_map(autocast_ops.to_fp32, (args, kwargs))
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
+            args, kwargs = pytree.tree_map(autocast_ops.to_fp32, (args, kwargs))
+        else:  # a norm; the general case takes longer on the host than the norm itself
+            args = (autocast_ops.to_fp32(args[0]),)
         weights = _weights_in(self, torch.float32) if casts_weights else nullcontext()
         with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -123,9 +126,30 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+@cache
+def has_row_scales_on_cpu() -> bool:
+    """Whether ``torch._scaled_mm`` takes one scale per row on a CPU, which it did not before PyTorch 2.13."""
+    import torch
+
+    values, scales = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(values, values.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def has_compiler(device: torch.device) -> bool:
-    """Whether ``torch.compile`` finds what it needs: a C++ compiler, and Triton on a GPU."""
-    names = (os.environ.get("CXX") or os.environ.get("CC"), "c++", "g++", "clang++", "gcc", "clang")
-    return any(name and shutil.which(name) for name in names) and (
-        device.type != "cuda" or importlib.util.find_spec("triton") is not None
-    )
+    """Whether ``torch.compile`` finds what it needs: a compiler and Python's headers, and Triton on a GPU."""
+    # the system's Python of a distribution names a folder without headers first
+    folders = (sysconfig.get_path("include"), sysconfig.get_config_var("INCLUDEPY"))
+    if not any(folder and Path(folder, "Python.h").exists() for folder in folders):
+        return False
+    if device.type == "cuda":  # Triton compiles C for each kernel's launch
+        names = (os.environ.get("CC"), "gcc", "clang")
+        return importlib.util.find_spec("triton") is not None and _finds_any(names)
+    return _finds_any((os.environ.get("CXX") or os.environ.get("CC"), "c++", "g++", "clang++", "gcc", "clang"))
+
+
+def _finds_any(names: Sequence[str | None]) -> bool:
+    return any(name and shutil.which(name) for name in names)

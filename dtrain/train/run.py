@@ -77,6 +77,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     # before the signal handlers: a signal must end a rank that waits here for others, since there is nothing to save
     comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
     with StopSignals() as stop, torch_settings_restored():
+        failed = True
         try:
             configure_logging(comm.rank)
             with RankLiveness(comm).name_ended_rank(), ExitStack() as held:
@@ -86,9 +87,10 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
                 comm.barrier()
                 stop.ignore()
             comm.release()
+            failed = False
             return exit_code
         finally:
-            disconnect()
+            disconnect(failed=failed)
 
 
 def check_run(config: RunConfig) -> None:

@@ -265,6 +265,10 @@ class Trainer:
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Returns ``batch`` on ``device`` without waiting for it."""
+    if device.type == "cuda":
+        # a copy from pageable memory may wait for all that is queued; torch keeps pinned memory until the copy is done
+        batch = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
@@ -285,7 +289,8 @@ def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], i
                 raise ModelError(
                     f"a model must return its loss in eval mode too; got a {type(output).__name__} without one"
                 )
-            rows.append(torch.stack((loss.double() * weight, loss.new_tensor(weight, dtype=torch.float64))))
+            # filled in on the device: new_tensor would copy the number there and wait
+            rows.append(torch.stack((loss.double() * weight, loss.new_full((), weight, dtype=torch.float64))))
     gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")
     # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
     totals, weights = gathered.view(engine.world_size, -1, 2).transpose(0, 1).reshape(-1, 2).unbind(1)

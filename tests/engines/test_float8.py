@@ -23,6 +23,7 @@ from dtrain.precision.float8.weights import CachedWeights
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step
 from tests.engines.helpers import held, same, state_digests
+from tests.helpers import needs
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
@@ -175,6 +176,7 @@ CASES = [
 @pytest.mark.parametrize(("engine", "options"), CASES, ids=str)
 def test_host_reads_nothing_in_a_step(engine: tuple[str, int], options: dict[str, Any]) -> None:
     """With the operations that a GPU would run."""
+    needs.row_scales_on_cpu(rowwise="recipe" in options)
     as_on_a_gpu = Float8Options(emulate=False, choice="all", **options)  # timed, BF16 would win on a CPU
     made = start(*engine, PrecisionPolicy.named("fp8", float8=as_on_a_gpu))
     assert made.contract.float8_modules

@@ -220,7 +220,37 @@ def a_step_without_sums(rank: int, world: int) -> list[str]:
 
 def test_a_step_that_was_not_summed_is_never_applied() -> None:
     for (text,) in run_ranks(2, a_step_without_sums):
-        assert "summed 0 elements of gradients over the ranks in step 1, expected 61" in text
+        assert "summed 0 elements of gradients over the ranks in step 1, expected 60" in text
+
+
+class Skipping(torch.autograd.Function):
+    """Does not use its second input, and says so by a gradient of None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return 2 * grads[0], None
+
+
+def unused_weights(rank: int, world: int) -> tuple[bool, list[Tensor]]:
+    engine = start_small(Heads, "ddp")
+    right = engine.module.right.weight
+    for step in range(3):  # on rank 0 a weight has no gradient, None from a function, and a gradient
+        output = engine(batch(rank, step, 0), "right" if rank or step == 2 else "left")
+        engine.backward(output if step != 1 else Skipping.apply(output, right))
+        assert engine.step().applied
+    return engine._replicated.find_unused_parameters, [shard.data.clone() for shard in engine.local_shards("master")]
+
+
+def test_the_library_does_not_search_for_unused_parameters() -> None:
+    """For each one that it finds, the host would wait for the device."""
+    (searches, masters), (_, others) = run_ranks(2, unused_weights)
+    assert not searches
+    for master, other in zip(masters, others, strict=True):
+        assert torch.equal(master, other)
 
 
 def engines_that_are_dropped(rank: int, world: int) -> list[bool]:

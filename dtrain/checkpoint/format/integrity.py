@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from dtrain.checkpoint import threads
 from dtrain.checkpoint.directory import STEP_NAME
 from dtrain.checkpoint.format import manifest as manifests
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
@@ -141,8 +142,11 @@ class _Digest:
         if len(block) < _THREAD_BYTES:
             self._digest.update(block)
         else:
-            self._thread = threading.Thread(target=self._digest.update, args=(block,))
-            self._thread.start()
+            thread = threading.Thread(target=self._digest.update, args=(block,))
+            if threads.start(thread):
+                self._thread = thread
+            else:
+                self._digest.update(block)
 
     def hex(self) -> str:
         self._wait()

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from dtrain.checkpoint import storage
+from dtrain.checkpoint import storage, threads
 from dtrain.checkpoint.format.fingerprint import fingerprints, host_blocks
 from dtrain.checkpoint.format.manifest import stored_shape
 from dtrain.checkpoint.format.safetensors_file import dtype_name, encode_header
@@ -108,7 +108,9 @@ def in_background(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]
     iteration stops after its next item.
     """
     thread = _IteratorThread(work)
-    thread.start()
+    if not threads.start(thread):
+        yield lambda: list(work)
+        return
     try:
         yield thread.wait
     finally:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtrain.checkpoint import storage
+from dtrain.checkpoint import storage, threads
 from dtrain.checkpoint.directory import clean_up, make_directories
 from dtrain.checkpoint.lease.lease_file import (
     LAST_TOKEN,
@@ -267,7 +267,14 @@ def hold(
     with shared.lock:
         if shared.lease is None:
             lease = shared.lease = acquire(Path(key), timing, while_waiting)
-            threading.Thread(target=lease.run_heartbeats, args=(timing.heartbeat_s,), name="lease", daemon=True).start()
+            heartbeats = threading.Thread(
+                target=lease.run_heartbeats, args=(timing.heartbeat_s,), name="lease", daemon=True
+            )
+            if not threads.start(heartbeats):  # the lease is checked before each commit, so nothing is overwritten
+                logger.warning(
+                    "checkpoint: no thread for heartbeats: after %g s another process may take %s over",
+                    *(timing.limit_s, key),
+                )
         lease = shared.lease
         shared.num_users += 1
     try:

@@ -44,7 +44,8 @@ def generate(request: EngineRequest) -> dict[str, Any]:
     if stage:
         config["zero_optimization"] |= {
             "reduce_bucket_size": min(_BUCKET, max(1, _num_trainable(request))),
-            "overlap_comm": device.type == "cuda" and stage >= 2,
+            # a single rank has nothing to overlap, and the host would wait for the device after each backward
+            "overlap_comm": device.type == "cuda" and stage >= 2 and request.comm.world_size > 1,
             "reduce_scatter": True,
             "contiguous_gradients": True,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,10 @@ class DeepSpeedEngine(StepEngine):
         return {name: p.detach().to("cpu", torch.float32, copy=True).flatten() for name, p in trained.items()}
 
     def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
-        def record(number: int, grad: Tensor) -> None:
+        def record(number: int, grad: Tensor | None) -> None:
             self._order.append(number)
+            if grad is None:  # a backward of the user's own has returned None
+                return
             self.monitor.record_magnitude(grad)
             self.monitor.record_finiteness(self._micro_batch, number, [grad])
 
@@ -146,8 +148,8 @@ class DeepSpeedEngine(StepEngine):
     def _squares(self) -> Tensor:
         """See the base class; infinite if DeepSpeed's own FP32 norm would overflow, so that no rank updates."""
         if self.options.zero_stage:
-            chunks = [chunk for grad in self._zero.main_grads() for chunk in grad.split(_NORM_CHUNK)]
-            squares = torch.stack(torch._foreach_norm(chunks)).double().square_().to(self.device)
+            norms = [norm for grad in self._zero.main_grads() for norm in _chunk_norms(grad)]
+            squares = torch.cat(norms).double().square_().to(self.device)
         else:
             squares = super()._squares()
         limit = torch.finfo(torch.float32).max / (4 * self.world_size)
@@ -161,8 +163,7 @@ class DeepSpeedEngine(StepEngine):
         if scalars.found_inf.item():
             return
         device = self._zero.partitions[0].master.device  # the host with offload=cpu
-        values = {field.name: getattr(scalars, field.name).to(device) for field in fields(scalars)}
-        self._optimizer.scalars = UpdateScalars(**values)
+        self._optimizer.scalars = scalars.to(device)
         self._has_stepped = True
         self._deepspeed.step()
         if not self._deepspeed.was_step_applied():
@@ -291,6 +292,13 @@ def _check_model(request: EngineRequest) -> None:
                 f"weights that engine=deepspeed holds from stage 1 on; torch.compile does not see them. Compile "
                 f"only modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
             )
+
+
+def _chunk_norms(grad: Tensor) -> list[Tensor]:
+    """Returns the norms of the chunks of ``grad`` [n], all by one kernel, and the norm of what is left by another."""
+    count = grad.numel() // _NORM_CHUNK
+    whole, rest = grad.split([count * _NORM_CHUNK, grad.numel() - count * _NORM_CHUNK])
+    return [torch.linalg.vector_norm(rows, dim=1) for rows in (whole.view(count, _NORM_CHUNK), rest.unsqueeze(0))]
 
 
 def _overlap(name: str, other: str) -> bool:

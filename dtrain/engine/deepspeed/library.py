@@ -60,8 +60,10 @@ def _join(deepspeed: ModuleType) -> None:
     if known is not None and known not in dist.distributed_c10d._world.pg_map:
         # that process group was destroyed, but DeepSpeed keeps the subgroups it built from it
         groups._release_process_group_references()
-    # else DeepSpeed compiles shared-memory collectives for CPU, which training does not use
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # else DeepSpeed compiles shared-memory collectives for CPU, which training does not use. Only there: the attribute
+    # is filled at its first use, by a probe of all of DeepSpeed's extensions, which on a GPU runs nvcc
+    if deepspeed.accelerator.get_accelerator().device_name() == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
 
 

@@ -40,7 +40,6 @@ class BackwardState:
     Attributes:
         reduce_dtype_check: checks send buffers in the first step after set-up and after a load; else None.
         num_reduced: units that have been reduced in this backward.
-        buffers: on CPU two send buffers and a receive buffer; empty on a GPU and on a single rank.
     """
 
     def __init__(self, comm: Communicator, largest: int, numbers: Mapping[str, int], monitor: GradientMonitor) -> None:
@@ -53,10 +52,15 @@ class BackwardState:
         self._number = 0
         self._pending = Pending()
         self._next_buffer = 0
-        self.buffers: list[Tensor] = []
-        if comm.device.type == "cpu" and comm.world_size > 1:
-            send_buffers = [comm.allocate(largest, torch.float32) for _ in range(2)]
-            self.buffers = [*send_buffers, torch.empty(largest // comm.world_size)]
+        self._largest = largest
+        self._receive_buffer: Tensor | None = None  # from the second micro-batch of a step on
+        shares = comm.device.type == "cpu" and comm.world_size > 1
+        self._send_buffers = [comm.allocate(largest, torch.float32) for _ in range(2 if shares else 0)]
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Buffers that outlive a backward: the send buffers, on CPU, and the receive buffer once it is used."""
+        return self._send_buffers + ([] if self._receive_buffer is None else [self._receive_buffer])
 
     def begin(self, weight: Weight, number: int) -> None:
         self._weight, self._number, self.num_reduced = weight, number, 0
@@ -79,20 +83,23 @@ class BackwardState:
     def send_buffer(self, numel: int) -> Tensor:
         """Returns FP32 [numel] to send from in the next reduction."""
         self.finish_reduction()  # [Note: two send buffers]
-        if not self.buffers:
+        if not self._send_buffers:
             return torch.empty(numel, device=self.comm.device)
         self._next_buffer = 1 - self._next_buffer
-        return self.buffers[self._next_buffer][:numel]
+        return self._send_buffers[self._next_buffer][:numel]
 
     def receive_buffer(self, numel: int) -> Tensor:
         """Returns FP32 [numel] for a sum that is added to the main grad."""
-        # one is enough: it is added before the next reduction starts, which waits in send_buffer
-        return self.buffers[-1][:numel] if self.buffers else torch.empty(numel, device=self.comm.device)
+        # one is enough: it is added before the next reduction starts, which waits in send_buffer; on a GPU it is
+        # written, added and written again on one stream. A new one would live until the backward ends, for each unit
+        if self._receive_buffer is None:
+            self._receive_buffer = torch.empty(self._largest // self.comm.world_size, device=self.comm.device)
+        return self._receive_buffer[:numel]
 
     def start_reduction(self, pending: Pending) -> None:
         """Keeps a reduction that the next one waits for; on a GPU the current stream waits for it now."""
         self._pending = pending
-        if self.buffers:
+        if self._send_buffers:
             self.comm.send_ready_message()  # now, or the others would wait until this rank waits
         else:
             pending.wait()

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.setup import ensure_process_group
 from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
+from dtrain.engine.fsdp2.older_torch import complete_reductions, reset_after_error
 from dtrain.engine.fsdp2.replicated import ReplicatedParameters
 from dtrain.engine.fsdp2.units import Unit, plan_units
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ConfigError, ModelError
+from dtrain.errors import ModelError
 from dtrain.optim.adamw import UpdateScalars
 from dtrain.parameters.groups import backward_names, decayed_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
@@ -34,16 +35,7 @@ from dtrain.parameters.micro_batch_weight import Weight
 
 
 def build(request: EngineRequest) -> Engine:
-    """Returns the engine; the model's trainable parameters become shards, or views of their masters.
-
-    Raises:
-        ConfigError: this PyTorch is too old.
-    """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"engine=fsdp2 needs PyTorch 2.13 or later, in which ranks may differ in the parameters that a "
-            f"micro-batch uses; this is {torch.__version__}; use engine=native"
-        )
+    """Returns the engine; the model's trainable parameters become shards, or views of their masters."""
     return Fsdp2Engine(request)
 
 
@@ -82,7 +74,7 @@ class Fsdp2Engine(StepEngine):
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
-            self._root.reset_iter_state()  # else fully_shard would treat the next forward as part of this one
+            reset_after_error(self._root)  # else fully_shard would treat the next forward as part of this one
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ModelError(
                     "a parameter of a unit was read outside a call of that unit, so fully_shard had not gathered it; "
@@ -179,7 +171,7 @@ class Fsdp2Engine(StepEngine):
         shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self._units]
         sharded = -(-sum(numel for numel, _ in shards) // world_size)
         held = 4 * (sharded + sum(math.prod(shard.shape) for shard in self._replicated.local_shards))
-        compute = sum(numel * size for numel, size in shards) if self._state.buffers else 0
+        compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self._units) else 0
         replicas = sum(tensor.nbytes for tensor in self._replicated.replicas)
         return {"compute": -(-compute // world_size) + replicas, "main_grad": held, "master": held, "moments": 2 * held}
 
@@ -223,8 +215,8 @@ class _ShardedUnit:
         self.gradient = UnitGradient(unit.name, self._parameters, shapes, backward_state)
         comm = backward_state.comm
         self._weights = UnitWeights(unit.name, self.gradient.numel, unit.dtype, comm)
-        # ranks that use different parameters must issue the same reductions; sums, because weights make the mean
-        self.module.set_reduce_scatter_unused_params(True, recurse=False)
+        complete_reductions(self.module)
+        # sums, because weights make the mean
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(cast(Any, self.gradient))
         if comm.world_size == 1:
@@ -243,6 +235,7 @@ class _ShardedUnit:
             main_grad = self.gradient.main_grad[offset : offset + master.numel()]
             yield LocalShard(name, shapes[name], start, master, main_grad, name in decayed, replicated=False)
 
+    @torch.no_grad()  # else each to_local would record a graph
     def check(self) -> None:
         """Raises ``ContractError`` for a parameter that is no longer the shard that the engine updates."""
         for (name, parameter), own in zip(self._parameters.items(), self._locals, strict=True):

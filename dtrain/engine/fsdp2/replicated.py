@@ -68,7 +68,8 @@ class ReplicatedParameters:
     def _install_hook(self, parameter: nn.Parameter, name: str, gradient: UnshardedGradient, slot: int) -> None:
         def on_gradient(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
-            assert grad is not None
+            if grad is None:  # a backward of the user's own has returned None
+                return
             gradient.receive(slot, grad, self._on_gradient(name, grad))
 
         parameter.register_post_accumulate_grad_hook(on_gradient)

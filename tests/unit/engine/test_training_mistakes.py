@@ -290,9 +290,10 @@ def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
         cudnn.allow_tf32 = before
 
 
-def test_out_of_memory_is_not_reported_as_a_dead_rank() -> None:
-    with pytest.raises(torch.OutOfMemoryError), _named_failure("rank 0: all_gather"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_an_error_of_the_device_is_not_reported_as_a_dead_rank(error: type[RuntimeError]) -> None:
+    with pytest.raises(error), _named_failure("rank 0: all_gather"):
+        raise error("CUDA error: an illegal memory access was encountered")
     with pytest.raises(CommunicationError, match="another rank has died"), _named_failure("rank 0: all_gather"):
         raise RuntimeError("connection reset")
 

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dtrain.config.schema import ModelConfig
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, ModelError
 from dtrain.models import build_model, generate, train_flops_per_token
 from dtrain.models.transformer import Transformer, rotate, rotations
 
@@ -110,6 +112,32 @@ def turn_by_matrices(x: Tensor) -> Tensor:
             )
             out[t, 2 * j : 2 * j + 2] = matrix @ x[t, 2 * j : 2 * j + 2]
     return out
+
+
+@pytest.mark.compile
+def test_a_compiled_rotation_has_no_complex_numbers_and_the_same_bits() -> None:
+    """Inductor compiles none of them: each would be a kernel that reads and writes all queries and keys."""
+    dtypes: set[torch.dtype] = set()
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        values = tree_leaves([node.meta.get("example_value") for node in graph.graph.nodes])
+        dtypes.update(value.dtype for value in values if isinstance(value, Tensor))
+        return graph.forward
+
+    x = torch.randn(2, 6, 3, 8).bfloat16().requires_grad_()
+    rotation = rotations(6, 8, 10000.0, x.device)
+    compiled, eager = torch.compile(rotate, backend=backend)(x, rotation), rotate(x, rotation)
+    assert torch.equal(compiled, eager)
+    (expected,) = torch.autograd.grad(eager.square().sum(), x)
+    (gradient,) = torch.autograd.grad(compiled.square().sum(), x)
+    assert torch.equal(gradient, expected)
+    assert dtypes == {torch.bfloat16, torch.float32}
+
+
+def test_rounded_angles_are_refused() -> None:
+    rotation = rotations(6, 8, 10000.0, torch.device("cpu")).bfloat16()
+    with pytest.raises(ModelError, match=r"rotary angles are torch\.bfloat16, expected float32.*cast_forward_inputs"):
+        rotate(torch.zeros(1, 6, 2, 8), rotation)
 
 
 def test_rotated_products_depend_on_distance_alone_and_keep_lengths() -> None:
@@ -214,6 +242,28 @@ def test_initialization_depends_on_the_seed_alone() -> None:
     deeper = build(replace(SMALL, num_layers=5), seed=3).state_dict()
     same = "blocks.1.ffn.gate_up.weight"  # a weight keeps its values whatever else the model has
     assert torch.equal(deeper[same], first[same])
+
+
+def test_every_weight_is_drawn_once_and_alike_on_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.Size] = []
+    normal = Tensor.normal_
+
+    def draw(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        drawn.append(values.shape)
+        return normal(values, *args, **kwargs)
+
+    expected = build(seed=3).state_dict()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(Tensor, "normal_", draw)
+    monkeypatch.setattr(Tensor, "uniform_", lambda *_, **__: pytest.fail("a layer draws its own values"))
+    torch.set_num_threads(3)
+    try:
+        model = build(seed=3)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(drawn) == sum(p.dim() > 1 for p in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_initialization_scales() -> None:

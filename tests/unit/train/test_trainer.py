@@ -24,7 +24,7 @@ from dtrain.engine.interface import Culprit, Engine, LazyOutcome, StepOutcome
 from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult, validation_loss
+from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult, to_device, validation_loss
 from tests.helpers.ranks import run_ranks
 
 _BATCH = 4
@@ -353,6 +353,30 @@ def test_a_failing_run_leaves_no_thread(error: Exception, event: str) -> None:
         _train(engine, saving=ASYNCHRONOUS, steps=9, eval_every=0, save_every=3)
     assert raised.value is error
     assert engine.events == ["prepare", "start 3", event]
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
+
+
+class _CopiedTensor:
+    """A tensor that tells how it is copied."""
+
+    def __init__(self, device: str, pinned: bool = False) -> None:
+        self.device = torch.device(device)
+        self.pinned = pinned
+
+    def pin_memory(self) -> _CopiedTensor:
+        assert self.device.type == "cpu", "torch pins tensors of the CPU only"
+        return _CopiedTensor("cpu", pinned=True)
+
+    def to(self, device: torch.device, *, non_blocking: bool) -> tuple[bool, bool]:
+        return self.pinned, non_blocking
+
+
+def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:
+    batch: dict[str, Any] = {"tokens": _CopiedTensor("cpu"), "resident": _CopiedTensor("cuda:0")}
+    assert to_device(batch, torch.device("cuda", 0)) == {"tokens": (True, True), "resident": (False, True)}
+    assert to_device({"tokens": batch["tokens"]}, torch.device("cpu")) == {"tokens": (False, True)}
 
 
 # -- reports ------------------------------------------------------------------------------------------------------

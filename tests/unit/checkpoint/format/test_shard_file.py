@@ -130,6 +130,16 @@ def test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path: Path, where: float)
     assert damage.value.tag in ("sha256", "header")
 
 
+def test_a_save_needs_no_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12.0 and 3.12.1 start none while they wait for the last save of a script that has ended."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path, 0.5)
+
+
 class SlowDigest:
     """A slow SHA-256."""
 
@@ -153,4 +163,4 @@ def test_disk_error_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("dtrain.checkpoint.format.integrity.hashlib.sha256", SlowDigest)
     with pytest.raises(OSError, match="Input/output error"):
         scan_file(path, manifest, manifest.files[0])
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # fewer: the heartbeats of the save may have ended since

@@ -1,0 +1,75 @@
+"""The device of a rank, and the end of its process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtrain.distributed import setup
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import connect, connect_by_file, disconnect
+from dtrain.errors import ConfigError
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """The devices that were made the current one."""
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return devices
+
+
+def test_a_single_rank_makes_its_gpu_the_current_device(current: list[torch.device], tmp_path: Path) -> None:
+    assert connect(GPU).device == GPU
+    connect_by_file(str(tmp_path / "store"), 0, 1, GPU)
+    assert current == [GPU, GPU]
+    connect(torch.device("cpu"))
+    assert current == [GPU, GPU], "a CPU was made the current GPU"
+
+
+def test_a_rank_of_the_callers_group_makes_its_gpu_the_current_device(
+    current: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    with pytest.raises(ConfigError, match="needs nccl"):
+        connect(GPU)
+    assert not current, "the device was changed before the call was refused"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(setup, "Communicator", lambda group, device, **_: Communicator(None, device))
+    assert connect(GPU).device == GPU
+    assert current == [GPU]
+
+
+@pytest.mark.parametrize(
+    ("backends", "failed", "end"),
+    [
+        ("cuda:nccl", True, "aborted"),
+        ("cpu:gloo,cuda:nccl", True, "aborted"),
+        ("cuda:nccl", False, "destroyed"),
+        ("cpu:gloo,cuda:gloo", True, "destroyed"),
+    ],
+)
+def test_a_failed_rank_waits_for_no_collective_of_nccl(
+    backends: str, failed: bool, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``destroy_process_group`` waits for the kernels in flight, which other ranks may never join."""
+    ends = []
+
+    def abort() -> None:
+        ends.append("aborted")
+        raise RuntimeError("a second error must not hide the first")
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
+    monkeypatch.setattr(setup, "_abort_process_group", abort)
+    disconnect(failed=failed)
+    assert ends == [end]

@@ -1,0 +1,48 @@
+"""What a machine needs before code is compiled on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.precision.hardware import has_compiler
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
+    """Replaces the machine's compilers, Triton and headers by those named in the set."""
+    found = {"gcc", "triton"}
+    (tmp_path / "Python.h").touch()
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in found else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in found else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(sysconfig, "get_config_var", lambda name: str(tmp_path))
+    return found
+
+
+def test_a_gpu_needs_triton_and_a_compiler_of_c(tools: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert has_compiler(CPU)
+    assert has_compiler(GPU)
+    tools.remove("triton")
+    assert not has_compiler(GPU)
+    tools |= {"triton", "c++"}
+    tools.remove("gcc")
+    assert has_compiler(CPU)
+    assert not has_compiler(GPU), "Triton does not look for c++"
+    monkeypatch.setenv("CC", "c++")
+    assert has_compiler(GPU)
+
+
+def test_both_need_the_headers_of_python(tools: set[str], tmp_path: Path) -> None:
+    (tmp_path / "Python.h").unlink()
+    assert not has_compiler(CPU)
+    assert not has_compiler(GPU)
