@@ -1,7 +1,7 @@
-"""Compiles Triton kernels for compute capability 9.0 without a device: registers, spills, PTX.
+"""Compiles Triton kernels for a GPU that need not be there: registers, spills, instructions.
 
-Run as a module it compiles every kernel that engines launch on the fake device, in the variants in which they launch
-them, and prints one line of JSON for each.
+``python -m tests.fake.lowering 90`` compiles every kernel that engines launch on the fake device for compute capability
+9.0, in the variants in which they launch them, and prints one line of JSON for each.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ import torch
 from dtrain.precision.float8.options import Float8Options
 from tests.fake.harness import fake_engine
 from tests.fake.launches import Argument, Launch
-
-CAPABILITY = 90
 
 ENGINES: list[tuple[int, dict[str, Any]]] = [
     (1, {"precision": "bf16", "zero_stage": 2}),
@@ -43,52 +42,60 @@ class Lowered:
 
     Attributes:
         registers: of a thread.
-        spills: bytes that a thread stores to memory for want of registers.
-        shared: bytes of shared memory of a program.
-        vector_loads: loads of 16 bytes in its code.
+        spills: bytes that a thread moves to and from memory for want of registers.
+        instructions: number of each in its PTX.
     """
 
     kernel: str
     signature: str
     registers: int
     spills: int
-    shared: int
-    vector_loads: int
-    ptx: str = field(default="", repr=False)
+    instructions: dict[str, int]
 
 
-def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, Any]) -> Lowered:
+@dataclass(frozen=True)
+class _Driver:
+    """The device that a kernel asks for while it is compiled."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+
+def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, Any], capability: int) -> Lowered:
     """Compiles the ``@triton.jit`` function ``function`` for ``arguments``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.runtime import driver
 
+    target = GPUTarget("cuda", capability, 32)
+    driver.set_active(_Driver(target))
     signature = {argument.name: argument.type for argument in arguments}
     constants = {(n,): argument.value for n, argument in enumerate(arguments) if argument.type == "constexpr"}
     hints = {(n,): [["tt.divisibility", 16]] for n, argument in enumerate(arguments) if argument.is_aligned}
     source = ASTSource(function, signature, constants, hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", CAPABILITY, 32), options=dict(options))
-    ptx = compiled.asm["ptx"]
-    registers, spills = _resources(ptx)
+    ptx = triton.compile(source, target=target, options=dict(options)).asm["ptx"]
+    registers, spills = _resources(ptx, capability)
     types = ", ".join(a.type + "*" * a.is_aligned for a in arguments if a.type != "constexpr")
-    vectors = len(re.findall(r"ld\.global\S*\.v(?:4\.[bf]32|2\.[bf]64)", ptx))
-    return Lowered(function.fn.__name__, types, registers, spills, compiled.metadata.shared, vectors, ptx)
+    instructions = dict(Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s", ptx, re.MULTILINE)))
+    return Lowered(function.fn.__name__, types, registers, spills, instructions)
 
 
-def _resources(ptx: str) -> tuple[int, int]:
+def _resources(ptx: str, capability: int) -> tuple[int, int]:
     """Returns the registers and bytes of spills that the assembler reports."""
     import triton
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        target = ["--gpu-name", "sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
-        assembler = triton.knobs.nvidia.ptxas.path
-        report = subprocess.run([assembler, "-v", *target], capture_output=True, text=True, check=True).stderr
-    stores, loads = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)[:2]
+        target = f"-arch=sm_{capability}{'a' * (capability >= 90)}"
+        command = [triton.knobs.nvidia.ptxas.path, "-v", target, str(source), "-o", str(source.with_suffix(".cubin"))]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     found = re.search(r"Used (\d+) registers", report)
     assert found is not None, report
-    return int(found.group(1)), int(stores) + int(loads)
+    return int(found.group(1)), sum(map(int, re.findall(r"(\d+) bytes spill", report)))
 
 
 def engine_launches() -> list[Launch]:
@@ -105,7 +112,8 @@ def engine_launches() -> list[Launch]:
 
 def main() -> None:
     """Prints what each variant needs; with the argument ``planted``, what a kernel needs that spills."""
-    if sys.argv[1:] == ["planted"]:
+    capability, *planted = sys.argv[1:]
+    if planted:
         from tests.fake.planted_kernel import spilling
 
         arguments = (Argument("source", "*fp32"), Argument("target", "*fp32"), Argument("SIZE", "constexpr", 4096))
@@ -113,8 +121,8 @@ def main() -> None:
     else:
         launches = engine_launches()
     for launch in launches:
-        lowered = lower(launch.function, launch.arguments, dict(launch.options))
-        print(json.dumps({name: value for name, value in asdict(lowered).items() if name != "ptx"}), flush=True)
+        lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
+        print(json.dumps(vars(lowered)), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 from dtrain.tools.ranks import describe_exit
 
 _FOLDER = "tests/gpu"
-_FIRST = ("test_engine.py", "test_float8.py", "test_engines.py")
+_FIRST = ("test_kernels.py", "test_engine.py", "test_float8.py", "test_engines.py")
 """Files in order of value; the others follow."""
 
 _RESULT = re.compile(
