@@ -31,7 +31,8 @@ class BlockedAdamW:
         for batch in _batches(blocks):
             states = tuple(map(list, zip(*(block.states for block in batch), strict=True)))
             _fused(self._rule, batch[0].decayed, states, scalars)
-            _cast(batch)
+            for block in batch:
+                _cast(block)
 
 
 def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
@@ -42,14 +43,14 @@ def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
     return [batch for batch in batches if batch]
 
 
-def _cast(batch: list[UpdateSlice]) -> None:
-    plain = [(block.replica, block.master) for block in batch if block.replica is not None and block.scale is None]
-    if plain:
-        torch._foreach_copy_([replica for replica, _ in plain], [master for _, master in plain])
-    for block in batch:
-        if block.replica is not None and block.scale is not None and block.amax is not None:
-            block.replica.copy_(cast(block.master, block.scale, E4M3))
-            torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
+def _cast(block: UpdateSlice) -> None:
+    if block.replica is None:
+        return
+    if block.scale is None or block.amax is None:
+        block.replica.copy_(block.master)
+        return
+    block.replica.copy_(cast(block.master, block.scale, E4M3))
+    torch.maximum(block.amax, block.master.abs().amax(), out=block.amax)
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
