@@ -111,15 +111,15 @@ def engine_launches() -> list[Launch]:
 
 
 def main() -> None:
-    """Prints what each variant needs; with the argument ``planted``, what a kernel needs that spills."""
-    capability, *planted = sys.argv[1:]
-    if planted:
+    """Prints what each variant needs, of the kernels named, or of all; ``spilling`` is one that spills."""
+    capability, *names = sys.argv[1:]
+    if names == ["spilling"]:
         from tests.fake.planted_kernel import spilling
 
         arguments = (Argument("source", "*fp32"), Argument("target", "*fp32"), Argument("SIZE", "constexpr", 4096))
         launches = [Launch("spilling", 1, arguments, (("num_warps", 1),), spilling)]
     else:
-        launches = engine_launches()
+        launches = [launch for launch in engine_launches() if not names or launch.kernel in names]
     for launch in launches:
         lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
         print(json.dumps(vars(lowered)), flush=True)
