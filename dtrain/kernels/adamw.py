@@ -42,6 +42,7 @@ def adamw(
     weight_decay,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):
     """Updates one tile; see :class:`dtrain.optim.tiled.TiledAdamW`."""
     tile = tiles + (first + tl.program_id(0)) * 2
@@ -80,7 +81,7 @@ def adamw(
         tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.bfloat16)), 16) + index, kept.to(tl.bfloat16), mask=mask)
     elif kind == 3:
         tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.float16)), 16) + index, kept.to(tl.float16), mask=mask)
-    elif kind == 4:
+    if FLOAT8 and kind == 4:  # compiled in only where it is used: older GPUs cannot cast to FP8
         scale = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32)))
         target = tl.multiple_of(replica.to(tl.pointer_type(tl.float8e4nv)), 16)
         tl.store(target + index, cast_e4m3(kept, scale), mask=mask)

@@ -29,6 +29,7 @@ class TiledAdamW:
     def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         self._rule = rule
         self._slices = [part for segment in segments for part in segment]  # keeps what the table points to
+        self._casts_float8 = any(part.scale is not None for part in self._slices)
         self._rows = list(accumulate(map(len, segments), initial=0))  # of the first slice of each segment
         self._table = None
         if self._slices:  # a rank may have no segments
@@ -71,6 +72,7 @@ class TiledAdamW:
                 last=self._rows[high],
                 FIELDS=FIELDS,
                 TILE=TILE,
+                FLOAT8=self._casts_float8,
                 num_warps=NUM_WARPS,
             )
 

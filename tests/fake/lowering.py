@@ -98,10 +98,12 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
     return int(found.group(1)), sum(map(int, re.findall(r"(\d+) bytes spill", report)))
 
 
-def engine_launches() -> list[Launch]:
-    """Returns one launch of each variant that the engines compile, in their order."""
+def engine_launches(*, float8: bool) -> list[Launch]:
+    """Returns one launch of each variant that the engines compile, in their order; ``float8``: FP8 engines too."""
     found: dict[Any, Launch] = {}
     for ranks, options in ENGINES:
+        if options["precision"] == "fp8" and not float8:
+            continue
         deterministic = torch.are_deterministic_algorithms_enabled()
         with fake_engine(ranks, **options) as rank:
             rank.step()
@@ -119,7 +121,9 @@ def main() -> None:
         arguments = (Argument("source", "*fp32"), Argument("target", "*fp32"), Argument("SIZE", "constexpr", 4096))
         launches = [Launch("spilling", 1, arguments, (("num_warps", 1),), spilling)]
     else:
-        launches = [launch for launch in engine_launches() if not names or launch.kernel in names]
+        launches = [
+            launch for launch in engine_launches(float8=int(capability) >= 89) if not names or launch.kernel in names
+        ]
     for launch in launches:
         lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
         print(json.dumps(vars(lowered)), flush=True)

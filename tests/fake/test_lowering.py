@@ -42,8 +42,12 @@ def lowered(*arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("capability", "names", "source"),
-    [(89, FLOAT8, "f16x2"), (90, KERNELS, "f32")],  # the others have no code of their own for 8.9
-    ids=["8.9", "9.0"],
+    [
+        (80, KERNELS - FLOAT8 - {"_scales"}, ""),  # without FP8
+        (89, FLOAT8, "f16x2"),  # the others have no code of their own for 8.9
+        (90, KERNELS, "f32"),
+    ],
+    ids=["8.0", "8.9", "9.0"],
 )
 def test_kernels_spill_nothing_and_access_memory_in_vectors(capability: int, names: set[str], source: str) -> None:
     found = lowered(str(capability), *sorted(names))
