@@ -1,4 +1,4 @@
-"""Threads of a save, which may go on while the interpreter already ends."""
+"""Starts the threads of a save, which may still run when the interpreter ends."""
 
 from __future__ import annotations
 

@@ -255,4 +255,4 @@ class AcceptConfig:
         "Directory of the results; parts that are finished there are not repeated; null: `runs/accept-<date>_<time>`.",
     )
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
-    keep_trace: bool = setting(False, "Keep the raw trace of part g, some 10 MB.")
+    keep_trace: bool = setting(False, "Keep the raw traces of part g.")

@@ -30,7 +30,7 @@ waits for that explicitly; it follows from the order of events:
   may be new memory whose last owner has freed it, while the kernels of that owner are still queued.
 - ``Pending.wait`` makes the current stream wait for that one collective. What is queued later may read its result,
   write its input, and free both.
-- Until the wait torch's handle holds input and output, so nobody else gets their memory even if all references here are
+- Until the wait torch's handle holds input and output, so their memory is not reused even if all references here are
   dropped. No tensor needs ``record_stream``. (Before torch 2.8 this took ``TORCH_NCCL_AVOID_RECORD_STREAMS``.)
 """
 

@@ -17,8 +17,8 @@ TILE = 2048
 NUM_WARPS = 8
 
 FIELDS = 10
-"""Of a row: addresses of master, main grad, both moments, replica, its scale and its largest magnitude; elements; kind
-of the replica; whether weights decay."""
+"""Number of fields of a row: addresses of master, main grad, both moments, replica, its scale and its largest
+magnitude; number of elements; kind of the replica; whether weights decay."""
 
 KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float8_e4m3fn: 4}
 """Kinds of replicas, by dtype."""

@@ -7,7 +7,7 @@ number of its tile there::
     rows   int64 [tensors, fields]     addresses, sizes and options; the kernel names the fields
     tiles  int32 [tiles, 2]            (row, number of the tile in its tensor)
 
-Addresses are not references: whoever builds a table keeps the tensors alive, at the same place.
+Addresses are not references: the code that builds a table must keep the tensors alive and at the same address.
 """
 
 from __future__ import annotations

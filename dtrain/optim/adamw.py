@@ -83,7 +83,7 @@ class UpdateScalars:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1."""
+        """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1."""
         fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
         divisor, found_inf = self.grad_divisor.detach(), self.found_inf.detach() != 0
         return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)

@@ -116,7 +116,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Collectives:
-    """What the ranks' collectives were.
+    """Records the ranks' collectives.
 
     Attributes:
         issued: those that the communicator recorded, in their order.

@@ -39,7 +39,7 @@ class HostWait(AssertionError):
 
 
 HOST_READS = (DataDependentOutputException, DynamicOutputShapeException, HostWait)
-"""What a read of a fake tensor's values by the host raises."""
+"""Errors that a read of a fake tensor's values by the host raises."""
 
 # -- torch.cuda --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ _TORCH_CUDA: dict[str, Any] = {
 
 
 LOWEST_ADDRESS = 1 << 40
-"""Of fake memory; above every size and count."""
+"""Lowest address of fake memory; above every size and count."""
 
 
 class FakeDevice:

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` can do from PyTorch 2.13 on and dtrain needs, made from its inner state for 2.11 and 2.12."""
+"""Adds to ``fully_shard`` of PyTorch 2.11 and 2.12, by its private state, what dtrain needs and 2.13 has."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
+    """Result of a process.
 
     Attributes:
         result: what it wrote to ``open_result``.

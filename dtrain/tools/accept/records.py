@@ -39,7 +39,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """All that is known of a machine.
+    """Results and facts of one machine.
 
     Attributes:
         machine: facts from :mod:`dtrain.tools.accept.machine`.
