@@ -420,7 +420,7 @@ def _end_siblings() -> None:
     """Destroys the siblings at exit: a gloo thread that holds the last tensor of a save would abort the interpreter.
 
     A script that made the process group itself does not know of these. After an uncaught exception they stay, because
-    the other ranks may never answer.
+    the other ranks may never answer; ``setup`` waits for their threads.
     """
     atexit.unregister(_end_siblings)
     while _siblings and not hasattr(sys, "last_value"):

@@ -6,6 +6,7 @@ import atexit
 import os
 import socket
 import sys
+import time
 from contextlib import suppress
 from datetime import timedelta
 
@@ -18,6 +19,8 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+
+_RELEASE_S = 0.2
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -212,12 +215,27 @@ def _check_backend(device: torch.device) -> None:
 def _leave(comm: Communicator) -> None:
     """Destroys the process group at exit: a gloo thread that holds a tensor would abort the interpreter.
 
-    After an uncaught exception the other ranks may never answer, and waiting for them would hide the exception.
+    After an uncaught exception the other ranks may never answer, so the group stays: see :func:`_let_gloo_release`.
     """
     if not hasattr(sys, "last_value"):
         comm.release()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+_failed = False  # whether this process has left a group after a failure
+
+
+@atexit.register  # on import, so that it is called after the exit functions of whoever uses a group
+def _let_gloo_release() -> None:
+    """Waits, after a failure, until gloo's threads have released the tensors of collectives that have ended.
+
+    The release of a tensor's last reference takes the interpreter's lock. Before Python 3.14, a thread that waits for
+    the lock while the interpreter ends aborts the process: its exit code would be -6, as if it had crashed, instead of
+    1. The tensors of collectives in flight have other references, in the engine and in the traceback.
+    """
+    if _failed or (dist.is_initialized() and hasattr(sys, "last_value")):
+        time.sleep(_RELEASE_S)
 
 
 def disconnect(*, failed: bool = False) -> None:
@@ -227,9 +245,11 @@ def disconnect(*, failed: bool = False) -> None:
         failed: this rank has failed. NCCL would first wait for the collectives in flight, which the other ranks may
             never join, and so hide the error; they are aborted instead.
     """
+    global _failed
     atexit.unregister(_leave)  # the user's next group is not dtrain's to destroy
     if not dist.is_initialized():
         return
+    _failed |= failed
     if failed and "nccl" in dist.get_backend_config():
         with suppress(RuntimeError):  # the error that made this rank fail comes first
             _abort_process_group()

@@ -90,6 +90,8 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
             failed = False
             return exit_code
         finally:
+            if failed and comm.world_size > 1:
+                stop.keep()
             disconnect(failed=failed)
 
 

@@ -45,6 +45,13 @@ class StopSignals:
             signal.signal(number, signal.SIG_IGN)
         self._previous.clear()
 
+    def keep(self) -> None:
+        """Keeps these handlers for the rest of the process, which is about to end by an error.
+
+        A launcher that sees another rank leave sends one signal, before this rank may have printed its error.
+        """
+        self._previous.clear()
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {number: signal.signal(number, self._handle) for number in STOP_SIGNALS}

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import yaml
 
+import dtrain.__main__
 from dtrain.__main__ import main
 from dtrain.distributed.setup import connect, disconnect
+from dtrain.errors import DtrainError
 from tests.helpers.launch import (
     CORE,
     ROOT,
@@ -254,6 +256,23 @@ def test_batch_that_the_ranks_cannot_share(tmp_path: Path, data: str) -> None:
         assert 2 in exit_codes(job).values()
         assert f'File "{ROOT}/dtrain/' not in job.output
     assert not (tmp_path / "run").exists()
+
+
+def _signal_before_the_error_is_printed(rank: int, world: int, argv: list[str]) -> int:
+    real = dtrain.__main__._fail
+
+    def fail(error: DtrainError) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(error)
+
+    dtrain.__main__._fail = fail
+    return main(["train", *argv, f"seed={rank}"])  # which all ranks refuse
+
+
+def test_a_signal_of_the_launcher_does_not_hide_the_error(tmp_path: Path, data: str) -> None:
+    """It comes when another rank has left, and this rank may still be on its way to print why it leaves too."""
+    argv = [*SMALL, data, f"run_dir={tmp_path / 'run'}"]
+    assert run_ranks(2, _signal_before_the_error_is_printed, argv) == [2, 2]
 
 
 def test_error_in_the_model_on_one_rank_ends_all(tmp_path: Path, data: str) -> None:

@@ -71,5 +71,6 @@ def test_a_failed_rank_waits_for_no_collective_of_nccl(
     monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
     monkeypatch.setattr(setup, "_abort_process_group", abort)
+    monkeypatch.setattr(setup, "_failed", False)  # restored, so that the tests end without a wait
     disconnect(failed=failed)
     assert ends == [end]
