@@ -35,6 +35,7 @@ def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[...,
     try:
         if world > 1:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+            dist.barrier()  # a rank that leaves while another one still connects would make that one fail
         # plain pickle copies tensors; the pipe's own would share their memory, which dies with this process
         pipe.send_bytes(pickle.dumps((True, fn(rank, world, *args))))
     except BaseException:
