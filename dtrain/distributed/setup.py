@@ -20,7 +20,7 @@ from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 
-_RELEASE_S = 0.2
+_RELEASE_S = 0.2  # a thread that gets no processor for longer can still abort a failed rank at exit
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -226,13 +226,13 @@ def _leave(comm: Communicator) -> None:
 _failed = False  # whether this process has left a group after a failure
 
 
-@atexit.register  # on import, so that it is called after the exit functions of whoever uses a group
+@atexit.register  # on import: exit functions that are registered later, by users of a group, are called before it
 def _let_gloo_release() -> None:
     """Waits, after a failure, until gloo's threads have released the tensors of collectives that have ended.
 
-    The release of a tensor's last reference takes the interpreter's lock. Before Python 3.14, a thread that waits for
-    the lock while the interpreter ends aborts the process: its exit code would be -6, as if it had crashed, instead of
-    1. The tensors of collectives in flight have other references, in the engine and in the traceback.
+    The release of a tensor's last reference takes the interpreter's lock. Before Python 3.14 (gh-87135), a thread that
+    waits for the lock while the interpreter ends aborts the process: its exit code would be -6 instead of 1. The
+    tensors of collectives in flight have other references, in the engine and in the traceback.
     """
     if _failed or (dist.is_initialized() and hasattr(sys, "last_value")):
         time.sleep(_RELEASE_S)

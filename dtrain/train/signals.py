@@ -48,7 +48,8 @@ class StopSignals:
     def keep(self) -> None:
         """Keeps these handlers for the rest of the process, which is about to end by an error.
 
-        A launcher that sees another rank leave sends one signal, before this rank may have printed its error.
+        When another rank has ended, a launcher sends this one a signal, possibly before it has printed its error. The
+        previous handlers could end it first.
         """
         self._previous.clear()
 

@@ -270,7 +270,7 @@ def _signal_before_the_error_is_printed(rank: int, world: int, argv: list[str]) 
 
 
 def test_a_signal_of_the_launcher_does_not_hide_the_error(tmp_path: Path, data: str) -> None:
-    """It comes when another rank has left, and this rank may still be on its way to print why it leaves too."""
+    """The launcher sends it when another rank has ended; this rank may not have printed yet why it ends too."""
     argv = [*SMALL, data, f"run_dir={tmp_path / 'run'}"]
     assert run_ranks(2, _signal_before_the_error_is_printed, argv) == [2, 2]
 

@@ -35,7 +35,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Argument:
-    """How Triton compiles for one argument; another one of these makes it compile the kernel again.
+    """The facts about an argument for which Triton compiles; a kernel is compiled again for other facts.
 
     Attributes:
         type: such as ``*fp32`` or ``i64``; ``constexpr`` if the value is compiled in.
@@ -69,7 +69,7 @@ class Launch:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What Triton compiles once."""
+        """Returns what Triton compiles once for."""
         return self.kernel, self.arguments, self.options
 
 

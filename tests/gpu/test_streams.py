@@ -1,4 +1,4 @@
-"""Who waits for whom on a GPU: [Note: streams] in ``distributed.communicator``, with NCCL of one rank.
+"""Tests the waits of [Note: streams] in ``distributed.communicator`` on a GPU, with NCCL of one rank.
 
 A communicator of one rank issues no collective, so these tests issue NCCL's as a communicator of several would.
 """

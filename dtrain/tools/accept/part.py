@@ -13,7 +13,7 @@ become None. Three keys of the results mean the same in every part, and each may
     failures:    list[str]          one line each: what does not hold on this machine; the exit code is then 1
     left_out:    dict[str, str]     name -> reason of a case that did not run: no time, not installed, no memory
 
-The page has its heading of the part, its failures and what it left out from these keys; ``section`` gives the rest.
+The page takes the part's conclusions, failures and left-out cases from these keys; ``section`` returns the rest.
 A part that was killed starts again with the same ``directory``, and may reuse the cases of :func:`load_partial`.
 """
 
@@ -71,7 +71,7 @@ PARTS = tuple(
         ("g", "Profile of a training step", 1.5, "profile"),
     )
 )
-"""All parts in order of value."""
+"""The parts, which run in this order: the most valuable first."""
 
 
 def save_partial(request: PartRequest, results: Mapping[str, Any]) -> None:

@@ -83,9 +83,7 @@ def accept(config: AcceptConfig, command: str, folder: Path, parts: Sequence[Par
     def write() -> Acceptance:
         known = [records[part.key] for part in parts if part.key in records]
         reasons = {
-            part.key: "its turn has not come" if part in chosen else "not chosen"
-            for part in parts
-            if part.key not in records
+            part.key: "not started yet" if part in chosen else "not chosen" for part in parts if part.key not in records
         }
         date = time.strftime("%Y-%m-%dT%H:%M:%S")
         acceptance = Acceptance(command, date, config.minutes, machine, known, reasons)

@@ -194,7 +194,7 @@ class Trace:
 def record_trace(run: Callable[[], object], device: torch.device, *, keep: Path | None = None) -> Trace:
     """Calls ``run`` once under the profiler; ``keep`` is the file for the raw trace, deleted if None.
 
-    The profiler's own start is not in the trace, and neither is the wait for the device at the end.
+    The returned trace counts neither the profiler's start nor the final wait for the device.
 
     Raises:
         AcceptError: the profiler cannot record the device.

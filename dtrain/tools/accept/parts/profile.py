@@ -211,9 +211,10 @@ def section(results: Mapping[str, Any]) -> list[str]:
     cases = results.get("cases") or []
     lines = [
         f"The native engine, {results.get('model')}, sequences of {results.get('seq_len')} tokens, stage 2, one rank. "
-        "A class is chosen by the kernel's name; what `engine.step` launches is optimizer. Kernels that overlap count "
-        "in full, so classes and idle may add up to more than the step. Idle: the step less the time in which the "
-        "device executes anything; the profiler slows the host, so compare the step without it.",
+        "A class is chosen by the kernel's name; kernels which `engine.step` launches count as optimizer unless they "
+        "communicate. Kernels that overlap count in full, so classes and idle may add up to more than the step. Idle: "
+        "the step less the time in which the device executes anything; the profiler slows the host, so compare the "
+        "step without it.",
     ]
     if not cases:
         return lines

@@ -79,7 +79,7 @@ def test_killed_in_the_middle_and_started_again_it_resumes(tmp_path: Path, monke
     wait_for(lambda: is_gone(int(child.read_text())))  # what the part had started ends too
     first = json.loads((tmp_path / "out/accept.json").read_text())
     assert [part["status"] for part in first["parts"]] == ["done"]
-    assert "- b: b: its turn has not come" in (tmp_path / "out/accept.md").read_text()
+    assert "- b: b: not started yet" in (tmp_path / "out/accept.md").read_text()
     assert start().wait() == 0
     content = json.loads((tmp_path / "out/accept.json").read_text())
     assert [part["status"] for part in content["parts"]] == ["done", "done"]
