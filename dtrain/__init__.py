@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
     from dtrain.engine.initialize import initialize
-    from dtrain.engine.interface import Culprit, Engine, StepOutcome
+    from dtrain.engine.interface import Engine
+    from dtrain.engine.outcome import Culprit, StepOutcome
     from dtrain.optim.adamw import AdamW
     from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
     from dtrain.precision.float8.options import Float8Options
@@ -39,7 +40,8 @@ __all__ = [
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
-    "dtrain.engine.interface": ("Culprit", "Engine", "StepOutcome"),
+    "dtrain.engine.interface": ("Engine",),
+    "dtrain.engine.outcome": ("Culprit", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
     "dtrain.optim.adamw": ("AdamW",),
     "dtrain.optim.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),

@@ -61,8 +61,8 @@ class CheckpointReader:
         for tensor in self.tensors:
             if tensor.kind not in valid:
                 raise CheckpointError(
-                    f"{self.path} holds {tensor.label}, of a kind that this version does not know (known: "
-                    f"{', '.join(sorted(valid))}); load it with the dtrain that wrote it"
+                    f"{self.path} holds {tensor.label}, of a kind that this run does not know (known: "
+                    f"{', '.join(sorted(valid))}); load it with the optimizer, and the dtrain, that wrote it"
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:

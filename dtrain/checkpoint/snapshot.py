@@ -30,7 +30,7 @@ class TensorShard:
 
     Attributes:
         name: name of the logical tensor, such as ``blocks.0.attn.qkv.weight``.
-        kind: ``master``, ``exp_avg``, ``exp_avg_sq``, ``buffer``, ``frozen`` or another lower-case word.
+        kind: ``master``, the name of an optimizer state, ``buffer``, ``frozen`` or another lower-case word.
         shape: shape of the logical tensor.
         dtype: dtype of the logical tensor.
         start: first row-major element of the interval.

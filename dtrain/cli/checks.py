@@ -187,11 +187,6 @@ def _check_precision(precision: PrecisionConfig) -> None:
                 f"precision.float8.{item.name}={value} is not used with precision={precision.name} and no fp8 rule; "
                 f"remove it, or set precision=fp8"
             )
-    if float8.recipe == "rowwise" and float8.weight_scale == "delayed":
-        raise ConfigError(
-            "precision.float8.weight_scale=delayed needs precision.float8.recipe=tensorwise: a row has no scale of its "
-            "own to keep"
-        )
 
 
 _CALIBRATION_KEYS = {"calibration_steps", "margin"}
@@ -281,7 +276,6 @@ def _check_capabilities(config: RunConfig) -> None:
     format_key = {
         "precision": "precision",
         "rules": "precision.rules",
-        "weight_scale": "precision.float8.weight_scale",
         "compile": "optim.compile",
     }
     for name in dict.fromkeys(("fp32", *config.precision.rules.values())):
@@ -291,7 +285,6 @@ def _check_capabilities(config: RunConfig) -> None:
             **keys,
             precision=config.precision.name,
             rules=name,
-            weight_scale=config.precision.float8.weight_scale,
             compile=config.optim.compile,
         )
 

@@ -95,7 +95,6 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "zero_stage": (0, 1, 2, 3),
     "precision": ("auto", "fp32", "tf32", "bf16", "fp16", "fp8"),
     "rules": ("fp32", "bf16", "fp16", "fp8"),
-    "weight_scale": ("current", "delayed"),
     "device_type": ("cpu", "cuda"),
     "reproducible": (False, True),
     "reduce_dtype": ("auto", "fp32", "bf16", "fp16"),
@@ -110,9 +109,6 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
 """Every key in which engines differ, with all values that any engine supports; empty: its reader checks it."""
 
 _NATIVE_ONLY = {
-    "weight_scale": SupportedValues(
-        ("current",), "only the native engine casts weights to FP8 in its update, which can use a scale known before"
-    ),
     "compile": SupportedValues(
         ("auto", False),
         "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",

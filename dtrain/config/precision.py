@@ -66,11 +66,6 @@ class Float8Config:
     """FP8 matrix products; used if the precision or a rule is fp8. docs/precision.md describes the recipes."""
 
     recipe: str = one_of("tensorwise", "rowwise", doc="One scale per tensor, or one per row and column.")
-    weight_scale: str = one_of(
-        "current",
-        "delayed",
-        doc="Values from which a weight's scale is computed: current, or one step earlier (tensorwise only).",
-    )
     grad_format: str = one_of(
         "auto", "e5m2", "e4m3", doc="Format of gradients; auto: e5m2 with tensorwise, e4m3 with rowwise."
     )

@@ -1,128 +1,308 @@
-"""Memory that the ranks of one host read from each other.
+"""Collectives of CPU ranks of one host, which read each other's buffers.
 
-A region is one anonymous file (``memfd_create``) for each rank, all of one size; every rank maps those of all ranks.
-The files have no name, so nothing stays behind however a process ends. They are opened through ``/proc/<pid>/fd/<n>``,
-which the kernel grants to processes of the same user.
+Buffers from :meth:`HostMemory.allocate` are read in place; all else goes through the process group. Only a ready
+message is sent through gloo: one small all-gather, batched over all buffers announced before the first wait. So order,
+failures, time-outs and bits are the same as with sockets. A rank that has received a ready message sees the sender's
+stores, because sending and receiving on a socket are system calls that take locks, which order memory on x86 and on
+ARM. The weight of a micro-batch lies in the ready messages of its gradients.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+import torch.distributed as dist
+from torch import Tensor
 
+from dtrain.distributed.communicator import (
+    CollectiveSchedule,
+    GradientExchange,
+    GradientHandle,
+    GradientSend,
+    Handle,
+    byte_view,
+    require_fp32,
+)
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, BufferPool, next_number
+from dtrain.distributed.logging import logger
+from dtrain.distributed.process_group import ProcessGroup, all_gather_single, named_failure, sum_in_order
+from dtrain.distributed.ring import RingSchedule
+from dtrain.distributed.shared_memory import SharedMemory
 from dtrain.errors import CommunicationError
 
+_READY_MESSAGE_BYTES = 16 * 2**20  # bytes of announced buffers after which the message is sent
+_READY_MESSAGE_ENTRIES = 16  # buffers in one message
+_ALIGNMENT = 64  # bytes; of the slots of the ring
 
-class SharedMemory:
-    """The regions of all ranks; they live as long as this object.
 
-    Every rank calls the constructor and :meth:`allocate` in the same order. A failure on one rank is a failure on all,
-    and from then on nothing is allocated.
+class HostMemory(ProcessGroup):
+    """Collectives over ``group``, whose ranks are CPU ranks of one host.
 
     Args:
-        rank: rank of this process.
-        exchange_text: sends a text to all ranks and returns that of every rank.
-
-    Attributes:
-        unsupported_reason: why nothing can be allocated; empty if it can.
+        group: two or more ranks.
+        device: the CPU.
+        schedule: shared with the communicators of other axes; None: a new one.
     """
 
-    def __init__(self, rank: int, exchange_text: Callable[[str], list[str]]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
+    ) -> None:
+        super().__init__(group, device, schedule)
+        self.memory = SharedMemory(self.rank, self.exchange_text)
+        self._ready_message = _ReadyMessage(self)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns zeros [numel], of shared memory unless an allocation has failed on some rank."""
+        if numel and not self.memory.unsupported_reason:
+            storage = self.memory.allocate(numel * dtype.itemsize)
+            if storage is not None:
+                return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload,no-any-return]
+            logger.info(f"buffers are sent through sockets, not shared memory: {self.memory.unsupported_reason}")
+        return super().allocate(numel, dtype)
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Whether the other ranks can read ``tensor`` in place; the same on all ranks."""
+        return self.memory.find(tensor) is not None
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
+        if not self.is_shared(shard):
+            return super().all_gather(output, shard, label=label)
+        what = self.schedule.record("all_gather", label, output)
+        return _CopyRead(self.announce(what, byte_view(shard)), byte_view(output))
+
+    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+        if not self.is_shared(flat):
+            return super().reduce_scatter_sum(output, flat, label=label)
+        require_fp32("reduce_scatter_sum", flat)
+        what = self.schedule.record("all_to_all_single", label, flat)
+        return _SumRead(self.announce(what, flat), output, self.rank)
+
+    def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
+        if sends:
+            sizes = [-(-send.nbytes // _ALIGNMENT) * _ALIGNMENT for send in sends]
+            schedule = RingSchedule(sizes, num_early, MAX_BYTES_IN_FLIGHT)
+            memory = self.allocate(schedule.capacity, torch.uint8)
+            if self.is_shared(memory):  # else the allocation failed on some rank, and is private on all
+                return RingExchange(self, sends, memory, schedule)
+        return super().gradient_exchange(sends, num_early)
+
+    def release(self) -> None:
+        super().release()
+        self.memory.release()
+
+    def announce(self, what: str, tensor: Tensor, weight: int = 0) -> Announcement:
+        """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order."""
+        location = self.memory.find(tensor)
+        assert location is not None
+        message = self._ready_message
+        announcement = Announcement(self, what, self.schedule.num_issued, tensor, message)
+        message.entries.append((announcement.collective, *location, tensor.nbytes, weight))
+        message.nbytes += tensor.nbytes
+        # by the sizes alone, which are equal on all ranks, so that all send at the same point
+        if message.nbytes >= _READY_MESSAGE_BYTES or len(message.entries) == _READY_MESSAGE_ENTRIES:
+            self.flush()
+        return announcement
+
+    def flush(self) -> None:
+        message = self._ready_message
+        if message.entries:
+            # first: a failure below must not leave the next buffers in a message that is never sent
+            self._ready_message = _ReadyMessage(self)
+            message.send()
+
+
+class _ReadyMessage:
+    """One all-gather of the locations of buffers that are ready; sent when a rank waits for one of them, or earlier."""
+
+    def __init__(self, comm: HostMemory) -> None:
+        self._comm = comm
+        # (number of the collective, region, offset, bytes, weight) of each buffer
+        self.entries: list[tuple[int, int, int, int, int]] = []
+        self.nbytes = 0
+        self._rows: Tensor | None = None  # [world_size, _READY_MESSAGE_ENTRIES, 5] once it is sent
+        self._work: Any = None
+
+    def send(self) -> None:
+        comm = self._comm
+        # of a fixed size, so that messages with unequal numbers of entries are noticed
+        row = torch.zeros(_READY_MESSAGE_ENTRIES, 5, dtype=torch.int64)
+        row[: len(self.entries)] = torch.tensor(self.entries, dtype=torch.int64)
+        self._rows = torch.empty(comm.world_size, *row.shape, dtype=torch.int64)
+        with named_failure(f"rank {comm.rank}: the message that buffers are ready"):
+            self._work = all_gather_single(self._rows.view(-1), row.view(-1), group=comm.process_group, async_op=True)
+
+    def wait(self, index: int) -> list[list[int]]:
+        """Returns entry number ``index`` of every rank."""
+        if self._work is None:
+            self._comm.flush()
+        if self._work is None:  # the communicator has dropped this message, so another send would be empty
+            raise RuntimeError("an earlier attempt to send it failed")
+        self._work.wait()
+        assert self._rows is not None
+        entries: list[list[int]] = self._rows[:, index].tolist()
+        return entries
+
+
+class Announcement:
+    """A buffer of this rank that the others may read once they have the ready message, and theirs.
+
+    Attributes:
+        collective: number of the collective in the schedule.
+    """
+
+    def __init__(self, comm: HostMemory, what: str, collective: int, tensor: Tensor, message: _ReadyMessage) -> None:
+        self._comm = comm
+        self._what = f"rank {comm.rank}: {what}"
+        self.collective = collective
+        self._tensor = tensor
+        self._message = message
+        self._index = len(message.entries)
+
+    def wait(self) -> tuple[list[Tensor], list[int]]:
+        """Returns the buffer and the weight of every rank, in rank order.
+
+        Raises:
+            CommunicationError: the message failed, or a rank has announced another buffer.
+        """
+        with named_failure(self._what):
+            entries = self._message.wait(self._index)
+        comm, tensor = self._comm, self._tensor
+        tensors = []
+        for rank, (other, region, offset, nbytes, _) in enumerate(entries):
+            # before the bytes are used: a rank that issued another collective offers another buffer
+            if (other, nbytes) != (self.collective, tensor.nbytes):
+                raise CommunicationError(
+                    f"{self._what} is collective number {self.collective} here, of {tensor.nbytes} bytes, and met "
+                    f"number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
+                )
+            tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
+        return tensors, [weight for *_, weight in entries]
+
+
+class _Read:
+    """A collective whose result this rank computes from what it reads, in the wait."""
+
+    def __init__(self, announcement: Announcement, output: Tensor) -> None:
+        self._announcement: Announcement | None = announcement
+        self._output = output
+
+    def wait(self) -> None:
+        # before the wait: a collective that failed is not waited for again
+        announcement, self._announcement = self._announcement, None
+        if announcement is not None:
+            self._use(announcement.wait()[0])
+
+    def _use(self, tensors: list[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class _CopyRead(_Read):
+    def _use(self, tensors: list[Tensor]) -> None:
+        for target, source in zip(self._output.view(len(tensors), -1), tensors, strict=True):
+            if target.data_ptr() != source.data_ptr():  # this rank's own shard may lie in the output
+                target.copy_(source)
+
+
+class _SumRead(_Read):
+    def __init__(self, announcement: Announcement, output: Tensor, rank: int) -> None:
+        super().__init__(announcement, output)
         self._rank = rank
-        self._exchange_text = exchange_text
-        self._regions: list[list[UntypedStorage]] = []  # each by rank
-        self._numbers: dict[int, int] = {}  # region by the address of this rank's file in it
-        self.unsupported_reason = ""
-        hosts = self._on_every_rank(_require_shared_memory)
-        if hosts is not None and any(host != hosts[0] for host in hosts):
-            self.unsupported_reason = "the ranks are on several hosts or in several containers"
 
-    def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
-        """Returns ``work()`` (plain JSON) of every rank, or None, with a reason, if it failed on one."""
-        try:
-            report = {"value": work()}
-        except (OSError, RuntimeError) as error:
-            report = {"error": str(error).splitlines()[0]}
-        reports = [json.loads(text) for text in self._exchange_text(json.dumps(report))]
-        for rank, other in enumerate(reports):
-            if "error" in other:
-                self.unsupported_reason = f"rank {rank}: {other['error']}"
-                return None
-        return [other["value"] for other in reports]
-
-    def allocate(self, nbytes: int) -> UntypedStorage | None:
-        """Returns this rank's ``nbytes`` zeros of a new region, or None; see :attr:`unsupported_reason`."""
-        if self.unsupported_reason:
-            return None
-        descriptor = -1
-
-        def create() -> list[int]:
-            nonlocal descriptor
-            descriptor = os.memfd_create("dtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.posix_fallocate(descriptor, 0, nbytes)  # fails now; touching pages that cannot be had would kill
-            # a rank that truncated its file would kill the readers
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
-
-        region: list[UntypedStorage] = []
-        try:
-            files = self._on_every_rank(create)
-            if files is None or self._on_every_rank(lambda: region.extend(_map(f, nbytes) for f in files)) is None:
-                return None
-        finally:
-            if descriptor >= 0:  # the others have opened it by now, and mappings outlive the descriptor
-                os.close(descriptor)
-        self._numbers[region[self._rank].data_ptr()] = len(self._regions)
-        self._regions.append(region)
-        return region[self._rank]
-
-    def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Returns (number of the region, byte offset) of a contiguous ``tensor``, or None if it lies elsewhere."""
-        number = self._numbers.get(tensor.untyped_storage().data_ptr())
-        if number is None or not tensor.is_contiguous():
-            return None
-        return number, int(tensor.storage_offset()) * tensor.element_size()
-
-    def read(self, rank: int, region: int, offset: int, like: Tensor) -> Tensor:
-        """Returns the 1-D tensor of ``rank`` at ``offset`` bytes, with the dtype and number of elements of ``like``."""
-        storage = self._regions[region][rank]
-        if offset + like.nbytes > storage.nbytes():
-            raise CommunicationError(
-                f"rank {rank} offers {like.nbytes} bytes at {offset} of region {region}, which has {storage.nbytes()}"
-            )
-        return torch.empty(0, dtype=like.dtype).set_(storage, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload,no-any-return]
+    def _use(self, tensors: list[Tensor]) -> None:
+        sum_in_order(self._output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors])
 
 
-def host_identity() -> list[str] | None:
-    """Returns a value that ranks have in common if they see the same processes; None if the system has none."""
-    try:
-        return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
-    except OSError:
-        return None
+class RingExchange(GradientExchange):
+    """Gradients in a ring that the other ranks read: [Note: ring buffer reuse] in ``distributed.ring``.
+
+    A gradient whose slot is not free when it is opened lies in private memory until it is sent.
+
+    Args:
+        comm: the ranks that send.
+        sends: in the order in which they start.
+        memory: uint8 [schedule.capacity], shared.
+        schedule: slots of the sends.
+    """
+
+    def __init__(self, comm: HostMemory, sends: Sequence[GradientSend], memory: Tensor, schedule: RingSchedule) -> None:
+        self._comm = comm
+        self._sends = sends
+        self._memory = memory
+        self._schedule = schedule
+        self._pool = BufferPool(comm.device)
+        self._gaps = [_gaps(send) for send in sends]
+        self._private: dict[int, Tensor] = {}  # opened outside the ring, by index
+        self._num_started = 0
+        self._num_finished = 0
+        self._weight = 0  # its bits
+
+    def begin(self, weight: Tensor) -> None:
+        self._weight = int(weight.view(torch.int32))
+
+    def open(self, index: int) -> Tensor:
+        send = self._sends[index]
+        number = next_number(self._num_started, index, self._schedule.cycle)
+        if self._schedule.slot(number).free_after >= self._num_finished:
+            self._private[index] = self._pool.take(send.filled, send.numel, send.dtype)
+            return self._private[index]
+        gradient = self._slot(number, send)
+        for start, stop in self._gaps[index]:  # other gradients have used this slot, and the owners sum the gaps too
+            gradient[start:stop].zero_()
+        return gradient
+
+    def finish_first(self, index: int) -> int:
+        return self._schedule.finish_first(next_number(self._num_started, index, self._schedule.cycle))
+
+    def send(self, index: int) -> GradientHandle:
+        send, number = self._sends[index], self._num_started
+        if self._schedule.finish_first(number) >= self._num_finished:
+            raise RuntimeError(f"send {number} starts before finish_first: {self._num_finished} sends are finished")
+        gradient = self._slot(number, send)
+        private = self._private.pop(index, None)
+        if private is not None:
+            gradient.copy_(private)
+            self._pool.give(send.filled, private)
+        what = self._comm.schedule.record("all_to_all_single", send.label, gradient)
+        announcement = self._comm.announce(what, gradient, self._weight)
+        # send number started - window is finished, so its window before that has been read everywhere
+        self._schedule.forget(number - 2 * self._schedule.window)
+        self._num_started += 1
+        return _RingGradient(self, number, announcement, self._comm.rank)
+
+    def finish(self, number: int) -> None:
+        """Counts send ``number`` as finished."""
+        if number != self._num_finished:
+            raise RuntimeError(f"send {number} is released before send {self._num_finished}")
+        self._num_finished += 1
+
+    def idle(self) -> list[Tensor]:
+        return [self._memory, *self._pool.idle()]
+
+    def _slot(self, number: int, send: GradientSend) -> Tensor:
+        start = self._schedule.slot(number).start
+        return self._memory[start : start + send.nbytes].view(send.dtype)
 
 
-def _require_shared_memory() -> list[str]:
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create")
-    host = host_identity()
-    if host is None:
-        raise OSError("this system does not identify the host in /proc")
-    return host
+class _RingGradient(GradientHandle):
+    def __init__(self, exchange: RingExchange, number: int, announcement: Announcement, rank: int) -> None:
+        self.number = number
+        self._exchange = exchange
+        self._announcement = announcement
+        self._rank = rank
+
+    def wait(self) -> tuple[Sequence[Tensor], Tensor]:
+        gradients, weights = self._announcement.wait()
+        shards = [gradient.view(len(gradients), -1)[self._rank] for gradient in gradients]
+        return shards, torch.tensor(weights, dtype=torch.int32).view(torch.float32)
+
+    def release(self) -> None:
+        self._exchange.finish(self.number)
 
 
-def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
-    pid, descriptor, inode = file
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
-            raise OSError(f"/proc/{pid} is another process here")
-        return UntypedStorage.from_file(f"/proc/self/fd/{opened}", shared=True, nbytes=nbytes)  # type: ignore[return-value]
-    finally:
-        os.close(opened)
+def _gaps(send: GradientSend) -> list[tuple[int, int]]:
+    """Returns the ranges of ``send`` that are not filled."""
+    stops = [0, *(stop for _, stop in send.filled)]
+    starts = [*(start for start, _ in send.filled), send.numel]
+    return [(start, stop) for start, stop in zip(stops, starts, strict=True) if start < stop]

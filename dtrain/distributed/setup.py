@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.logging import logger
+from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.shared_memory import compare_hosts
+from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -87,10 +92,10 @@ def connect(
         _make_current(device)
         if env.launched and env.one_host:  # for a group that is added to it
             _use_loopback()
-        return Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
+        return make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     _make_current(device)
     if env.world_size == 1:
-        return Communicator(None, device)
+        return SingleRank(device)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
@@ -103,8 +108,34 @@ def connect(
         _use_loopback()
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
     dist.init_process_group(_backend(device), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    comm = Communicator(dist.group.WORLD, device, shared_memory=shared_memory)
+    comm = make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     atexit.register(_leave, comm)
+    return comm
+
+
+def make_communicator(
+    group: dist.ProcessGroup | None, device: torch.device, *, shared_memory: bool = True
+) -> Communicator:
+    """Returns the communicator over ``group``; None or a group of one: over a single rank. All its ranks call.
+
+    Args:
+        group: the ranks.
+        device: where the tensors of the collectives live.
+        shared_memory: let CPU ranks of one host read each other's buffers; the same on all ranks.
+
+    Raises:
+        DivergenceError: ``shared_memory`` differs between the ranks.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return SingleRank(device)
+    comm = ProcessGroup(group, device)
+    if device.type == "cpu":
+        reason = compare_hosts(comm.exchange_text, is_allowed=shared_memory)
+        if not reason:
+            logger.info("the ranks share memory: buffers are read in place")
+            return HostMemory(group, device, comm.schedule)
+        if shared_memory:
+            logger.info(f"buffers are sent through sockets, not shared memory: {reason}")
     return comm
 
 

@@ -6,26 +6,25 @@ import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine.model_state import MASTER, MOMENTS, StateEngine
+from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
 from dtrain.parameters.groups import aliases
 
-_TRAINED = (MASTER, *MOMENTS)
-_FLOAT8_BITS = ("recipe", "weight_scale", "grad_format", "emulate", "fast_accumulation")
+_FLOAT8_BITS = ("recipe", "grad_format", "emulate", "fast_accumulation")
 """The FP8 options that the bits of a product follow from."""
 
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
@@ -104,9 +103,9 @@ class Checkpointer:
         self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
     ) -> Snapshot:
         engine = self._engine
-        shards = [*self._owned_shards()]
+        shards = [*self._owned_shards(engine.saved_dtypes), *engine.frozen_shards()]
         if self._comm.rank == 0:  # all ranks hold these, so one of them writes
-            shards += _replicated_shards(engine.module)
+            shards += _replicated_shards(engine)
         state = {
             "run_id": engine.run_id,
             "engine": engine.name,
@@ -133,9 +132,9 @@ class Checkpointer:
         }
         return Snapshot(engine.attempted_steps, tuple(shards), state)
 
-    def _owned_shards(self) -> Iterator[TensorShard]:
-        """Yields this rank's share of masters and moments, those of one parameter together."""
-        for shards in zip(*(self._engine.owned_shards(kind) for kind in _TRAINED), strict=True):
+    def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
+        """Yields this rank's share of masters and optimizer states, those of one parameter together."""
+        for shards in zip(*map(self._engine.owned_shards, kinds), strict=True):
             yield from shards
 
     # -- loading -----------------------------------------------------------------------------------------------------
@@ -158,11 +157,15 @@ class Checkpointer:
         return extra
 
     def _read(self, reader: CheckpointReader) -> None:
-        shards = chain.from_iterable(self._engine.local_shards(kind) for kind in _TRAINED)
+        kinds = _trained_kinds(reader, self._engine)
+        for spec in self._engine.rule.states:
+            for shard in self._engine.local_shards(spec.name) if spec.name not in kinds else ():
+                shard.data.fill_(spec.init)
+        shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards())
         # every rank fills all that it holds, also what another rank has saved
-        trained = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
-        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine.module))
-        reader.read_into(chain(trained, replicated))
+        sharded = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
+        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine))
+        reader.read_into(chain(sharded, replicated))
 
     def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
         """Yields what this rank proves: the live tensors; for a frozen one that was cast, its saved values.
@@ -170,17 +173,16 @@ class Checkpointer:
         Raises:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
-        yield from self._owned_shards()  # over all ranks these are every element once
-        if self._comm.rank != 0:
-            return
+        yield from self._owned_shards(_trained_kinds(reader, self._engine))  # over all ranks every element once
+        replicated = _replicated_shards(self._engine) if self._comm.rank == 0 else ()
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
-        for shard in _replicated_shards(self._engine.module):
+        for shard in chain(self._engine.frozen_shards(), replicated):
             dtype = dtypes.get((shard.kind, shard.name), shard.dtype)
             if dtype == shard.dtype:
                 yield shard
                 continue
-            for start in range(0, shard.stop, _CAST_ELEMENTS):
-                live = shard.data[start : start + _CAST_ELEMENTS]
+            for start in range(shard.start, shard.stop, _CAST_ELEMENTS):
+                live = shard.data[start - shard.start :][:_CAST_ELEMENTS]
                 stop = start + live.numel()
                 values = reader.read(shard.kind, shard.name, start, stop)
                 if not torch.equal(values.to(shard.dtype).view(torch.uint8), live.cpu().view(torch.uint8)):
@@ -211,32 +213,34 @@ def _config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
 
 
-def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+def _replicated_tensors(engine: StateEngine) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
     transient = {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
+        for prefix, module in engine.module.named_modules(remove_duplicate=False)
         for name in module._non_persistent_buffers_set
     }
-    for name, buffer in model.named_buffers():
+    for name, buffer in engine.module.named_buffers():
         if name not in transient:
             yield "buffer", name, buffer.detach()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            yield "frozen", name, parameter.detach()
+    for name, parameter in engine.replicated_frozen().items():
+        yield "frozen", name, parameter
 
 
-def _replicated_shards(model: nn.Module) -> Iterator[TensorShard]:
-    for kind, name, tensor in _replicated_tensors(model):
+def _replicated_shards(engine: StateEngine) -> Iterator[TensorShard]:
+    for kind, name, tensor in _replicated_tensors(engine):
         flat = tensor.contiguous().view(-1)
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
 
 
 def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
-    reader.require_kinds((*_TRAINED, "buffer", "frozen"))
+    dtypes = engine.saved_dtypes
+    reader.require_kinds((*dtypes, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
-    live = {(kind, name): (shape, torch.float32) for name, shape in engine.shapes.items() for kind in _TRAINED}
-    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine.module)}
+    kinds = _trained_kinds(reader, engine)
+    live = {(kind, name): (shape, dtypes[kind]) for name, shape in engine.shapes.items() for kind in kinds}
+    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine)}
+    live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]
@@ -252,6 +256,11 @@ def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
             )
         # the precision policy casts frozen weights, so theirs may be another one; values of a buffer are exact
         may_cast = kind == "frozen" and dtype.is_floating_point and saved_dtype.is_floating_point
+        if saved_dtype != dtype and kind in dtypes:
+            raise CheckpointError(
+                f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the optimizer keeps it in {dtype}; resume "
+                f"with the optimizer that it was saved with"
+            )
         if saved_dtype != dtype and not may_cast:
             raise CheckpointError(
                 f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the model's is {dtype}; build the model "
@@ -259,8 +268,29 @@ def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
             )
 
 
+def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
+    """Returns the kinds of trained tensors to load: masters and all states, or masters alone before the first update.
+
+    An imported model has masters alone; its states have their initial values.
+
+    Raises:
+        CheckpointError: a state of the optimizer is missing.
+    """
+    saved = {tensor.kind for tensor in reader.tensors}
+    states = [spec.name for spec in engine.rule.states]
+    missing = [name for name in states if name not in saved]
+    if not missing or MASTER not in saved:
+        return [MASTER, *states]
+    if missing == states and reader.state["engine_state"]["applied_steps"] == 0:
+        return [MASTER]
+    raise CheckpointError(
+        f"{reader.path} holds no {' and no '.join(map(repr, missing))}, the state that "
+        f"{type(engine.options.optimizer).__name__} keeps; resume with the optimizer that it was saved with"
+    )
+
+
 def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
-    saved, own = reader.state["optimizer"].get("compile"), engine.options.optimizer.compile
+    saved, own = reader.state["optimizer"].get("compile"), engine.rule.is_compiled
     if saved is not None and saved != own:
         logger.warning(
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "

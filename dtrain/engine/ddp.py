@@ -21,14 +21,14 @@ from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, UsageError
-from dtrain.optim.adamw import UpdateScalars
+from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.groups import backward_names, decayed_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.weights import CachedWeights
+from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 
 def build(request: EngineRequest) -> Engine:
@@ -56,19 +56,20 @@ class DdpEngine(StepEngine):
             LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), name in decayed, replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._local_shards = LocalShards(shards, request.step.optimizer, (self.rank, self.world_size))
-        self._gradients = _Gradients(self.monitor)
+        self._local_shards = LocalShards(shards, self.rule, (self.rank, self.world_size))
+        self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):
             self._parameters[name].register_hook(self._gradients.hook(name, number))
         self._replicated: DistributedDataParallel | None = None
-        if self.world_size > 1:
+        if self.comm.process_group is not None:
             self._replicated = self._replicate()
         self.check_contract()
 
     def _replicate(self) -> DistributedDataParallel:
         replicated = DistributedDataParallel(
             _LossModule(self._parameters.values()),
+            process_group=self.comm.process_group,
             init_sync=False,  # dtrain.initialize has broadcast the weights
             gradient_as_bucket_view=True,
         )
@@ -172,10 +173,11 @@ class DdpEngine(StepEngine):
             parameter = self._parameters[shard.name]
             check_in_place(shard.name, parameter, parameter, shard.master)
 
+    def _held(self, kind: str) -> list[Tensor]:
+        return self._local_shards.tensors(kind)
+
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
-            "master": self._local_shards.masters,
-            "moments": self._local_shards.moments,
             "compute": [tensor for weights in self._float8_weights for tensor in weights.cached()],
             "unsharded": [],
             "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
@@ -185,17 +187,18 @@ class DdpEngine(StepEngine):
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist within a step only."""
         held = 4 * self.num_parameters
-        return {"compute": 0, "main_grad": held, "master": held, "moments": 2 * held}
+        moments = self.rule.state_bytes * self.num_parameters
+        return {"compute": 0, "main_grad": held, "master": held, "moments": moments}
 
 
-def _cache_float8(model: nn.Module, contract: Contract) -> list[CachedWeights]:
-    """Lets the FP8 modules cast their weights once a step, not in each forward; returns the caches."""
-    caches = []
+def _cache_float8(model: nn.Module, contract: Contract) -> list[QuantizedWeight]:
+    """Lets the FP8 modules cast their weights once a step, not in each forward; returns those weights."""
+    weights = []
     for name in contract.float8_modules:
         linear = cast(Float8Linear, model.get_submodule(name))
-        linear.source = weights = CachedWeights(linear.recipe)
-        caches.append(weights)
-    return caches
+        linear.quantized_weight = QuantizedWeight(linear.recipe, Cache.UNTIL_WRITTEN)
+        weights.append(linear.quantized_weight)
+    return weights
 
 
 class _Gradients:
@@ -212,11 +215,12 @@ class _Gradients:
         received: names of the parameters with a gradient in the current backward.
     """
 
-    def __init__(self, monitor: GradientMonitor) -> None:
+    def __init__(self, monitor: GradientMonitor, group: dist.ProcessGroup | None) -> None:
         self.reduce_dtype_check: ReduceDtypeCheck | None = None
         self.num_summed = 0
         self.received: set[str] = set()
         self._monitor = monitor
+        self._group = group
         self._weight: Weight | None = None  # of the current backward
         self._micro_batch: int | None = None
 
@@ -247,7 +251,7 @@ class _Gradients:
         if self.reduce_dtype_check is not None:
             self.reduce_dtype_check.record("all", bucket)
         self.num_summed += bucket.numel()
-        future: Any = dist.all_reduce(bucket, async_op=True).get_future()
+        future: Any = dist.all_reduce(bucket, group=self._group, async_op=True).get_future()
         summed: torch.futures.Future[Tensor] = future.then(lambda done: done.value()[0])
         return summed
 

@@ -23,7 +23,7 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import is_managed
-from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions
+from dtrain.engine.request import EngineOptions, EngineRequest, RunIdentity, StepOptions, UnshardOptions
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError, ModelError
 from dtrain.optim.adamw import AdamW
@@ -35,7 +35,6 @@ from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 from dtrain.precision.rules import format_name
 from dtrain.sharding.placement import STAGES
-from dtrain.sharding.unshard import UnshardOptions
 
 
 def initialize(
@@ -124,8 +123,7 @@ def initialize(
         engine, policy, comm.device, zero_stage=stage, reproducible=reproducible, reduce_dtype=reduce_dtype
     )
     model.to(comm.device)
-    casts_float8 = policy.uses_float8 and policy.float8.weight_scale == "delayed"
-    options = replace(options, optimizer=options.optimizer.on(comm.device, casts_float8=casts_float8))
+    options = replace(options, optimizer=options.optimizer.on(comm.device))
     identity = _agree_on_identity(comm, seed)
     given = resolve(policy, model, CAPABILITIES[engine].held, policy.decisions)
     rule = rule.resolved(torch.float16 if given.needs_loss_scale else policy.compute_dtype)
@@ -254,7 +252,6 @@ def _check_arguments(
         "reshard_after_forward": engine_options.unshard.reshard_after_forward,
         "prefetch": engine_options.unshard.prefetch,
         "keep_gathered": engine_options.unshard.keep_gathered,
-        "weight_scale": policy.float8.weight_scale,
     }
     if policy.name in SETTINGS["precision"]:
         settings["precision"] = policy.name
@@ -315,15 +312,10 @@ def _require_deterministic_products(device: torch.device) -> None:
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
     own = torch.initial_seed() % (1 << 63) if seed is None else seed
-    proposal = [uuid.uuid4().hex, own, seed is not None, comm.may_share]
+    proposal = [uuid.uuid4().hex, own, seed is not None]
     proposals = [json.loads(text) for text in comm.exchange_text(json.dumps(proposal))]
-    run_id, agreed, _, shares = proposals[0]
-    for rank, (_, other, given, may_share) in enumerate(proposals):
-        if may_share != shares:
-            raise DivergenceError(
-                f"shared memory between ranks is allowed: {shares} on rank 0, {may_share} on rank {rank}; give all "
-                f"ranks the same"
-            )
+    run_id, agreed, _ = proposals[0]
+    for rank, (_, other, given) in enumerate(proposals):
         if given and other != agreed:
             raise DivergenceError(f"seed is {agreed} on rank 0 and {other} on rank {rank}; give all ranks the same")
     return RunIdentity(run_id, agreed)

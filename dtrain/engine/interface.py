@@ -1,124 +1,28 @@
-"""The interface of every engine, and the outcome of a step."""
+"""The interface of every engine."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import Retention
 from dtrain.distributed.communicator import Communicator
+from dtrain.engine.arguments import iterated
+from dtrain.engine.micro_batch import INCOMPLETE, MicroBatch
+from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
 from dtrain.precision.contract import Contract
 from dtrain.precision.policy import PrecisionPolicy
 
 Batch = TypeVar("Batch")
 
-
-@dataclass(frozen=True)
-class Culprit:
-    """The first loss or gradient that made a step fail.
-
-    Attributes:
-        rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
-            was found, or -1 if every element is finite and only the norm is not.
-        step: attempted steps before this one.
-        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, if every
-            rank's own gradient was finite and only their sum is not.
-        micro_batch: local index of the micro-batch; None for a reduced gradient.
-        tensor: name of the parameter, the first in the order of backward; None for a loss.
-        start: its first element that is not finite, in row-major order.
-        stop: one past the last of them.
-        num_inf: infinite elements of its gradient, summed over ranks; 1 for an infinite loss.
-        num_nan: the same for NaN.
-        num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
-    """
-
-    rank: int
-    step: int
-    phase: str
-    micro_batch: int | None = None
-    tensor: str | None = None
-    start: int | None = None
-    stop: int | None = None
-    num_inf: int = 0
-    num_nan: int = 0
-    num_bad_losses: int = 0
-
-    def __str__(self) -> str:
-        where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
-        if self.phase == "forward loss":
-            kind = "NaN" if self.num_nan else "Inf"
-            return f"forward loss is {kind} {where} (losses of this step that are not finite: {self.num_bad_losses})"
-        if self.tensor is None:
-            return f"{self.phase}: every element is finite, but their norm overflows FP32"
-        counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
-        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}) {where}"
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """Result of a step; the same value on every rank.
-
-    On a GPU a field is copied from the device when it is first read, so a loop that reads none never waits.
-
-    Attributes:
-        applied: whether the optimizer updated the masters.
-        reason: None if applied, else ``overflow``, ``nonfinite_loss`` or ``empty``.
-        loss: weighted mean over all micro-batches of all ranks.
-        grad_norm: global L2 norm of the unscaled gradient, before clipping.
-        loss_scale: the factor in the gradients of this step.
-        lr: learning rate of this step.
-        culprit: the cause, if the step was skipped for a non-finite number. The ranks search for it together: on a
-            GPU, if one rank reads it before its next forward, every other rank must read it too or take its next step.
-        stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
-    """
-
-    applied: bool
-    reason: str | None
-    loss: float
-    grad_norm: float
-    loss_scale: float
-    lr: float
-    culprit: Culprit | None
-    stop_requested: bool
-
-
-class LazyOutcome(StepOutcome):
-    """An outcome that the host has not read yet.
-
-    Args:
-        peek: reads all fields except the culprit; communicates with no rank.
-        finalize_step: reads all fields; ranks that skipped the step search for the culprit together.
-    """
-
-    def __init__(self, peek: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
-        # around the frozen dataclass, whose fields stay unset: each read of one reaches __getattr__
-        self.__dict__["_peek"], self.__dict__["_finalize_step"] = peek, finalize_step
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in StepOutcome.__dataclass_fields__:
-            raise AttributeError(name)
-        # all ranks search for a culprit together; every other field is in the vote that this rank has
-        read = self.__dict__["_finalize_step" if name == "culprit" else "_peek"]
-        return getattr(read(), name)
-
-    def __eq__(self, other: object) -> bool:
-        names = StepOutcome.__dataclass_fields__
-        return isinstance(other, StepOutcome) and all(getattr(self, name) == getattr(other, name) for name in names)
-
-    def __hash__(self) -> int:
-        return hash(tuple(getattr(self, name) for name in StepOutcome.__dataclass_fields__))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        outcome = self.__dict__["_finalize_step"]()  # a copy or pickle holds values and not the device
-        return StepOutcome, tuple(getattr(outcome, name) for name in StepOutcome.__dataclass_fields__)
+_END = object()  # of a batch
 
 
 class Engine(ABC):
@@ -145,9 +49,7 @@ class Engine(ABC):
     library_config: Mapping[str, Any] | None = None
 
     def __init__(self) -> None:
-        self._micro_batch = 0
-        self._is_last = True  # without accumulate a step has one micro-batch
-        self._batch: object | None = None  # a token of the current batch
+        self._current = MicroBatch()
         self._evaluating = False
         self._stop_requested = False
 
@@ -180,45 +82,97 @@ class Engine(ABC):
         """Device of this rank."""
         return self.comm.device
 
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Holds the forward and the backward of the next micro-batch of this step.
+
+        ::
+
+            for index, (x, y) in enumerate(batch):
+                with engine.micro_batch(last=index == len(batch) - 1):
+                    engine.backward(loss_of(engine(x), y))
+            engine.step()
+
+        Every rank runs the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``. A
+        step whose last one was not told is reduced by :meth:`step`. An exception ends the batch: if no backward came
+        before it, the next micro-batch is the first again.
+
+        Args:
+            last: whether it is this rank's last one before :meth:`step`; its backward starts the reductions that need
+                all micro-batches.
+
+        Raises:
+            UsageError: inside another micro-batch, after the last one, or after a backward outside of any.
+        """
+        if not isinstance(last, bool):
+            raise UsageError(f"engine.micro_batch(last={last!r}): expected True or False")
+        self._current = current = self._current.following(is_last=last, has_backward=self._has_backward())
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            self._close(current, is_over=last or not ended)
+
     def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the micro-batches of ``batch``, numbers them, and marks the last one.
+        """Yields the micro-batches of ``batch``, each inside :meth:`micro_batch`.
 
         Every rank gives the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``.
 
         Raises:
-            UsageError: called again before ``step``, unless the last loop ended before any backward.
+            UsageError: ``batch`` is empty or no iterable; called again before ``step``, unless the last loop ended
+                before any backward; or ``step`` was called inside the loop.
         """
-        if self._batch is not None:
+        return self._accumulate(iterated(batch))
+
+    def _accumulate(self, items: Iterator[Batch]) -> Iterator[Batch]:
+        before = self._current.state
+        if before == "open" or (before != "untold" and self._has_backward()):
             # two batches in one step would give two micro-batches one number, and with it one RNG key
             raise UsageError(
-                "engine.accumulate was called again before engine.step; one batch makes one step. If an exception "
-                "ended the loop over the last batch, that step is incomplete on this rank: call engine.step() only if "
-                "every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
+                f"engine.accumulate was called again before engine.step, or after engine.micro_batch; one batch makes "
+                f"one step. {INCOMPLETE}"
             )
-        items = iter(batch)  # one item is read ahead: the last micro-batch is known before its backward, which reduces
+        # one item is read ahead: the last micro-batch is known before its backward, which reduces
+        following: Batch | object = next(items, _END)
+        if following is _END:
+            raise UsageError("engine.accumulate got an empty batch; every rank gives at least one micro-batch")
+        if before != "untold":
+            self._end_batch()  # micro-batches without any backward: as if they had not been
+        current: MicroBatch | None = None
         try:
-            current = next(items)
-        except StopIteration:
-            raise UsageError(
-                "engine.accumulate got an empty batch; every rank gives at least one micro-batch"
-            ) from None
-        self._batch = current_batch = object()
-        self._micro_batch, self._is_last = 0, False
-        try:
-            for following in items:
-                yield current
-                self._micro_batch += 1
-                current = following
-            self._is_last = True
-            yield current
+            while following is not _END:
+                if current is not None and self._current is not current:
+                    raise UsageError(
+                        "engine.step was called inside a loop over engine.accumulate that has more micro-batches; one "
+                        "batch makes one step, so call it after the loop"
+                    )
+                micro, following = cast(Batch, following), next(items, _END)
+                with self.micro_batch(last=following is _END):
+                    current = self._current
+                    yield micro
         finally:
-            # an abandoned generator is closed late: a newer batch may have begun
-            if self._batch is current_batch and not self._has_backward():
-                self._end_batch()
+            if current is not None:
+                self._close(current, is_over=True)
+
+    def _close(self, current: MicroBatch, *, is_over: bool) -> None:
+        """Ends ``current``, and the batch too if it is over and nothing of it counts."""
+        current.state = "over" if is_over else "closed"
+        # an abandoned generator is closed late: a newer batch may have begun
+        if is_over and self._current is current and not self._has_backward():
+            self._end_batch()
 
     def _end_batch(self) -> None:
         """Resets the numbering for the next batch."""
-        self._micro_batch, self._is_last, self._batch = 0, True, None
+        self._current = MicroBatch()
+
+    @property
+    def _micro_batch(self) -> int:
+        return self._current.number
+
+    @property
+    def _is_last(self) -> bool:
+        return self._current.is_last
 
     @abstractmethod
     def _has_backward(self) -> bool:
@@ -355,8 +309,9 @@ class Engine(ABC):
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, unsharded, and unreduced_grad.
 
-        ``unsharded`` are the full replicas that stage 3 holds now, none between steps. ``unreduced_grad`` are
-        micro-batch gradients before their reduction. Neither is model state, so neither is in the formula.
+        ``moments`` are all states of the optimizer. ``unsharded`` are the full replicas that stage 3 holds now, none
+        between steps. ``unreduced_grad`` are micro-batch gradients before their reduction. The last two are no model
+        state, so neither is in the formula.
         """
 
     @abstractmethod

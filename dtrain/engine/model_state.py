@@ -1,4 +1,4 @@
-"""The model states of an engine: master weights, moments, gradients and compute weights, as its library holds them."""
+"""The model states of an engine, as its library holds them: masters, optimizer states, gradients, compute weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest
 from dtrain.errors import ContractError
+from dtrain.optim.rules import rule_of
 from dtrain.parameters.local_shards import check_frozen, full_tensors
 
 MASTER, MAIN_GRAD = "master", "main_grad"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = "moments"
+"""Key of all optimizer states in :meth:`Engine.memory`, whatever the optimizer calls them."""
 
 _MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
 
@@ -38,9 +40,11 @@ class StateEngine(Engine):
 
     Attributes:
         options: the options of a step.
+        rule: the optimizer, whose states the engine holds beside the masters.
         run_id: of the run, kept by its checkpoints.
         seed: keys the random numbers of forwards.
         shapes: shape of each trainable parameter, by name.
+        frozen: the frozen parameters, by name.
     """
 
     def __init__(self, request: EngineRequest) -> None:
@@ -52,43 +56,57 @@ class StateEngine(Engine):
         self.policy = request.contract.policy
         self.contract = request.contract
         self.options = request.step
+        self.rule = rule_of(request.step.optimizer)
         self.run_id = request.identity.run_id
         self.seed = request.identity.seed
         # before a subclass shards the model: a library may replace the parameters by their shards
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_parameters = sum(map(math.prod, self.shapes.values()))
-        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
+        self.frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         self._is_unobserved = True  # no forward since set-up or load has been checked against the contract
 
     def check_contract(self) -> None:
-        """Checks the contract on live tensors: now the weights, masters and moments, in the next forward the rest.
+        """Checks the contract on live tensors: now weights, masters and optimizer states, in the next forward the rest.
 
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
         """
         self._check_step()
         self._check_live()
-        storages = self._storages()
-        for kind in ("master", "moments"):
-            for tensor in storages[kind]:
-                if tensor.dtype != torch.float32:
-                    shape = list(tensor.shape)
-                    raise ContractError(f"{kind} of shape {shape} is {tensor.dtype}; the contract says float32")
+        for kind, dtype in self.saved_dtypes.items():
+            for tensor in self._held(kind):
+                if tensor.dtype != dtype:
+                    expected = str(dtype).removeprefix("torch.")
+                    raise ContractError(
+                        f"{kind} of shape {list(tensor.shape)} is {tensor.dtype}; the contract says {expected}"
+                    )
         self._is_unobserved = True
 
+    @property
+    def saved_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of the master and of each optimizer state, by kind: what a checkpoint holds of each parameter."""
+        return {MASTER: torch.float32, **{spec.name: spec.dtype for spec in self.rule.states}}
+
     def memory(self) -> dict[str, int]:
-        storages = {**self._storages(), "buffers": [*self.module.buffers(), *(p for _, p in self._frozen)]}
+        storages = {
+            MASTER: self._held(MASTER),
+            MOMENTS: [tensor for spec in self.rule.states for tensor in self._held(spec.name)],
+            "frozen": [*self.replicated_frozen().values(), *(shard.data for shard in self.frozen_shards())],
+            **self._storages(),
+            "buffers": list(self.module.buffers()),
+        }
         return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in storages.items()}
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full FP32 tensor) of ``master``, a moment or ``main_grad``; all ranks call."""
-        return full_tensors(self.owned_shards(kind), self.shapes, self.comm)
+        """Yields (name, full tensor) of ``master``, an optimizer state or ``main_grad``; all ranks call."""
+        dtype = self.saved_dtypes.get(kind, torch.float32)
+        return full_tensors(self.owned_shards(kind), dtype, self.shapes, self.comm)
 
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields this rank's share of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``: FP32 views.
+        """Yields this rank's share of ``master``, an optimizer state or ``main_grad``: views of the live tensors.
 
         At most one interval a parameter; the shards of all ranks hold every element once. Of a state that all ranks
         hold, each rank owns a part.
@@ -98,9 +116,21 @@ class StateEngine(Engine):
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields all of ``kind`` that lies on this rank and that a load must fill."""
 
+    def frozen_shards(self) -> Iterator[TensorShard]:
+        """Yields this rank's shards of the frozen parameters that the engine shards; none by default."""
+        return iter(())
+
+    def replicated_frozen(self) -> dict[str, Tensor]:
+        """Returns the frozen parameters of which every rank holds all, by name."""
+        return {name: p.detach() for name, p in self.frozen.items()}
+
+    @abstractmethod
+    def _held(self, kind: str) -> list[Tensor]:
+        """Returns the tensors that hold this rank's masters, or the optimizer state called ``kind``."""
+
     @abstractmethod
     def _storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that hold this rank's model states, by the kinds of :meth:`memory` except buffers."""
+        """Returns the tensors that hold the rest, by the kinds of :meth:`memory`: all except states and buffers."""
 
     @abstractmethod
     def _check_live(self) -> None:
@@ -108,7 +138,7 @@ class StateEngine(Engine):
 
     def _check_step(self) -> None:
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
-        for name, parameter in self._frozen:
+        for name, parameter in self.frozen.items():
             check_frozen(name, parameter, self.contract.replica_dtypes[name])
 
     def saved_state(self) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from dtrain.optim.adamw import AdamW
 from dtrain.optim.schedule import Schedule
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.unshard import UnshardOptions
 
 
 @dataclass(frozen=True)
@@ -31,6 +30,15 @@ class StepOptions:
     zero_stage: int
     reproducible: bool
     max_consecutive_skips: int
+
+
+@dataclass(frozen=True)
+class UnshardOptions:
+    """When sharded groups are unsharded and resharded."""
+
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    keep_gathered: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

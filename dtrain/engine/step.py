@@ -18,7 +18,6 @@ multiplied the update by zero, 0 x inf would be NaN.
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,21 +28,22 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.logging import logger
+from dtrain.engine.arguments import check_save_options, checked_lr, checked_path
 from dtrain.engine.checkpointing import Checkpointer
-from dtrain.engine.interface import StepOutcome
 from dtrain.engine.model_state import MAIN_GRAD, MASTER, StateEngine
 from dtrain.engine.observation import observe_forward
+from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.vote.culprit import Finding, find_nonfinite
-from dtrain.engine.vote.decide import Decision
-from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
+from dtrain.engine.vote.culprit import locate_culprit
+from dtrain.engine.vote.decide import Decision, DecodedDecision
+from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator, checked_loss
-from dtrain.engine.vote.record import VoteRecord
+from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import UsageError
-from dtrain.optim.adamw import UpdateScalars
+from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.forward import Autocast
@@ -72,17 +72,16 @@ class StepEngine(StateEngine):
         super().__init__(request)
         self.backward_names = tuple(backward_names)
         self.monitor = monitor or GradientMonitor(len(self.backward_names))
-        # 7 bytes: integers of a vote record have 63 bits
+        # 7 bytes: integers of the vote's records have 63 bits
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._losses = LossAccumulator()
         self._vote_tensors = VoteTensors(self.options.max_grad_norm)
-        self._last_forward = (-1, -1)  # its micro-batch, and the number of forwards of that one before it
         self._finalizer = StepFinalizer(
             self.comm,
             request.loss_scale,
             SkipCounter(self.options.max_consecutive_skips),
-            CulpritSearch(self._find_nonfinite, self.monitor.clear, self.backward_names),
+            self._locate_culprit,
             request.config_text,
             is_synchronous=self.device.type == "cpu",
         )
@@ -114,42 +113,34 @@ class StepEngine(StateEngine):
 
     def _forward_key(self) -> int:
         """Returns a key of what is computed, not of who computes it: equal at any world size."""
-        micro_batch, calls = self._last_forward
-        calls = calls + 1 if micro_batch == self._micro_batch else 0  # a second forward draws other numbers
-        self._last_forward = (self._micro_batch, calls)
+        calls = self._current.num_forwards  # a second forward draws other numbers
+        self._current.num_forwards += 1
         index = self._micro_batch * self.world_size + self.rank
         return rng_key(self.seed, self.attempted_steps, index, calls)
 
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Runs the backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._require_usable("backward")
-        self._finalize_step()  # [Note: finalize before the next collective]; it also clears the old gradients
+        self._finalize_step()  # [Note: finalize before the next collective]; also clears the old gradients
         factor = Weight.of(weight, self.device, micro_batch=self._micro_batch)
         value = checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
         del loss  # a model's output holds the logits, and the caller may hold no other reference
-        self._check_micro_batch(value)
+        self._current.require_open()
+        if not value.requires_grad and self.dummies_need_graph:
+            raise UsageError(
+                f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
+                f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
+            )
         self._losses.add(self._micro_batch, value, factor.value)
-        # with one micro-batch on one rank the main grads alone show the culprit, so nothing need be recorded
-        is_only_backward = self._is_last and self._micro_batch == 0 and self.world_size == 1
-        self.monitor.is_enabled = not is_only_backward
+        # the gradient of a step's only micro-batch is the main grad, which alone shows the culprit
+        num_micro_batches = (self._micro_batch + 1) * self.world_size  # so far, of all ranks
+        self.monitor.is_enabled = not (self._is_last and num_micro_batches == 1)
         self.monitor.records_magnitude = self._finalizer.scale.is_calibrating
         # until it ends: after an error this rank has issued fewer reductions than the others
         self._backward_failed = True
         with self._autocast.backward():
             self._backward(value, factor)
         self._backward_failed = False
-
-    def _check_micro_batch(self, loss: Tensor) -> None:
-        if not loss.requires_grad and self.dummies_need_graph:
-            raise UsageError(
-                f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
-                f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
-            )
-        if self._losses.has(self._micro_batch):
-            raise UsageError(
-                "a second engine.backward on one micro-batch; for gradient accumulation write "
-                "'for micro in engine.accumulate(batch):', and add up several losses before one backward"
-            )
 
     # -- vote and update ---------------------------------------------------------------------------------------------
 
@@ -162,17 +153,16 @@ class StepEngine(StateEngine):
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
-        # before the vote: its record has the squares of the reduced gradients
+        # before the vote, which carries the squares of the reduced gradients
         self.finish_gradients()
         if lr is None:
             lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
-        if not 0 <= lr < math.inf:
-            raise UsageError(f"the learning rate of step {self.attempted_steps} is {lr}; expected a finite number >= 0")
-        decision = self._vote(float(lr))
+        lr = checked_lr(lr, self.attempted_steps)
+        decision = self._vote(lr)
         # [Note: the update is always launched]
         self._update(
             UpdateScalars(
-                lr=float(lr),
+                lr=lr,
                 # not self.applied_steps, which would wait for the decision on this very step
                 step=self._finalizer.applied_steps + 1,
                 grad_divisor=decision.grad_divisor,
@@ -184,19 +174,18 @@ class StepEngine(StateEngine):
         self._stop_requested = False
         self._end_batch()
         self._has_old_gradients = True
-        outcome = self._finalizer.outcome()
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
-        return outcome
+        return self._finalizer.outcome()
 
     def _vote(self, lr: float) -> Decision:
-        """Gathers one record of each rank and derives the same decision on every rank."""
+        """Gathers a row of each rank and derives the same decision on every rank."""
         squares = self._squares()
-        known = VoteRecord(
+        host = HostRecord(
             step=self.attempted_steps,
             config_hash=self._config_hash,
             num_micro_batches=len(self._losses),
-            schedule_hash=self.comm.schedule_hash,
+            schedule_hash=self.comm.schedule.hash,
             data_cursor=self.data_cursor,
             lr=lr,
             loss_scale=self.loss_scale.scale,
@@ -204,25 +193,23 @@ class StepEngine(StateEngine):
             save_failed=int(self._checkpointer.has_failed),
         )
         sums = self._canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
-        row = self._vote_tensors.record(known, self._losses, self.monitor, squares)
+        row = self._vote_tensors.record(host, self._losses, self.monitor, squares)
         rows = self.comm.gather_rows(row, label="vote")
         decision, packed = self._vote_tensors.decide(rows, **sums)
-        self._finalizer.post(packed, known, tuple(self.comm.schedule_log))
-        self.comm.begin_schedule()  # after the copy: an error message names the collectives of this step
+        self._finalizer.post(packed, tuple(self.comm.schedule.log))
+        self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision
 
-    def _find_nonfinite(self) -> list[Finding]:
-        return [
-            finding
-            for shard in self.owned_shards(MAIN_GRAD)
-            for finding in find_nonfinite(shard.name, self.rank, shard.start, shard.data)
-        ]
+    def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
+        shards, is_only_backward = self.owned_shards(MAIN_GRAD), not self.monitor.is_enabled
+        return locate_culprit(decision, self.comm, shards, self.backward_names, is_only_backward=is_only_backward)
 
     def _finalize_step(self) -> None:
         self._finalizer.finalize_step()
         # only now: the search for a culprit reads the gradients
         if self._has_old_gradients:
             self._has_old_gradients = False
+            self.monitor.clear()
             self._clear_gradients()
 
     @property
@@ -243,20 +230,18 @@ class StepEngine(StateEngine):
     def _has_backward(self) -> bool:
         return bool(self._losses)
 
-    def _end_batch(self) -> None:
-        super()._end_batch()
-        self._last_forward = (-1, -1)
-
     # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
 
     def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
         self._require_usable("save")
         if when_busy not in ("wait", "skip"):
             raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
+        path = checked_path("save", directory)
+        check_save_options(options)
         if when_busy == "skip" and self.is_saving():
             return None
         self._finalize_step()
-        return self._checkpointer.save(Path(directory), **options)
+        return self._checkpointer.save(path, **options)
 
     def prepare_saves(self) -> None:
         self._checkpointer.prepare()
@@ -274,8 +259,9 @@ class StepEngine(StateEngine):
 
     def load(self, path: str | Path) -> dict[str, Any]:
         self._require_usable("load")
+        directory = checked_path("load", path)
         self._finalize_step()
-        extra = self._checkpointer.load(Path(path))
+        extra = self._checkpointer.load(directory)
         self._refresh()  # only now: compute weights follow from the masters and the restored state
         self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
@@ -325,7 +311,7 @@ class StepEngine(StateEngine):
 
     @abstractmethod
     def _update(self, scalars: UpdateScalars) -> None:
-        """Runs one AdamW update of masters and moments from the main grads, then refreshes the compute weights.
+        """Runs one update of masters and optimizer states from the main grads, then refreshes the compute weights.
 
         If ``scalars.found_inf`` is 1, all keep their bits.
         """

@@ -9,18 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
-from dtrain.kernels.float8 import cast_e4m3
-
 TILE = 2048
 """Elements that one program updates."""
 
 NUM_WARPS = 8
 
-FIELDS = 10
-"""Number of fields of a row: addresses of master, main grad, both moments, replica, its scale and its largest
-magnitude; number of elements; kind of the replica; whether weights decay."""
+FIELDS = 8
+"""Number of fields of a row: addresses of master, main grad, both moments and replica; number of elements; kind of the
+replica; whether weights decay."""
 
-KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float8_e4m3fn: 4}
+KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """Kinds of replicas, by dtype."""
 
 
@@ -42,7 +40,6 @@ def adamw(
     weight_decay,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
-    FLOAT8: tl.constexpr,
 ):
     """Updates one tile; see :class:`dtrain.optim.tiled.TiledAdamW`."""
     tile = tiles + (first + tl.program_id(0)) * 2
@@ -54,9 +51,9 @@ def adamw(
     first_ptr = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(tl.float32)), 16)
     second_ptr = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(tl.float32)), 16)
     replica = tl.load(row + 4)
-    numel = tl.multiple_of(tl.load(row + 7), 16)
-    kind = tl.load(row + 8)
-    decay = tl.where(tl.load(row + 9) != 0, weight_decay, 0.0)
+    numel = tl.multiple_of(tl.load(row + 5), 16)
+    kind = tl.load(row + 6)
+    decay = tl.where(tl.load(row + 7) != 0, weight_decay, 0.0)
 
     skip = tl.load(code) != 0
     divisor = tl.load(grad_divisor).to(tl.float32)
@@ -81,10 +78,3 @@ def adamw(
         tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.bfloat16)), 16) + index, kept.to(tl.bfloat16), mask=mask)
     elif kind == 3:
         tl.store(tl.multiple_of(replica.to(tl.pointer_type(tl.float16)), 16) + index, kept.to(tl.float16), mask=mask)
-    if FLOAT8 and kind == 4:  # compiled in only where it is used: older GPUs cannot cast to FP8
-        scale = tl.load(tl.load(row + 5).to(tl.pointer_type(tl.float32)))
-        target = tl.multiple_of(replica.to(tl.pointer_type(tl.float8e4nv)), 16)
-        tl.store(target + index, cast_e4m3(kept, scale), mask=mask)
-        # magnitudes as integers, which order like them and keep NaN and Inf; masked elements are 0
-        magnitudes = tl.where(mask, kept, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(tl.load(row + 6).to(tl.pointer_type(tl.int32)), tl.max(magnitudes))

@@ -204,38 +204,17 @@ def _row(shard: WeightShard, rowwise: bool) -> tuple[list[int], int]:
 
 
 @triton.jit
-def _scales(amax, factor, addend, scale, following, is_fresh, count, DELAYED: tl.constexpr, BLOCK: tl.constexpr):
+def _scales(amax, scale, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     largest = tl.load(amax + index, mask=mask, other=0.0)
-    if DELAYED:
-        largest = tl.maximum(factor * largest, largest + addend)
-    found = scale_of(magnitude(largest), 8)
-    if DELAYED:
-        tl.store(following + index, found, mask=mask)
-        if is_fresh == 0:
-            found = tl.where(found == found, tl.load(scale + index, mask=mask), found)
-    tl.store(scale + index, found, mask=mask)
+    tl.store(scale + index, scale_of(magnitude(largest), 8), mask=mask)
 
 
 def set_scales(amax: Tensor, scale: Tensor) -> None:
     """Sets ``scale`` to that of the largest magnitudes ``amax``, both FP32 [all scales]."""
-    _launch_scales(amax, 1.0, 0.0, scale, scale, 1, DELAYED=False)
-
-
-def set_delayed_scales(
-    amax: Tensor, factor: float, addend: float, scale: Tensor, following: Tensor, *, is_fresh: bool
-) -> None:
-    """Sets ``following`` to the scale of the larger of ``factor * amax`` and ``amax + addend``.
-
-    ``scale`` is set to it if it ``is_fresh`` or NaN, and kept otherwise.
-    """
-    _launch_scales(amax, factor, addend, scale, following, int(is_fresh), DELAYED=True)
-
-
-def _launch_scales(amax: Tensor, *args: Any, DELAYED: bool) -> None:
     count = amax.numel()
-    launch(_scales, triton.cdiv(count, _BLOCK), amax.device, amax, *args, count, DELAYED=DELAYED, BLOCK=_BLOCK)
+    launch(_scales, triton.cdiv(count, _BLOCK), amax.device, amax, scale, count, BLOCK=_BLOCK)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""The vote's record and its decision, in one launch each.
+"""The vote's row and its decision, in one launch each.
 
-The arithmetic is that of :mod:`dtrain.engine.vote.losses` and :mod:`dtrain.engine.vote.decide`, which say what each
-field means.
+The arithmetic is that of :mod:`dtrain.engine.vote.tensors` and :mod:`dtrain.engine.vote.decide`;
+:mod:`dtrain.engine.vote.record` says what each field means.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def record(
     NEVER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fills one rank's record ``row``, int64.
+    """Fills one rank's ``row``: the host's fields, then the device's.
 
     Args:
         row: int64 [HOST + 9].
@@ -118,20 +118,20 @@ def decide(
     CANONICAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Decides on a step from the records of all ranks.
+    """Decides on a step from the rows of all ranks.
 
     Args:
-        packed: int64 [4 + num_ranks * FIELDS]: the bits of code, loss, norm and divisor, then a copy of the records.
+        packed: int64 [4 + num_ranks * FIELDS]: the bits of code, loss, norm and divisor, then a copy of the rows.
         rows: int64 [num_ranks, FIELDS].
         canonical_squares, canonical_weights: FP64 sums in canonical order, if CANONICAL.
-        num_ranks: number of records.
+        num_ranks: number of rows.
         max_grad_norm: clipping threshold, if CLIPS.
-        AGREE: number of fields, the first of a record, in which the ranks must agree.
+        AGREE: number of fields, the first of a row, in which the ranks must agree.
         LOSS_SCALE: field of the loss scale.
         HOST: number of the host's fields.
-        FIELDS: number of fields of a record.
+        FIELDS: number of fields of a row.
         CLIPS: whether gradients are clipped.
-        CANONICAL: whether the canonical sums replace those of the records.
+        CANONICAL: whether the canonical sums replace those of the rows.
         BLOCK: elements read at a time.
     """
     lanes = tl.arange(0, BLOCK)

@@ -1,16 +1,17 @@
-"""AdamW's hyper-parameters, and the records of an update's tensors."""
+"""AdamW: its hyper-parameters, and its rule."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
+from dtrain.optim.rule import Rule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.precision.hardware import has_compiler
 
 
 @dataclass(frozen=True)
@@ -41,109 +42,68 @@ class AdamW:
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ConfigError(f"AdamW compile must be True, False or 'auto'; got {self.compile!r}")
 
-    def on(self, device: torch.device, *, casts_float8: bool = False) -> AdamW:
+    def on(self, device: torch.device) -> AdamW:
         """Returns the same with ``compile`` decided for ``device``.
 
         A CPU takes the fused kernel, which is within a fifth of the compiled update and starts at once.
-
-        Args:
-            device: device of the update.
-            casts_float8: whether the update writes FP8 replicas, which it does with delayed scales.
-
-        Raises:
-            ConfigError: ``compile`` is True, and the compiler cannot write FP8 on this GPU.
         """
-        can_store = not casts_float8 or device.type != "cuda" or has_float8_tensor_cores(device)
-        if self.compile is True and not can_store:
-            raise ConfigError(
-                f"optim.compile=true with float8 weight_scale=delayed: the update writes FP8, and Triton does so from "
-                f"compute capability 8.9 on, which {device} has not; use optim.compile=auto, or weight_scale=current"
-            )
         if self.compile != "auto":
             return self
-        return replace(self, compile=device.type == "cuda" and can_store and has_compiler(device))
+        return replace(self, compile=device.type == "cuda" and has_compiler(device))
 
 
-@dataclass(frozen=True)
-class UpdateScalars:
-    """Scalars that all segments of one update share.
+class AdamWRule(Rule):
+    """AdamW by one of three implementations.
 
-    Attributes:
-        lr: learning rate of this update.
-        step: number of this update, counted from 1, for the bias correction.
-        grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient; 0-dim, any float dtype.
-        found_inf: if it is not 0, the update is skipped, and masters, moments and replicas keep their bits, whatever
-            the main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
+    Torch's fused kernel (``torch._fused_adamw_``) updates lists of tensors, and an arena block by block. If the update
+    is compiled, an arena is updated by tensor code on a CPU and by a Triton kernel on a GPU.
+
+    Args:
+        record: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
     """
 
-    lr: float
-    step: int
-    grad_divisor: Tensor
-    found_inf: Tensor
+    states = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))
 
-    @cached_property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1."""
-        fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
-        divisor, found_inf = self.grad_divisor.detach(), self.found_inf.detach() != 0
-        return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)
+    def __init__(self, record: AdamW) -> None:
+        if not isinstance(record.compile, bool):
+            raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
+        self._record = record
+        self.is_compiled = record.compile
 
-    def bias_corrections(self, betas: tuple[float, float]) -> tuple[float, float]:
-        """Returns 1 - beta^step of both moments, without the cancellation of the difference."""
-        first, second = (-math.expm1(self.step * math.log(beta)) if beta else 1.0 for beta in betas)
-        return first, second
+    def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
+        """Updates the tensors in one call of torch's fused kernel; the gradients are left divided."""
+        exp_avgs, exp_avg_sqs = group.states
+        lr, step, grad_divisor, found_inf = scalars.tensors
+        record = self._record
+        torch._fused_adamw_(
+            group.masters,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step] * len(group.masters),  # read only: the kernel leaves counting to its caller
+            lr=lr,
+            beta1=record.betas[0],
+            beta2=record.betas[1],
+            weight_decay=record.weight_decay if group.decayed else 0.0,
+            eps=record.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_divisor,
+            found_inf=found_inf,
+        )
 
-    def to(self, device: torch.device) -> UpdateScalars:
-        """Returns the same with its tensors on ``device``."""
-        return replace(self, grad_divisor=self.grad_divisor.to(device), found_inf=self.found_inf.to(device))
-
-
-@dataclass(frozen=True)
-class UpdateSlice:
-    """A range of the arena with one weight-decay class.
-
-    All tensors are 1-D, of one length, and FP32 except the replica.
-
-    Attributes:
-        replica: the masters are cast into it; None if it is the masters' own storage, or is cast later.
-        scale: 0-dim FP32, for an FP8 replica: divisor of the masters before the cast.
-        amax: 0-dim FP32, beside ``scale``: raised to the largest magnitude of the masters.
-    """
-
-    decayed: bool
-    master: Tensor
-    main_grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    replica: Tensor | None
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-
-    @property
-    def states(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Master, main grad and both moments."""
-        return self.master, self.main_grad, self.exp_avg, self.exp_avg_sq
-
-    def cut(self, size: int) -> list[UpdateSlice]:
-        """Returns parts of ``size`` elements, the last one shorter."""
-        return [
-            replace(
-                self,
-                master=self.master[part],
-                main_grad=self.main_grad[part],
-                exp_avg=self.exp_avg[part],
-                exp_avg_sq=self.exp_avg_sq[part],
-                replica=None if self.replica is None else self.replica[part],
+    def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
+        """Returns the compiled kernel for the device of ``segments``, if one is asked for."""
+        if not self.is_compiled:
+            logger.info(
+                "optimizer: AdamW by torch's fused kernel; optim.compile=true would compile it, which takes seconds"
             )
-            for part in (slice(start, start + size) for start in range(0, self.master.numel(), size))
-        ]
+            return None
+        if any(part.master.device.type == "cuda" for segment in segments for part in segment):
+            from dtrain.optim.tiled import TiledAdamW  # it imports Triton, which a CPU build of torch does not have
 
+            return TiledAdamW(self._record, segments)
+        from dtrain.optim.compiled import CompiledAdamW  # which imports the record from here
 
-@dataclass(frozen=True)
-class UpdateGroup:
-    """Parameters of one weight-decay class, as FP32 tensors of any shape; the lists have one length."""
-
-    decayed: bool
-    masters: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
+        return CompiledAdamW(self._record, segments)

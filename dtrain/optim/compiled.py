@@ -1,10 +1,10 @@
 """AdamW in plain tensor code, compiled into one pass over memory.
 
 The pass reads main grad, master and both moments, and writes master, moments and replica: 30 bytes an element with a
-BF16 replica. It also writes an FP8 replica with a delayed scale, and finds the largest magnitude for the next scale.
-``torch.compile`` makes it a fused C++ loop on a CPU; on a GPU :mod:`dtrain.optim.tiled` has its place. Everything that
-may change is a tensor, so there is one graph for each kind of replica and one for the coefficients, and none per size,
-step or hyper-parameter. No result depends on an element's position, so any cut and any sharding give the same bits.
+BF16 replica. ``torch.compile`` makes it a fused C++ loop on a CPU; on a GPU :mod:`dtrain.optim.tiled` has its place.
+Everything that may change is a tensor, so there is one graph for each kind of replica and one for the coefficients, and
+none per size, step or hyper-parameter. No result depends on an element's position, so any cut and any sharding give the
+same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
-from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 
 
 def _constants(betas: tuple[float, float], eps: float, device: torch.device) -> Tensor:
@@ -39,13 +39,10 @@ def _coefficients(constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Ten
     return torch.stack((grad_divisor, lr, lr / correction1, correction2.sqrt(), found_inf))
 
 
-def _update(
-    tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor
-) -> Tensor | None:
+def _update(tensors: tuple[Tensor, ...], constants: Tensor, weight_decay: Tensor, coefficients: Tensor) -> None:
     """Updates by Loshchilov and Hutter, 2019, algorithm 2; the states keep their bits if ``found_inf`` is set.
 
-    ``tensors`` are master, main grad and both moments, then the replica if it is cast here, then its scale if it is
-    FP8. With a scale, returns the largest magnitude of the masters.
+    ``tensors`` are master, main grad and both moments, then the replica if it is cast here.
     """
     master, main_grad, exp_avg, exp_avg_sq, *replica = tensors
     _, _, one_minus_beta1, beta2, one_minus_beta2, eps = constants.unbind()
@@ -60,23 +57,18 @@ def _update(
     exp_avg.copy_(torch.where(skip, exp_avg, first))
     exp_avg_sq.copy_(torch.where(skip, exp_avg_sq, second))
     master.copy_(kept)
-    match replica:
-        case [reduced]:
-            reduced.copy_(kept)
-        case [quantized, scale]:
-            quantized.copy_(cast(kept, scale, E4M3))
-            return kept.abs().amax()
-    return None
+    if replica:
+        replica[0].copy_(kept)
 
 
 def _rebased(part: UpdateSlice) -> tuple[Tensor, ...]:
     """Returns the tensors of ``part`` with offset 0, because a compiled graph is specialized on the offsets."""
-    tensors = [*part.states, *(tensor for tensor in (part.replica, part.scale) if tensor is not None)]
-    return tuple(from_dlpack(tensor.detach()) for tensor in tensors)
+    tensors = (part.master, part.main_grad, *part.states, part.replica)
+    return tuple(from_dlpack(tensor.detach()) for tensor in tensors if tensor is not None)
 
 
 @cache  # engines of one process share the graphs
-def _compiled() -> tuple[Callable[..., Tensor], Callable[..., Tensor | None]]:
+def _compiled() -> tuple[Callable[..., Tensor], Callable[..., None]]:
     return (
         torch.compile(_coefficients, dynamic=True, fullgraph=True),
         torch.compile(_update, dynamic=True, fullgraph=True),
@@ -87,23 +79,23 @@ class CompiledAdamW:
     """The compiled update of the segments of an arena, built before the first step.
 
     Args:
-        rule: hyper-parameters.
+        record: hyper-parameters.
         segments: the slices of each segment, cut where the weight-decay class changes.
 
     Raises:
         ConfigError: the compiler failed.
     """
 
-    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._segments = [[(_rebased(part), part) for part in segment] for segment in segments]
+    def __init__(self, record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._segments = [[(_rebased(part), part.decayed) for part in segment] for segment in segments]
         self._scalars: UpdateScalars | None = None
         self._coefficients = torch.empty(0)
         slices = [tensors for segment in self._segments for tensors, _ in segment]
         if slices:  # a rank may have no segments
             device = slices[0][0].device
-            self._constants = _constants(rule.betas, rule.eps, device)
+            self._constants = _constants(record.betas, record.eps, device)
             self._decays = {
-                True: torch.tensor(rule.weight_decay, dtype=torch.float32, device=device),
+                True: torch.tensor(record.weight_decay, dtype=torch.float32, device=device),
                 False: torch.zeros((), dtype=torch.float32, device=device),
             }
             self._build(slices)
@@ -111,13 +103,11 @@ class CompiledAdamW:
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         """Updates the segments ``numbers``; the main grads are left as they were."""
         coefficients, update = _compiled()
-        for tensors, part in (slices for number in numbers for slices in self._segments[number]):
+        for tensors, decayed in (slices for number in numbers for slices in self._segments[number]):
             if scalars is not self._scalars:  # the first slice of this update
                 self._scalars = scalars
                 self._coefficients = coefficients(self._constants, *scalars.tensors)
-            amax = update(tensors, self._constants, self._decays[part.decayed], self._coefficients)
-            if part.amax is not None and amax is not None:
-                torch.maximum(part.amax, amax, out=part.amax)
+            update(tensors, self._constants, self._decays[decayed], self._coefficients)
 
     @torch.no_grad()
     def _build(self, slices: Sequence[tuple[Tensor, ...]]) -> None:

@@ -1,57 +1,76 @@
-"""AdamW over a flat FP32 arena, in one pass: unscale, moments, master, and the cast into the compute replica.
+"""The update of a flat FP32 arena by any rule: unscale, states, master, and the cast into the compute replica.
 
-The arena is updated segment by segment, so that the first groups are gathered while others are updated. One of three
-implementations is chosen at the start of a run, because their bits differ in the last places: torch's fused kernel
-(``torch._fused_adamw_``), or, if the update is compiled, tensor code on a CPU and a Triton kernel on a GPU. Each gives
-the same bits for every cut of the arena at chunks and for any sharding. None waits for the device, which decides itself
-whether an update is skipped.
+The arena is updated segment by segment, so that the first groups are gathered while others are updated. A rule may have
+a kernel of its own for that (:meth:`dtrain.optim.rule.Rule.segment_kernel`); else it is applied block by block. Which
+one runs is chosen at the start of a run, because their bits differ in the last places. Each gives the same bits for
+every cut of the arena at chunks and for any sharding. None waits for the device, which decides itself whether an update
+is skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
-from dtrain.optim.compiled import CompiledAdamW
-from dtrain.optim.fused import BlockedAdamW
+from dtrain.optim.rule import Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
 
-if TYPE_CHECKING:
-    from dtrain.optim.tiled import TiledAdamW
+_BLOCK = 512 * 1024
+"""Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
 
 
-class FlatAdamW:
-    """Applies :class:`AdamW` to the segments of an arena.
+class FlatUpdate:
+    """Applies a rule to the segments of an arena.
 
     Args:
-        rule: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
+        rule: the optimizer.
         segments: the slices of each segment, cut where the weight-decay class changes.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
     """
 
-    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        if not isinstance(rule.compile, bool):
-            raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
-        self._kernel = _kernel(rule, segments)
+    def __init__(self, rule: Rule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._kernel: SegmentKernel = rule.segment_kernel(segments) or BlockedUpdate(rule, segments)
 
     @torch.no_grad()
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
-        """Updates the segments ``numbers``, which ascend, and casts them into their replicas, if these are separate.
+        """Updates some segments and casts them into their replicas, if these are separate.
 
         Main grads may be overwritten. A skipped update casts too, to the bits that the replica has.
+
+        Args:
+            numbers: ascending indices into ``segments``; on a GPU, adjacent ones are one launch.
+            scalars: scalars of this update.
         """
         self._kernel.update(numbers, scalars)
 
 
-def _kernel(rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> BlockedAdamW | CompiledAdamW | TiledAdamW:
-    if not rule.compile:
-        return BlockedAdamW(rule, segments)
-    if any(part.master.device.type == "cuda" for segment in segments for part in segment):
-        from dtrain.optim.tiled import TiledAdamW  # it imports Triton, which a CPU build of torch does not have
+class BlockedUpdate:
+    """A rule applied to the segments of an arena, block by block."""
 
-        return TiledAdamW(rule, segments)
-    return CompiledAdamW(rule, segments)
+    def __init__(self, rule: Rule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._rule = rule
+        self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
+
+    def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
+        for batch in _batches([block for number in numbers for block in self._segments[number]]):
+            states = tuple(map(list, zip(*(block.states for block in batch), strict=True)))
+            group = UpdateGroup(batch[0].decayed, [block.master for block in batch], states)
+            self._rule.apply(group, [block.main_grad for block in batch], scalars)
+            for block in batch:
+                if block.replica is not None:
+                    block.replica.copy_(block.master)
+
+
+def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
+    """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast."""
+    if not blocks or blocks[0].master.device.type == "cpu":
+        return [[block] for block in blocks]
+    batches = [[block for block in blocks if block.decayed is decayed] for decayed in (True, False)]
+    return [batch for batch in batches if batch]
+
+
+def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
+    # uncut on a GPU, where blocks do not help
+    return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,24 +13,24 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, TILE, adamw
 from dtrain.kernels.tiles import TileTable
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 
 
 class TiledAdamW:
     """The update of the segments of an arena, any number of them in one launch; compiled before the first step.
 
     Args:
-        rule: hyper-parameters.
-        segments: the slices of each segment, cut where the weight-decay class changes, or at each FP8 weight.
+        record: hyper-parameters.
+        segments: the slices of each segment, cut where the weight-decay class changes.
 
     Raises:
         ConfigError: Triton failed to compile or to launch.
     """
 
-    def __init__(self, rule: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._rule = rule
+    def __init__(self, record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._record = record
         self._slices = [part for segment in segments for part in segment]  # keeps what the table points to
-        self._casts_float8 = any(part.scale is not None for part in self._slices)
         self._rows = list(accumulate(map(len, segments), initial=0))  # of the first slice of each segment
         self._table = None
         if self._slices:  # a rank may have no segments
@@ -50,8 +51,8 @@ class TiledAdamW:
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         """Updates the segments ``numbers``, with a launch for each run of adjacent ones; keeps the main grads."""
-        beta1, beta2 = self._rule.betas
-        correction1, correction2 = scalars.bias_corrections(self._rule.betas)
+        beta1, beta2 = self._record.betas
+        correction1, correction2 = (_bias_correction(beta, scalars.step) for beta in self._record.betas)
         table = self._table
         if table is None:
             return
@@ -66,13 +67,12 @@ class TiledAdamW:
                 1 - beta1,
                 beta2,
                 1 - beta2,
-                self._rule.eps,
-                self._rule.weight_decay,
+                self._record.eps,
+                self._record.weight_decay,
                 first=self._rows[low],
                 last=self._rows[high],
                 FIELDS=FIELDS,
                 TILE=TILE,
-                FLOAT8=self._casts_float8,
                 num_warps=NUM_WARPS,
             )
 
@@ -86,13 +86,18 @@ def build_error(error: Exception, device: torch.device) -> ConfigError:
     )
 
 
+def _bias_correction(beta: float, step: int) -> float:
+    """Returns 1 - beta^step without the cancellation of the difference."""
+    return -math.expm1(step * math.log(beta)) if beta else 1.0
+
+
 def _row(part: UpdateSlice) -> list[int]:
-    pointers = (*part.states, part.replica, part.scale, part.amax)
+    pointers = (part.master, part.main_grad, *part.states, part.replica)
     kind = KINDS[None if part.replica is None else part.replica.dtype]
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
     numel = part.master.numel()
-    if numel % 16 or any(address % 16 for address in addresses[:5]):
-        raise ValueError(f"{numel} elements of an update lie at {addresses[:5]}; expected multiples of 16")
+    if numel % 16 or any(address % 16 for address in addresses):
+        raise ValueError(f"{numel} elements of an update lie at {addresses}; expected multiples of 16")
     return [*addresses, numel, kind, int(part.decayed)]
 
 

@@ -16,25 +16,28 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One unit of sharding: the name of its module, empty for the root group, and its trainable parameters."""
+    """One unit of sharding: the name of its module, empty for the root group, and its trained or frozen parameters."""
 
     name: str
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple[ParamGroup, ...]:
+def find_groups(
+    model: nn.Module, groups: str | Sequence[str] = "auto", *, frozen: bool = False
+) -> tuple[ParamGroup, ...]:
     """Returns the parameter groups of ``model`` in definition order; the root group comes first, if it has parameters.
 
     Args:
         model: the model.
         groups: ``auto``: each element of an outermost ``ModuleList`` or ``Sequential``; or name patterns
             (``fnmatch``) of modules. Parameters that no unit holds or that two units share are in the root group.
+        frozen: group the frozen parameters instead of the trained ones.
 
     Raises:
         ConfigError: a pattern matches no module.
         ModelError: two different parameters share storage.
     """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is not frozen]
     _check_overlaps(model)
     # a parameter counts for each of its names, so that one that two units share has two owners
     units = _auto_units(model) if groups == "auto" else _matched_units(model, groups)
@@ -42,7 +45,7 @@ def find_groups(model: nn.Module, groups: str | Sequence[str] = "auto") -> tuple
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(_unit_of(name, units))
     members: dict[str, list[tuple[str, nn.Parameter]]] = {"": [], **{unit: [] for unit in units}}
-    for name, parameter in trainable:
+    for name, parameter in chosen:
         own = owners[id(parameter)]
         members[next(iter(own)) if len(own) == 1 else ""].append((name, parameter))
     return tuple(ParamGroup(unit, tuple(found)) for unit, found in members.items() if found)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
-from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
-from dtrain.optim.fused import ParameterListAdamW
+from dtrain.optim.rule import Rule, UpdateGroup, UpdateScalars
 
 
 @dataclass
@@ -36,14 +35,14 @@ class LocalShard:
     decayed: bool
     replicated: bool
 
-    def tensor_shard(self, kind: str, values: Tensor, share: tuple[int, int] = (0, 1)) -> TensorShard:
-        """Returns part ``share[0]`` of ``share[1]`` equal parts of ``values`` [length]."""
+    def tensor_shard(
+        self, kind: str, values: Tensor, dtype: torch.dtype, share: tuple[int, int] = (0, 1)
+    ) -> TensorShard:
+        """Returns part ``share[0]`` of ``share[1]`` equal parts of ``values`` [length], which are ``dtype``."""
         rank, count = share
         # multiplied first, so that the parts meet and the last one ends at the length
         low, high = values.numel() * rank // count, values.numel() * (rank + 1) // count
-        return TensorShard(
-            self.name, kind, self.shape, torch.float32, self.start + low, self.start + high, values[low:high]
-        )
+        return TensorShard(self.name, kind, self.shape, dtype, self.start + low, self.start + high, values[low:high])
 
 
 def check_in_place(name: str, parameter: nn.Parameter, local: Tensor, own: Tensor) -> None:
@@ -78,49 +77,46 @@ def check_frozen(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> None
 def require_trained(name: str, parameter: nn.Parameter) -> None:
     if not parameter.requires_grad:
         raise ContractError(
-            f"'{name}' was frozen after dtrain.initialize; its moments and decay would go on, so freeze it before, and "
-            f"build a new engine"
+            f"'{name}' was frozen after dtrain.initialize; its optimizer state and decay would go on, so freeze it "
+            f"before, and build a new engine"
         )
 
 
 class LocalShards:
-    """Holds a rank's local shards and their moments, and updates them.
+    """Holds a rank's local shards and their optimizer states, and updates them.
 
     Args:
         shards: one for each parameter; those without an element here are left out.
-        rule: hyper-parameters.
+        rule: the optimizer.
         share: (rank, world size), for what is replicated.
     """
 
-    def __init__(self, shards: Iterable[LocalShard], rule: AdamW, share: tuple[int, int]) -> None:
+    def __init__(self, shards: Iterable[LocalShard], rule: Rule, share: tuple[int, int]) -> None:
         self.shards = [shard for shard in shards if shard.master.numel()]
+        self._rule = rule
         self._share = share
         masters = [shard.master for shard in self.shards]
-        self._values = {
-            "master": masters,
-            "exp_avg": [torch.zeros_like(master) for master in masters],
-            "exp_avg_sq": [torch.zeros_like(master) for master in masters],
-        }
-        # one fused call per weight-decay class
-        classes = {
-            decayed: [n for n, shard in enumerate(self.shards) if shard.decayed is decayed] for decayed in (True, False)
-        }
-        self._classes = [chosen for chosen in classes.values() if chosen]
-        groups = [
-            UpdateGroup(decayed, *([values[n] for n in chosen] for values in self._values.values()))
-            for decayed, chosen in classes.items()
-        ]
-        self._optimizer = ParameterListAdamW(rule, groups)
+        states = {spec.name: [spec.like(master) for master in masters] for spec in rule.states}
+        self._values = {"master": masters, **states}
+        # one call of the rule per weight-decay class
+        classes = (
+            (decayed, [n for n, shard in enumerate(self.shards) if shard.decayed is decayed])
+            for decayed in (True, False)
+        )
+        self._classes = [(decayed, chosen) for decayed, chosen in classes if chosen]
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields what this rank owns of ``master``, ``exp_avg``, ``exp_avg_sq`` or ``main_grad``."""
+        """Yields what this rank owns of ``master``, an optimizer state or ``main_grad``."""
         for shard, values in self._of_kind(kind):
-            yield shard.tensor_shard(kind, values, self._share if shard.replicated else (0, 1))
+            yield shard.tensor_shard(kind, values, self._dtype(kind), self._share if shard.replicated else (0, 1))
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields all of ``kind`` that lies on this rank."""
         for shard, values in self._of_kind(kind):
-            yield shard.tensor_shard(kind, values)
+            yield shard.tensor_shard(kind, values, self._dtype(kind))
+
+    def _dtype(self, kind: str) -> torch.dtype:
+        return next((spec.dtype for spec in self._rule.states if spec.name == kind), torch.float32)
 
     def _of_kind(self, kind: str) -> Iterator[tuple[LocalShard, Tensor]]:
         if kind == "main_grad":
@@ -128,41 +124,42 @@ class LocalShards:
         else:
             yield from zip(self.shards, self._values[kind], strict=True)
 
+    @torch.no_grad()
     def update(self, scalars: UpdateScalars) -> None:
-        """Runs one AdamW update of masters and moments; the main grads are left divided."""
-        # read now, because a library may replace the gradients' tensors at any step
-        self._optimizer.update([[self.shards[n].main_grad for n in chosen] for chosen in self._classes], scalars)
+        """Runs one update of masters and optimizer states; the main grads may be overwritten."""
+        for decayed, chosen in self._classes:
+            master, *states = ([values[n] for n in chosen] for values in self._values.values())
+            # read now, because a library may replace the gradients' tensors at any step
+            grads = [self.shards[n].main_grad for n in chosen]
+            self._rule.apply(UpdateGroup(decayed, master, tuple(states)), grads, scalars)
 
-    @property
-    def masters(self) -> list[Tensor]:
-        return self._values["master"]
-
-    @property
-    def moments(self) -> list[Tensor]:
-        return [*self._values["exp_avg"], *self._values["exp_avg_sq"]]
+    def tensors(self, kind: str) -> list[Tensor]:
+        """Returns the tensors of ``master`` or of an optimizer state, one for each shard."""
+        return self._values[kind]
 
 
 def full_tensors(
-    shards: Iterable[TensorShard], shapes: Mapping[str, tuple[int, ...]], comm: Communicator
+    shards: Iterable[TensorShard], dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], comm: Communicator
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, full FP32 tensor) of every parameter, gathered one by one; all ranks call.
+    """Yields (name, full tensor) of every parameter, gathered one by one; all ranks call.
 
     Args:
         shards: what this rank owns, at most one interval a parameter.
+        dtype: of all shards; a rank may have none.
         shapes: of all parameters by name, in one order on all ranks.
         comm: the ranks.
     """
     own = {shard.name: shard for shard in shards}
     for name, shape in shapes.items():
         shard = own.get(name)
-        values = torch.empty(0) if shard is None else shard.data
+        values = torch.empty(0, dtype=dtype) if shard is None else shard.data
         start = 0 if shard is None else shard.start
         bounds = torch.tensor([start, start + values.numel()], dtype=torch.int64, device=comm.device)
         intervals = comm.gather_rows(bounds, label=f"intervals of {name}").tolist()
         # the rows of all ranks have the length of the longest interval
-        row = torch.zeros(max(stop - start for start, stop in intervals), device=comm.device)
+        row = torch.zeros(max(stop - start for start, stop in intervals), dtype=dtype, device=comm.device)
         row[: values.numel()] = values
-        full = torch.empty(math.prod(shape), device=comm.device)
+        full = torch.empty(math.prod(shape), dtype=dtype, device=comm.device)
         rows = comm.gather_rows(row, label=f"full {name}")
         for received, (start, stop) in zip(rows, intervals, strict=True):
             full[start:stop] = received[: stop - start]

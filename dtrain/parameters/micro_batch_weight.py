@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -28,14 +29,20 @@ class Weight:
         """Returns ``weight``, a number or a 0-dim tensor, as a weight on ``device`` without waiting for it.
 
         Raises:
-            UsageError: a number that is negative or not finite. The vote checks tensors, whose value the host lacks.
+            UsageError: not a number, or one that is negative or not finite. The vote checks the value of a tensor,
+                which the host lacks.
         """
         if isinstance(weight, Tensor):
+            if weight.numel() != 1 or weight.is_complex():
+                raise UsageError(
+                    f"the weight of micro-batch {micro_batch} is a {weight.dtype} tensor of shape "
+                    f"{list(weight.shape)}; expected one real number, such as its token count"
+                )
             return Weight(weight.detach().to(device, torch.float32, non_blocking=True).reshape(()))
-        if not 0 <= float(weight) < float("inf"):
+        if not isinstance(weight, Real) or not 0 <= float(weight) < float("inf"):
             raise UsageError(
-                f"the weight of micro-batch {micro_batch} is {float(weight)}; expected a finite number >= 0, such as "
-                f"its token count"
+                f"the weight of micro-batch {micro_batch} is {weight!r}; expected a finite number >= 0, such as its "
+                f"token count"
             )
         # filled in on the device: a copy from pageable host memory would wait
         return Weight(torch.full((), float(weight), dtype=torch.float32, device=device), is_one=weight == 1)

@@ -115,7 +115,7 @@ class Contract:
             most = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             lines.append(f"  {len(names)} in {name} ({reason}): {most}")
         if self.recipe is not None:
-            lines.append(f"float8: {self.recipe.describe()}, {self.policy.float8.weight_scale} weight scales")
+            lines.append(f"float8: {self.recipe.describe()}")
         return lines
 
     def to_dict(self) -> dict[str, Any]:

@@ -32,13 +32,19 @@ def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
 
 
 class GradientSum(Protocol):
-    """Sum of the gradients of one shard over one step."""
+    """Sum of the gradients of one shard over one step.
+
+    Args:
+        main_grad: FP32 [n], holds the sum once it is finished.
+    """
+
+    def __init__(self, main_grad: Tensor) -> None: ...
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
         """Adds the next gradients [n], in order of the micro-batches' global index."""
 
-    def finish(self, output: Tensor) -> None:
-        """Writes the sum to ``output`` [n] FP32 and starts the next step."""
+    def finish(self) -> None:
+        """Completes the sum, zero if nothing was added, and starts the next step."""
 
 
 class RunningSum:
@@ -74,10 +80,9 @@ class RunningSum:
         add_rows(self._main_grad, grads, torch.stack([weight.value for weight in weights]), overwrites=self._empty)
         self._empty = False
 
-    def finish(self, output: Tensor) -> None:
-        """Zeroes ``output`` if nothing was added; else the sum is in place."""
+    def finish(self) -> None:
         if self._empty:
-            output.zero_()
+            self._main_grad.zero_()
         self._empty = True
 
 
@@ -89,7 +94,8 @@ class TreeSum:
     same bits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, main_grad: Tensor) -> None:
+        self._main_grad = main_grad
         self._levels: list[Tensor | None] = []
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
@@ -107,13 +113,13 @@ class TreeSum:
             self._levels[level] = None
         self._levels.append(carry)
 
-    def finish(self, output: Tensor) -> None:
+    def finish(self) -> None:
         total: Tensor | None = None
         for block in self._levels:  # the lowest level first: it holds the latest gradients
             if block is not None:
                 total = block if total is None else block.add_(total)
         self._levels.clear()
         if total is None:
-            output.zero_()
+            self._main_grad.zero_()
         else:
-            output.copy_(total)
+            self._main_grad.copy_(total)

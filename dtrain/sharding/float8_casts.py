@@ -84,10 +84,6 @@ class ScaleTable:
         self.scale = torch.ones(cursor, dtype=torch.float32, device=device)
 
     @property
-    def names(self) -> list[str]:
-        return list(self._slices)
-
-    @property
     def num_copies(self) -> int:
         """Number of quantized copies per weight (2 for row-wise scaling)."""
         return 2 if self.rowwise else 1
@@ -96,14 +92,34 @@ class ScaleTable:
         """Returns the index of the first scale of each copy of weight ``name``."""
         return [found.start for found in self._slices[name]]
 
+    def scales_of(self, name: str) -> list[Tensor]:
+        """Returns the scales of the copies of weight ``name``: 0-dim, or [N] and [K]."""
+        scales = [self.of_copy(self.scale, name, copy) for copy in range(self.num_copies)]
+        return scales if self.rowwise else [scales[0][0]]
+
     def of_copy(self, values: Tensor, name: str, copy: int) -> Tensor:
         """Returns the elements of ``values`` [all scales] that belong to a copy of weight ``name``."""
         return values[self._slices[name][copy]]
 
 
 @dataclass(frozen=True)
+class Float8Shard:
+    """This rank's shard of an FP8 flat buffer.
+
+    Attributes:
+        segment: its position in the flat buffer.
+        master: FP32 [segment.numel], the masters.
+        copies: the quantized copies, each E4M3 [segment.numel].
+    """
+
+    segment: ArenaSegment
+    master: Tensor
+    copies: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
 class _Patch:
-    """A rectangle of a weight in this rank's arena: ``master`` FP32 and ``values`` FP8, both [r, c].
+    """A rectangle of a weight in a shard: ``master`` FP32 and ``values`` FP8, both [r, c].
 
     ``amax`` and ``scale`` are [r, 1] or [1, c]: ``axis`` is the one along which an element shares them.
     """
@@ -139,45 +155,30 @@ class TensorCasts:
 
     Args:
         table: the scales.
-        segments: segments of the arena.
-        master: FP32 arena of masters.
-        replicas: local copies of each segment, each [segment.numel].
+        shards: this rank's shards of all FP8 weights.
         compiled: compile it.
     """
 
-    def __init__(
-        self,
-        table: ScaleTable,
-        segments: Sequence[ArenaSegment],
-        master: Tensor,
-        replicas: Sequence[Sequence[Tensor]],
-        *,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, table: ScaleTable, shards: Sequence[Float8Shard], *, compiled: bool) -> None:
         self._table = table
         self._measure, self._cast = _compiled() if compiled else (_measure, _cast)
-        self._patches = {
-            number: [
-                patch.rebased() if compiled else patch for patch in self._patches_of(segment, master, replicas[number])
-            ]
-            for number, segment in enumerate(segments)
-            if segment.layout.dtype == E4M3
-        }
+        patches = (patch for shard in shards for patch in self._patches_of(shard))
+        self._patches = [patch.rebased() if compiled else patch for patch in patches]
 
-    def _patches_of(self, segment: ArenaSegment, master: Tensor, copies: Sequence[Tensor]) -> Iterator[_Patch]:
-        local = master[segment.arena_start : segment.arena_stop]
-        for interval in segment.intervals():
+    def _patches_of(self, shard: Float8Shard) -> Iterator[_Patch]:
+        for interval in shard.segment.intervals():
             for box in self._boxes(interval):
                 start = interval.offset + box.offset
                 elements, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
-                for copy, values in enumerate(copies):
+                for copy, values in enumerate(shard.copies):
                     axis = 1 - copy  # rows share a scale in the first copy, columns in the second
                     first, count = (box.row, box.rows) if axis == 1 else (box.column, box.columns)
                     amax, scale = (
                         self._table.of_copy(whole, interval.spec.name, copy)[first : first + count].unsqueeze(axis)
                         for whole in (self._table.amax, self._table.scale)
                     )
-                    yield _Patch(local[elements].view(shape), values[elements].view(shape), amax, scale, axis)
+                    master = shard.master[elements].view(shape)
+                    yield _Patch(master, values[elements].view(shape), amax, scale, axis)
 
     def _boxes(self, interval: ShardInterval) -> Iterator[Rectangle]:
         """Yields ``interval`` in rectangles; a weight with one scale counts as a single row."""
@@ -190,50 +191,36 @@ class TensorCasts:
         limit = _BLOCK if self._table.amax.device.type == "cpu" else length
         return (part for box in boxes for part in box.cut(limit))
 
-    def measure(self, numbers: Sequence[int]) -> None:
-        """Adds the masters of segments ``numbers`` to the largest magnitudes of the table."""
-        for patch in (patch for number in numbers for patch in self._patches[number]):
+    def measure(self) -> None:
+        """Adds the masters to the largest magnitudes of the table."""
+        for patch in self._patches:
             self._measure(patch.master, patch.amax, patch.axis)
 
-    def cast(self, numbers: Sequence[int]) -> None:
-        """Casts the masters of segments ``numbers`` into the replicas with the scales of the table."""
-        for patch in (patch for number in numbers for patch in self._patches[number]):
+    def cast(self) -> None:
+        """Casts the masters into the copies with the scales of the table."""
+        for patch in self._patches:
             self._cast(patch.master, patch.scale, patch.values)
 
 
 class KernelCasts:
-    """Measures and casts the masters of all FP8 segments with a launch each; see :class:`TensorCasts`."""
+    """Measures and casts the masters of all shards with a launch each; see :class:`TensorCasts`."""
 
-    def __init__(
-        self,
-        table: ScaleTable,
-        segments: Sequence[ArenaSegment],
-        master: Tensor,
-        replicas: Sequence[Sequence[Tensor]],
-    ) -> None:
+    def __init__(self, table: ScaleTable, shards: Sequence[Float8Shard]) -> None:
         from dtrain.kernels.float8 import ShardCasts, WeightShard  # they import Triton, which only GPUs need
 
-        def shard(segment: ArenaSegment, interval: ShardInterval, copies: Sequence[Tensor]) -> WeightShard:
-            spec, numel = interval.spec, interval.stop - interval.start
-            values = [copy[interval.offset : interval.offset + numel] for copy in copies]
-            first = segment.arena_start + interval.offset
-            return WeightShard(
-                master[first : first + numel], values, interval.start, spec.shape[1], table.first_scales(spec.name)
-            )
-
         self._table = table
-        self._numbers = [number for number, segment in enumerate(segments) if segment.layout.dtype == E4M3]
-        shards = [
-            shard(segments[number], interval, replicas[number])
-            for number in self._numbers
-            for interval in segments[number].intervals()
-        ]
-        self._casts = ShardCasts(shards, rowwise=table.rowwise)
+        weights = []
+        for shard in shards:
+            for interval in shard.segment.intervals():
+                spec = interval.spec
+                elements = slice(interval.offset, interval.offset + interval.stop - interval.start)
+                copies = [copy[elements] for copy in shard.copies]
+                first_scales = table.first_scales(spec.name)
+                weights.append(WeightShard(shard.master[elements], copies, interval.start, spec.shape[1], first_scales))
+        self._casts = ShardCasts(weights, rowwise=table.rowwise)
 
-    def measure(self, numbers: Sequence[int]) -> None:
-        assert list(numbers) == self._numbers, f"{numbers} are not all FP8 segments, which are {self._numbers}"
+    def measure(self) -> None:
         self._casts.measure(self._table.amax)
 
-    def cast(self, numbers: Sequence[int]) -> None:
-        assert list(numbers) == self._numbers, f"{numbers} are not all FP8 segments, which are {self._numbers}"
+    def cast(self) -> None:
         self._casts.cast(self._table.scale)

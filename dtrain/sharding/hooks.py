@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dtrain.sharding.execution_order import ShardedGroup
+from dtrain.sharding.group import ParameterGroup
 
 
 class GuardedParameters(dict[str, Any]):
@@ -17,8 +17,8 @@ class GuardedParameters(dict[str, Any]):
     def __init__(
         self,
         parameters: Mapping[str, Any],
-        guards: Mapping[str, tuple[ShardedGroup, str]],
-        require: Callable[[ShardedGroup, str], None],
+        guards: Mapping[str, tuple[ParameterGroup, str]],
+        require: Callable[[ParameterGroup, str], None],
     ) -> None:
         super().__init__(parameters)
         self._guards = guards
@@ -27,7 +27,7 @@ class GuardedParameters(dict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         guard = self._guards.get(key)
         # repr() of a Linear reads its bias, to print whether there is one
-        if guard is not None and not guard[0].is_open and sys._getframe(2).f_code.co_name != "extra_repr":
+        if guard is not None and not guard[0].may_be_read and sys._getframe(2).f_code.co_name != "extra_repr":
             self._require(*guard)
         return super().__getitem__(key)
 

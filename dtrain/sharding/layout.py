@@ -1,4 +1,4 @@
-"""Layout of parameters in flat buffers and in the arena: arithmetic only, no tensors, no process group.
+"""Layout of parameters in flat buffers, and of flat buffers over ranks: arithmetic only, no tensors, no process group.
 
 A parameter group is flattened into one flat buffer per replica dtype. Inside a flat buffer parameters are ordered by
 (hyper-parameter class, definition); each class starts on a chunk, so the optimizer indexes hyper-parameters by chunk::
@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
 
 import torch
-
-_T = TypeVar("_T")
+from torch import Tensor
 
 CHUNK = 1024
 """Elements of one chunk, the unit of sharding, of hyper-parameters and of the norm's partial sums."""
@@ -41,6 +39,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     replica_dtype: torch.dtype
     decayed: bool  # the hyper-parameter class: weight decay or none
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -71,7 +70,7 @@ class ShardInterval:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """One flat buffer: the parameters of one group with one replica dtype."""
+    """One flat buffer: the parameters of one group with one replica dtype, either trained or frozen ones."""
 
     group: str
     dtype: torch.dtype
@@ -93,7 +92,11 @@ class FlatLayout:
     @property
     def name(self) -> str:
         """Group and dtype, the name of this buffer in messages and collectives."""
-        return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}{'' if self.is_trained else '/frozen'}"
+
+    @property
+    def is_trained(self) -> bool:
+        return self.slots[0].spec.trained
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
@@ -151,52 +154,30 @@ def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], wor
 
 @dataclass(frozen=True)
 class ArenaSegment:
-    """The range of one flat buffer that lies in this rank's arena."""
+    """The range of one flat buffer of which this rank holds the masters: its shard, or all of it."""
 
     layout: FlatLayout
-    arena_start: int
-    flat_start: int  # begin of the range in the flat buffer
-    numel: int
-
-    @property
-    def arena_stop(self) -> int:
-        return self.arena_start + self.numel
-
-    def intervals(self) -> tuple[ShardInterval, ...]:
-        """Returns the parts of parameters in this segment, offsets counted from its beginning."""
-        return self.layout.intervals(self.flat_start, self.flat_start + self.numel)
-
-    def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
-        """Returns (decayed, start, stop) of the hyper-parameter classes, counted from its beginning."""
-        return self._cut(self.layout.classes)
-
-    def slot_ranges(self) -> tuple[tuple[ParameterSlot, int, int], ...]:
-        """Returns (slot, start, stop) of each parameter with the padding after it, counted from its beginning."""
-        ends = [*(slot.start for slot in self.layout.slots[1:]), self.layout.real_numel]
-        return self._cut((slot, slot.start, end) for slot, end in zip(self.layout.slots, ends, strict=True))
-
-    def _cut(self, ranges: Iterable[tuple[_T, int, int]]) -> tuple[tuple[_T, int, int], ...]:
-        low, high = self.flat_start, self.flat_start + self.numel
-        cut = ((what, max(start, low) - low, min(stop, high) - low) for what, start, stop in ranges)
-        return tuple((what, start, stop) for what, start, stop in cut if start < stop)
-
-
-@dataclass(frozen=True)
-class ArenaLayout:
-    """One rank's contiguous arena: the segments of all flat buffers, in their order."""
-
-    segments: tuple[ArenaSegment, ...]
-
-    @staticmethod
-    def of(layouts: Iterable[FlatLayout], rank: int, *, sharded: bool) -> ArenaLayout:
-        """Returns the arena of ``rank``: its shards, or the whole buffers if the masters are replicated."""
-        segments, cursor = [], 0
-        for layout in layouts:
-            start, stop = layout.shard(rank) if sharded else (0, layout.numel)
-            segments.append(ArenaSegment(layout, cursor, start, stop - start))
-            cursor += stop - start
-        return ArenaLayout(tuple(segments))
+    start: int  # in the flat buffer
+    stop: int
 
     @property
     def numel(self) -> int:
-        return self.segments[-1].arena_stop if self.segments else 0
+        return self.stop - self.start
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns the elements of ``flat`` [layout.numel] that lie in this range."""
+        return flat[self.start : self.stop]
+
+    def shard_of(self, local: Tensor, rank: int) -> Tensor:
+        """Returns the shard of ``rank`` in ``local`` [numel], the elements of this range."""
+        start, stop = self.layout.shard(rank)
+        return local[start - self.start : stop - self.start]
+
+    def intervals(self) -> tuple[ShardInterval, ...]:
+        """Returns the parts of parameters in this range, offsets counted from its beginning."""
+        return self.layout.intervals(self.start, self.stop)
+
+    def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
+        """Returns (decayed, start, stop) of the hyper-parameter classes, counted from its beginning."""
+        cut = ((decayed, max(low, self.start), min(high, self.stop)) for decayed, low, high in self.layout.classes)
+        return tuple((decayed, low - self.start, high - self.start) for decayed, low, high in cut if low < high)

@@ -2,15 +2,17 @@
 
 Communication is what moves a tensor between placements (Rajbhandari et al., "ZeRO", SC 2020, section 5)::
 
-    partial sum -> REPLICATE   all-reduce
-    partial sum -> SHARD       reduce-scatter
+    partial sum -> SHARD       reduce-scatter, or an all-to-all and a local sum
     SHARD       -> REPLICATE   all-gather
+    partial sum -> REPLICATE   both: all-reduce
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from dtrain.sharding.layout import ArenaSegment, FlatLayout
 
 
 class Placement(Enum):
@@ -19,10 +21,18 @@ class Placement(Enum):
     REPLICATE = "replicate"
     SHARD = "shard"
 
+    def segment(self, layout: FlatLayout, rank: int) -> ArenaSegment:
+        """Returns the range of a flat buffer that ``rank`` holds; the shard of a single rank is the whole buffer."""
+        return ArenaSegment(layout, *((0, layout.numel) if self is Placement.REPLICATE else layout.shard(rank)))
+
+    def nbytes(self, total: int, num_ranks: int) -> int:
+        """Returns the part of ``total`` bytes that a rank holds, rounded up, as shards are padded to equal sizes."""
+        return total if self is Placement.REPLICATE else -(-total // num_ranks)
+
 
 @dataclass(frozen=True)
 class Placements:
-    """Placement of compute replicas, gradients and masters (the moments lie with the masters)."""
+    """Placement of compute replicas, gradients and masters (the optimizer states lie with the masters)."""
 
     compute: Placement
     gradient: Placement
@@ -31,13 +41,6 @@ class Placements:
     def reduces_every_micro_batch(self, *, reproducible: bool) -> bool:
         """Whether each micro-batch's gradient is reduced, instead of a rank's FP32 sum over its micro-batches."""
         return reproducible or self.gradient is Placement.SHARD
-
-    def shares_fp32_storage(self, world_size: int) -> bool:
-        """Whether an FP32 compute replica is its master's storage, because this rank holds the same elements of both.
-
-        True at stages 0 and 3, and on a single rank. See [Note: FP32 replicas] in ``sharding.state``.
-        """
-        return world_size == 1 or self.compute is self.master
 
 
 STAGES: dict[int, Placements] = {
@@ -52,38 +55,38 @@ STAGES: dict[int, Placements] = {
 def memory_formula(
     placements: Placements,
     *,
-    reduced_numel: int,
+    numel: int,
+    state_bytes: int,
+    replica_bytes: int,
     fp32_numel: int,
-    reduced_bytes: int,
-    world_size: int,
-    float8_numel: int = 0,
-    float8_copies: int = 1,
+    frozen_bytes: int,
+    num_ranks: int,
 ) -> dict[str, int]:
-    """Returns the model-state bytes of one rank by the ZeRO formula, with FP32 main grads.
+    """Returns the model-state bytes of one rank by the ZeRO formula, with FP32 masters and main grads.
 
-    Bytes per parameter: ``reduced_bytes`` for the compute replica, 4 for the main grad, 4 for the master and 8 for both
-    moments; what is sharded is divided by ``world_size``. An FP32 replica has 4 bytes, or none if it is its master's
-    storage (see :meth:`Placements.shares_fp32_storage`). Padding, buffers and FP8 scales are not in the formula.
+    What is sharded is divided by ``num_ranks``. An FP32 replica is the storage of the masters that a rank holds, so it
+    adds only what the rank does not hold as masters. Padding, buffers and FP8 scales are not in the formula.
 
     Args:
         placements: a row of :data:`STAGES`.
-        reduced_numel: number of parameters with a replica in BF16 or FP16.
-        fp32_numel: number of parameters with an FP32 replica.
-        reduced_bytes: bytes of an element in BF16 or FP16.
-        world_size: number of ranks.
-        float8_numel: number of parameters with an FP8 replica.
-        float8_copies: quantized copies of each of them, one byte an element.
+        numel: number of trained parameters.
+        state_bytes: bytes of all optimizer states of one parameter; 8 for AdamW.
+        replica_bytes: bytes of all compute replicas that are not FP32.
+        fp32_numel: number of trained parameters with an FP32 replica.
+        frozen_bytes: bytes of all frozen parameters.
+        num_ranks: number of ranks.
     """
-    numel = reduced_numel + fp32_numel + float8_numel
-    fp32_bytes = 0 if placements.shares_fp32_storage(world_size) else 4
 
-    def per_rank(total: int, placement: Placement) -> int:  # rounded up, as shards are padded to equal sizes
-        return total if placement is Placement.REPLICATE else -(-total // world_size)
+    def held(total: int, placement: Placement) -> int:
+        return placement.nbytes(total, num_ranks)
 
-    replicas = reduced_numel * reduced_bytes + fp32_numel * fp32_bytes + float8_numel * float8_copies
+    fp32_bytes = 4 * fp32_numel
     return {
-        "compute": per_rank(replicas, placements.compute),
-        "main_grad": per_rank(numel * 4, placements.gradient),
-        "master": per_rank(numel * 4, placements.master),
-        "moments": per_rank(numel * 8, placements.master),
+        "compute": held(replica_bytes, placements.compute)
+        + held(fp32_bytes, placements.compute)
+        - held(fp32_bytes, placements.master),
+        "main_grad": held(numel * 4, placements.gradient),
+        "master": held(numel * 4, placements.master),
+        "moments": held(numel * state_bytes, placements.master),
+        "frozen": held(frozen_bytes, placements.compute),
     }

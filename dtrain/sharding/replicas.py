@@ -1,4 +1,4 @@
-"""Compute replicas in flat buffers, the model's parameters as views of them, and a pool of reusable buffers."""
+"""Compute replicas in flat buffers, and the model's parameters as views of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dtrain.distributed.communicator import Communicator, Pending
+from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.errors import ContractError
 from dtrain.parameters.local_shards import require_trained
-from dtrain.sharding.layout import ArenaSegment, FlatLayout
+from dtrain.sharding.layout import FlatLayout
+from dtrain.sharding.placement import Placements
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -21,12 +22,16 @@ class ParameterViews:
     """Makes a model's parameters views of a flat buffer.
 
     The Parameter objects stay the same, so ties, user references and hooks survive. While no buffer is bound, every
-    parameter is NaN in its own shape, at the cost of one element.
+    parameter is NaN in its own shape, at the cost of one element. Until the first :meth:`bind` or :meth:`unbind` the
+    parameters keep their own values.
 
     Args:
         layout: layout of the flat buffer.
         parameters: the model's parameters by name.
         dtype: dtype of the parameters; None: the layout's.
+
+    Attributes:
+        parameters: those of the flat buffer by name, in the order of its slots.
     """
 
     num_copies = 1
@@ -36,14 +41,14 @@ class ParameterViews:
         self, layout: FlatLayout, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype | None = None
     ) -> None:
         self._layout = layout
-        self._parameters = [parameters[slot.spec.name] for slot in layout.slots]
-        device = self._parameters[0].device
+        self.parameters = {slot.spec.name: parameters[slot.spec.name] for slot in layout.slots}
+        device = next(iter(self.parameters.values())).device
         # NaN spreads into every result, so a read of a sharded parameter cannot pass for a plausible number
         nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
-        for parameter in self._parameters:
+        self._addresses: list[int] = []
+        for parameter in self.parameters.values():
             parameter.grad = None  # else autograd would add the first gradient to it
-        self.unbind()  # frees the original values; the masters have copied them: [Note: construction order]
 
     def bind(self, copies: Sequence[Tensor]) -> None:
         """Makes the parameters views of ``copies``, each [numel]."""
@@ -54,7 +59,7 @@ class ParameterViews:
 
     def _set(self, values: Sequence[Tensor]) -> None:
         self._addresses = [value.data_ptr() for value in values]
-        for parameter, value in zip(self._parameters, values, strict=True):
+        for parameter, value in zip(self.parameters.values(), values, strict=True):
             parameter.data = value
 
     def invalidate(self) -> None:
@@ -70,60 +75,91 @@ class ParameterViews:
         Raises:
             ContractError: naming the parameter that was replaced.
         """
-        for parameter, slot in zip(self._parameters, self._layout.slots, strict=True):
-            require_trained(slot.spec.name, parameter)
-        for parameter, slot, address in zip(self._parameters, self._layout.slots, self._addresses, strict=True):
+        if self._layout.is_trained:
+            for name, parameter in self.parameters.items():
+                require_trained(name, parameter)
+        for (name, parameter), address in zip(self.parameters.items(), self._addresses, strict=True):
             # views of no element have no address of their own
-            if slot.spec.numel and parameter.data_ptr() != address:
+            if parameter.numel() and parameter.data_ptr() != address:
                 raise ContractError(
-                    f"parameter '{slot.spec.name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
+                    f"parameter '{name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
                     f"{parameter.device}); do not call .to(), .half() or assign .data after dtrain.initialize"
                 )
 
 
-class ReplicaBuffer:
-    """Compute replicas of one flat layout, whole on this rank; zeros until they are first refreshed.
+class Replica:
+    """Compute replica of one flat buffer, whole on this rank; zeros until it is first refreshed.
+
+    [Note: FP32 replicas] An FP32 replica has the numbers of its master, so the master is this rank's part of it: the
+    update writes it once and casts nothing. Other ranks read it in the all-gather, to which [Note: buffer reuse]
+    applies as to any replica: a master is written by an update, after the vote, or by a load, after the ranks have
+    agreed on a checkpoint. Segments start on chunks, so parameters have the alignment of a buffer of their own.
 
     Args:
-        segment: this rank's slice of the layout.
+        layout: layout of the flat buffer.
         views: the model's parameters.
         comm: the ranks that share the layout.
-        master: FP32 [segment.numel], the masters, if they are also the replica: [Note: FP32 replicas].
+        placements: a row of the stage table.
 
     Attributes:
-        copies: the whole layout, each [numel].
-        local: this rank's segment of each copy, [segment.numel]; the masters are cast into it.
-        shares_master: whether ``local`` is the masters' own storage.
+        copies: the whole flat buffer, each [numel].
+        local: this rank's part of each copy; the masters are cast into it.
+        is_gathered: whether a change of ``local`` is followed by an all-gather: other ranks own the rest.
     """
 
-    def __init__(
-        self, segment: ArenaSegment, views: ParameterViews, comm: Communicator, master: Tensor | None = None
-    ) -> None:
-        self.layout = segment.layout
+    def __init__(self, layout: FlatLayout, views: ParameterViews, comm: Communicator, placements: Placements) -> None:
+        self.layout = layout
         self.views = views
         self._comm = comm
-        self.shares_master = master is not None
-        self._bind_local(segment, master)
+        self._segment = placements.master.segment(layout, comm.rank)
+        self.is_gathered = self._segment.numel < layout.numel
+        self.local, self.copies = self._allocate(views.num_copies)
 
-    def _bind_local(self, segment: ArenaSegment, master: Tensor | None) -> None:
-        self.copies = [master] if master is not None else self._allocate(self.layout.numel)
-        self.local = [copy[segment.flat_start : segment.flat_start + segment.numel] for copy in self.copies]
+    def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        copies = [self._zeros(self.layout.numel, others_read=self.is_gathered) for _ in range(count)]
+        return [self._segment.of(copy) for copy in copies], copies
+
+    def _zeros(self, numel: int, *, others_read: bool) -> Tensor:
+        if others_read:
+            return self._comm.allocate(numel, self.layout.dtype)
+        return torch.zeros(numel, dtype=self.layout.dtype, device=self._comm.device)
+
+    def attach(self) -> None:
+        """Makes the model's parameters views of the replica, which frees their own values."""
+        self.views.unbind()
         self.views.bind(self.copies)
 
-    def _allocate(self, numel: int) -> list[Tensor]:
-        return [self._comm.allocate(numel, self.layout.dtype) for _ in range(self.views.num_copies)]
+    @property
+    def shares_master(self) -> bool:
+        """Whether the masters are stored in ``local``: [Note: FP32 replicas]."""
+        return self.layout.is_trained and self.layout.dtype == torch.float32
 
-    def start_all_gather(self) -> list[Pending]:
-        """Starts the all-gather of all shards; all ranks call in the same order."""
+    def start_gather(self) -> list[Handle]:
+        """Starts the all-gather after a change of ``local``, if there is any; all ranks call in the same order."""
+        return self._start_all_gather() if self.is_gathered else []
+
+    def _start_all_gather(self) -> list[Handle]:
         return [
             self._comm.all_gather(copy, local, label=f"{self.layout.name}{'/columns' if number else ''}")
             for number, (copy, local) in enumerate(zip(self.copies, self.local, strict=True))
         ]
 
+    def start_unshard(self) -> None:
+        """Starts to make the replica whole; a whole one has nothing to do."""
+
+    def unshard(self) -> None:
+        """Waits until the replica is whole and binds the parameters to it."""
+
+    def reshard(self) -> None:
+        """Frees what other ranks own."""
+
     @property
     def persistent(self) -> list[Tensor]:
         """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
-        return [*([] if self.shares_master else self.copies), *self.views.cached()]
+        if not self.shares_master:
+            return [*self.copies, *self.views.cached()]
+        copy = self.copies[0]
+        return [copy[: self._segment.start], copy[self._segment.stop :]]
 
     @property
     def unsharded(self) -> list[Tensor]:
@@ -131,41 +167,43 @@ class ReplicaBuffer:
         return []
 
 
-class ShardedReplica(ReplicaBuffer):
-    """Compute replicas of which each rank holds its shard; the whole layout exists only while it is unsharded.
+class ShardedReplica(Replica):
+    """Compute replica of which each rank holds its shard; the whole exists only while it is unsharded.
 
     Every unshard allocates new copies, so tensors that a caller kept do not change. While the replica is sharded, the
     copies are empty.
     """
 
-    def _bind_local(self, segment: ArenaSegment, master: Tensor | None) -> None:
-        self.local = [master] if master is not None else self._allocate(segment.numel)
-        self._pending: list[Pending] = []
+    def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        self._pending: list[Handle] = []
+        self.is_gathered = False  # but before each use
+        local = [self._zeros(self.layout.shard_numel, others_read=True) for _ in range(count)]
+        return local, [shard.new_empty(0) for shard in local]
+
+    def attach(self) -> None:
         self.reshard()
 
     def start_unshard(self) -> None:
-        """Starts the all-gather; all ranks call in the same order."""
         with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
             self.copies = [local.new_empty(self.layout.numel) for local in self.local]
-        self._pending = self.start_all_gather()
+        self._pending = self._start_all_gather()
 
-    def finish_unshard(self) -> None:
-        """Waits for the all-gather and binds the parameters to its result."""
+    def unshard(self) -> None:
         self._wait()
         with torch.inference_mode(False):  # as in start_unshard
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
-        """Frees the whole layout; an all-gather in flight is waited for first, as [Note: buffer reuse] requires."""
+        """Frees the whole flat buffer; waits for an all-gather in flight first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
         with torch.inference_mode(False):
             self.copies = [local.new_empty(0) for local in self.local]
 
     def _wait(self) -> None:
-        for pending in self._pending:
-            pending.wait()
+        for handle in self._pending:
+            handle.wait()
 
     @property
     def persistent(self) -> list[Tensor]:
@@ -174,25 +212,3 @@ class ShardedReplica(ReplicaBuffer):
     @property
     def unsharded(self) -> list[Tensor]:
         return [*self.copies, *self.views.cached()]
-
-
-class BufferPool:
-    """Flat buffers that the next group of the same layout reuses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[object, list[Tensor]] = {}
-
-    def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns a buffer that was given back under ``key``, or a new one of zeros.
-
-        A key that stands for the slots of a layout keeps the padding zero, because its users write the same elements.
-        """
-        free = self._free.get((key, numel, dtype))
-        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
-
-    def give(self, key: object, buffer: Tensor) -> None:
-        self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
-
-    def idle(self) -> list[Tensor]:
-        return [buffer for free in self._free.values() for buffer in free]

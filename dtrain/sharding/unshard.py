@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,32 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.errors import ConfigError, ModelError, UsageError
-from dtrain.sharding.execution_order import ExecutionOrder, ShardedGroup
+from dtrain.errors import ModelError, UsageError
+from dtrain.sharding.execution_order import ExecutionOrder
+from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook, callable_parts
-from dtrain.sharding.replicas import ShardedReplica
-
-
-@dataclass(frozen=True)
-class UnshardOptions:
-    """Options for when sharded groups are unsharded and resharded.
-
-    Attributes:
-        reshard_after_forward: reshard a group after its forward; else it stays unsharded until backward has used it.
-        prefetch: number of groups that are unsharded ahead of their use.
-        keep_gathered: name patterns (``fnmatch``) of modules and parameters that join the root group.
-
-    Raises:
-        ConfigError: ``prefetch`` below 0.
-    """
-
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-    keep_gathered: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.prefetch < 0:
-            raise ConfigError(f"prefetch must be at least 0; got {self.prefetch}")
+from dtrain.sharding.saved_tensors import SavedTensorRef, SavedTensors
 
 
 class UnshardScheduler:
@@ -62,25 +40,31 @@ class UnshardScheduler:
     Args:
         model: hooks are installed on its modules.
         groups: all parameter groups, sharded.
-        options: when to unshard and reshard.
         comm: the ranks that share the groups.
+        reshard_after_forward: reshard a group after its forward; else it stays unsharded until backward has used it.
+        prefetch: number of groups that are unsharded ahead of their use.
 
     Attributes:
         peak: largest number of groups, besides the root, that were unsharded at a time.
     """
 
     def __init__(
-        self, model: nn.Module, groups: Sequence[ShardedGroup], options: UnshardOptions, comm: Communicator
+        self,
+        model: nn.Module,
+        groups: Sequence[ParameterGroup],
+        comm: Communicator,
+        *,
+        reshard_after_forward: bool,
+        prefetch: int,
     ) -> None:
         self._comm = comm
-        self._options = options
+        self._reshard_after_forward = reshard_after_forward
+        self._num_ahead = prefetch
         self._groups = list(groups)
-        self._by_name = {group.name: group for group in groups}
-        units = [group for group in groups if group.name]
-        self._forward = ExecutionOrder(units)
+        self._forward = ExecutionOrder([group for group in groups if group.name])
         self._backward: ExecutionOrder | None = None  # no backward has been yet
-        self._unsharded: dict[ShardedGroup, None] = {}  # units that are unsharded, or will be; the last used comes last
-        self._storages: dict[int, tuple[ShardedGroup, ShardedReplica, int]] = {}  # with the number of the copy
+        self._unsharded: dict[ParameterGroup, None] = {}  # or will be; the last used comes last
+        self._saved = SavedTensors()
         self._depth = 0  # forwards of the model that are running
         self._records_graph = False
         self._in_backward = False
@@ -110,7 +94,7 @@ class UnshardScheduler:
         model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
         model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
 
-    def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ShardedGroup, str]]) -> None:
+    def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ParameterGroup, str]]) -> None:
         """Guards a module's parameters, and its forward, because ``nn.GRU`` and others bypass ``_parameters``."""
 
         def require_all(*_: Any) -> None:
@@ -119,7 +103,7 @@ class UnshardScheduler:
 
         def refuse(*_: Any) -> None:
             for group, name in guards.values():
-                if not group.is_open:
+                if not group.may_be_read:
                     raise UsageError(
                         f"state_dict() while '{name}' is sharded (zero_stage=3) would hold no values; "
                         f"engine.master_state() gives the FP32 weights in full, and engine.save writes a checkpoint"
@@ -129,9 +113,9 @@ class UnshardScheduler:
         module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
         module.register_state_dict_pre_hook(ModuleHook(refuse))
 
-    def _require(self, group: ShardedGroup, name: str) -> None:
+    def _require(self, group: ParameterGroup, name: str) -> None:
         """Makes parameter ``name`` readable, or raises if it is read outside its unit's forward."""
-        if group.is_open:
+        if group.may_be_read:
             return
         if self._in_backward:  # activation checkpointing runs modules without their unit
             if not group.is_ready:
@@ -152,14 +136,15 @@ class UnshardScheduler:
         if self._depth > 1:
             return
         if torch.is_grad_enabled():
-            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving = saved_tensors_hooks(self._saved.pack, self._unpack)
             self._saving.__enter__()
         if not self._in_backward:
             self._records_graph = torch.is_grad_enabled()
             self._forward.begin()
             self._prefetch(self._forward)
-        if "" in self._by_name:
-            self._use(self._by_name[""])
+        for group in self._groups:
+            if not group.name:
+                self._use(group)
 
     def _leave_model(self) -> None:
         if not self._depth:  # another hook failed before this forward began
@@ -178,19 +163,19 @@ class UnshardScheduler:
             if not (self._records_graph and group.is_ready):
                 self._reshard(group)
 
-    def _enter_unit(self, group: ShardedGroup) -> None:
+    def _enter_unit(self, group: ParameterGroup) -> None:
         if not self._depth and not self._in_backward:
             raise UsageError(
                 f"'{group.name}' is called outside a forward of the engine, and its parameters are sharded meanwhile "
                 f"(zero_stage=3); call engine(...)"
             )
-        group.calls += 1
+        group.num_forwards += 1
         if not (self._in_backward and self._is_current(group)):
             self._use(group)
 
-    def _leave_unit(self, group: ShardedGroup, output: Any) -> None:
-        group.calls = max(group.calls - 1, 0)  # 0 if another pre-hook failed before this forward began
-        if group.calls or self._in_backward or not group.is_started:
+    def _leave_unit(self, group: ParameterGroup, output: Any) -> None:
+        group.num_forwards = max(group.num_forwards - 1, 0)  # 0 if another pre-hook failed before this forward began
+        if group.num_forwards or self._in_backward or not group.is_unsharding:
             return
         names = {id(p): name for name, p in group.parameters.items()}
         for value in pytree.tree_leaves(output):
@@ -202,7 +187,7 @@ class UnshardScheduler:
                 )
         # backward begins with the group that forward used last
         is_last = group is self._forward.current and self._forward.is_at_end
-        if not (self._records_graph and (is_last or not self._options.reshard_after_forward)):
+        if not (self._records_graph and (is_last or not self._reshard_after_forward)):
             self._reshard(group)
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -210,8 +195,6 @@ class UnshardScheduler:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one micro-batch's backward; reshards all groups after it."""
-        for group in self._groups:
-            group.num_missing_gradients = len(group.parameters)
         if self._backward is None:  # later passes follow the last backward, recomputations included
             self._backward = self._forward.reverse()
         self._backward.begin()
@@ -224,11 +207,10 @@ class UnshardScheduler:
             self._backward.end()
             self.reshard()  # also what was prefetched in vain: [Note: buffer reuse]
 
-    def gradient_received(self, number: int) -> None:
-        """Reshards group ``number`` after its last gradient, because backward no longer needs it."""
-        group = self._groups[number]
-        group.num_missing_gradients -= 1
-        if group.name and not group.num_missing_gradients:  # the root group stays for the whole backward
+    def gradient_received(self, group: ParameterGroup) -> None:
+        """Reshards ``group`` after its last gradient, if backward no longer needs it."""
+        # the root group stays for the whole backward; frozen weights may be needed after the last gradient
+        if group.name and not group.num_missing and not group.has_frozen:
             self._reshard(group)
 
     def reshard(self) -> None:
@@ -236,56 +218,35 @@ class UnshardScheduler:
         for group in self._groups:
             self._reshard(group)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        """Saves a view of an unsharded buffer as a reference, any other tensor with its version."""
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
-            found = self._storages.get(tensor.untyped_storage().data_ptr())
-            # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
-            if found is not None and tensor.dtype == found[1].layout.dtype:
-                return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        # detached: autograd would keep an output alive that holds its own graph; the version is shared
-        return tensor.detach(), tensor._version
-
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedTensorRef):
-            if not self._is_current(saved.group):
-                self._use(saved.group)
-            return saved.replica.copies[saved.copy].as_strided(saved.size, saved.stride, saved.offset)
-        tensor: Tensor
-        tensor, version = saved
-        if tensor._version != version:  # torch checks this only without hooks
-            raise RuntimeError(
-                f"a tensor that backward needs was modified in place: {tensor.dtype} {list(tensor.shape)} is at "
-                f"version {tensor._version}, and was at version {version} in the forward"
-            )
-        return tensor
+        if isinstance(saved, SavedTensorRef) and not self._is_current(saved.copy.group):
+            self._use(saved.copy.group)
+        return self._saved.unpack(saved)
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
-    def _is_current(self, group: ShardedGroup) -> bool:
+    def _is_current(self, group: ParameterGroup) -> bool:
         """Whether ``group`` is unsharded and the pass has noted its use."""
         order = self._backward if self._in_backward else self._forward
         return group.is_ready and (not group.name or order is None or order.current is group)
 
-    def _use(self, group: ShardedGroup) -> None:
+    def _use(self, group: ParameterGroup) -> None:
         """Unshards ``group`` and starts the groups that follow it."""
         if group.name:
             order = self._backward if self._in_backward else self._forward
             assert order is not None
             order.use(group)
             self._prefetch(order, group)
-        group.finish_unshard()  # after the prefetch, whose all-gathers run while this one is waited for
-        for replica in group.replicas:
-            for number, copy in enumerate(replica.copies):
-                self._storages[copy.data_ptr()] = (group, replica, number)
+        group.unshard()  # after the prefetch, whose all-gathers run while this one is waited for
+        self._saved.add(group)
 
-    def _prefetch(self, order: ExecutionOrder, *current: ShardedGroup) -> None:
+    def _prefetch(self, order: ExecutionOrder, *current: ParameterGroup) -> None:
         """Starts ``current`` and the groups expected next; reshards the least recently used groups for them."""
-        wanted = [*current, *order.following(self._options.prefetch)]
-        if self._options.reshard_after_forward:
+        wanted = [*current, *order.following(self._num_ahead)]
+        if self._reshard_after_forward:
             # the least recently used first; a group whose forward is running must stay
-            others = [group for group in self._unsharded if group not in wanted and not group.calls]
-            allowed = 1 + self._options.prefetch - len(wanted)
+            others = [group for group in self._unsharded if group not in wanted and not group.num_forwards]
+            allowed = 1 + self._num_ahead - len(wanted)
             for group in others[: max(len(others) - allowed, 0)]:
                 self._reshard(group)
         for group in reversed(wanted):  # the one that is needed first becomes the most recently used
@@ -294,25 +255,11 @@ class UnshardScheduler:
         for group in wanted:  # in the order of use, which is that of the collectives on all ranks
             group.start_unshard()
         # now, and not at the wait: the other ranks may read while this one computes
-        self._comm.send_ready_message()
+        self._comm.flush()
         self.peak = max(self.peak, len(self._unsharded))
 
-    def _reshard(self, group: ShardedGroup) -> None:
-        if group.is_started:
-            for replica in group.replicas:
-                for copy in replica.copies:  # the address may be given to another tensor
-                    self._storages.pop(copy.data_ptr(), None)
+    def _reshard(self, group: ParameterGroup) -> None:
+        if group.is_unsharding:
+            self._saved.remove(group)
             group.reshard()
             self._unsharded.pop(group, None)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensorRef:
-    """Reference to a view of an unsharded buffer, which autograd saves instead of the view."""
-
-    group: ShardedGroup
-    replica: ShardedReplica
-    copy: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int

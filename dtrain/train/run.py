@@ -90,7 +90,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
             failed = False
             return exit_code
         finally:
-            if failed and comm.world_size > 1:
+            if failed and comm.process_group is not None:
                 stop.keep()
             disconnect(failed=failed)
 

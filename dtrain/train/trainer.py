@@ -17,7 +17,8 @@ from dtrain.data import BatchLoader
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
-from dtrain.engine.interface import Engine, StepOutcome
+from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import CheckpointError, ModelError, NonFiniteError
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics

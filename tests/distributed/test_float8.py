@@ -17,24 +17,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import make_communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
-from dtrain.precision.float8.cast import E4M3, cast, quantize, scale_of
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Float8Options
-from dtrain.sharding.float8_scales import HEAD_ROOM, DelayedScales
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.helpers import unshard_models
-from tests.helpers.float8_models import DIM, VARIANTS, Model, batch, copies, start, train
+from tests.helpers.float8_models import DIM, RECIPES, Model, batch, copies, start, train
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 STEPS = range(4)
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +55,10 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 
 def bits_of_stages(rank: int, world: int, stages: range, reproducible: bool) -> dict[str, list[tuple[Any, str]]]:
-    found: dict[str, list[tuple[Any, str]]] = {variant: [] for variant in VARIANTS}
-    for variant, own in found.items():
+    found: dict[str, list[tuple[Any, str]]] = {recipe: [] for recipe in RECIPES}
+    for recipe, own in found.items():
         for stage in stages:
-            engine = start(variant, zero_stage=stage, reproducible=reproducible)
+            engine = start(recipe, zero_stage=stage, reproducible=reproducible)
             losses = train(engine, STEPS)
             own.append((losses, digest(engine.master_state())))
             assert engine.memory()["unsharded"] == 0
@@ -74,10 +73,10 @@ def bits(world: int, stages: range, reproducible: bool = True) -> dict[str, list
 
 @pytest.mark.parametrize(("world", "stages"), [(2, range(4)), (4, range(1, 4, 2))])
 def test_equal_bits(world: int, stages: range) -> None:
-    for variant, (reference,) in bits(1, range(1)).items():
+    for recipe, (reference,) in bits(1, range(1)).items():
         losses, _ = reference
         assert losses[-1] < 0.8 * losses[0], "it learns"
-        assert bits(world, stages)[variant] == [reference] * len(stages), variant
+        assert bits(world, stages)[recipe] == [reference] * len(stages), recipe
 
 
 def test_recipes_and_the_plain_order_differ() -> None:
@@ -102,8 +101,8 @@ OPTIONS: list[dict[str, Any]] = [
 def differs_from_stage_2(rank: int, world: int) -> list[str]:
     unshard_models.DIM = DIM  # what is too small is no FP8 product
 
-    def run(name: str, variant: str, stage: int, **options: Any) -> tuple[list[float], str]:
-        engine = start(variant, unshard_models.build(name), zero_stage=stage, reproducible=True, **options)
+    def run(name: str, recipe: str, stage: int, **options: Any) -> tuple[list[float], str]:
+        engine = start(recipe, unshard_models.build(name), zero_stage=stage, reproducible=True, **options)
         assert len(engine.contract.float8_modules) >= 2, name
         losses = []
         for step in range(2):
@@ -114,10 +113,10 @@ def differs_from_stage_2(rank: int, world: int) -> list[str]:
 
     wrong = []
     for number, name in enumerate(MODELS):
-        variant = list(VARIANTS)[number % 3]
+        recipe = RECIPES[number // 4 % 2]
         options = OPTIONS[number % 4]
-        if run(name, variant, 3, **options) != run(name, variant, 2):
-            wrong.append(f"{name} {variant} {options}")
+        if run(name, recipe, 3, **options) != run(name, recipe, 2):
+            wrong.append(f"{name} {recipe} {options}")
     return wrong
 
 
@@ -149,27 +148,20 @@ def test_functional_call_with_another_weight() -> None:
     assert fired == [weight.numel()]
 
 
-def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
+def replicas_are_the_masters(rank: int, world: int, recipe: str) -> None:
     """After some steps each Linear finds what its master gives when it is cast whole, once, with one scale."""
-    engine = start(variant, zero_stage=2)
-    before = engine.master_state()
+    engine = start(recipe, zero_stage=2)
     for step in range(3):
-        largest = {name: w.abs().amax() for name, w in before.items()}
         train(engine, [step])
-        before = engine.master_state()
+        masters = engine.master_state()
         for name in engine.contract.float8_modules if rank == 0 else ():
             module = engine.module.get_submodule(name)
             assert isinstance(module, Float8Linear)
-            master, key = before[f"{name}.weight"], f"{name}.weight"
-            found = module.source.copies(module._parameters["weight"])  # type: ignore[attr-defined]
-            if variant == "delayed":
-                room = torch.maximum(HEAD_ROOM * largest[key], largest[key] + HEAD_ROOM * engine.options.optimizer.lr)
-                scale = scale_of(room, E4M3)
-                want = [(cast(master, scale, E4M3), scale)]
-            else:
-                rows = quantize(master, E4M3, rowwise=variant == "rowwise")
-                want = [(rows.values, rows.scale)]
-            if variant == "rowwise":
+            master = masters[f"{name}.weight"]
+            found = module.quantized_weight.copies(module._parameters["weight"])  # type: ignore[arg-type]
+            rows = quantize(master, E4M3, rowwise=recipe == "rowwise")
+            want = [(rows.values, rows.scale)]
+            if recipe == "rowwise":
                 columns = quantize(master.t(), E4M3, rowwise=True)
                 want.append((columns.values.t(), columns.scale))
             for own, (values, scale) in zip(found, want, strict=False):
@@ -180,18 +172,15 @@ def planes_are_the_masters(rank: int, world: int, variant: str) -> None:
             assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
 
 
-@every_variant
-def test_replicas_are_the_masters_cast(variant: str) -> None:
-    run_ranks(2, planes_are_the_masters, variant)
+@every_recipe
+def test_replicas_are_the_masters_cast(recipe: str) -> None:
+    run_ranks(2, replicas_are_the_masters, recipe)
 
 
-def skipped(rank: int, world: int, variant: str) -> list[Any]:
+def skipped(rank: int, world: int, recipe: str) -> list[Any]:
     """Returns what changes in a step that is skipped after an overflow on one rank."""
-    engine = start(variant, zero_stage=3)
+    engine = start(recipe, zero_stage=3)
     train(engine, [0, 1, 2])
-    if isinstance(engine.state.scales, DelayedScales):
-        next_scale = engine.state.scales._next
-        assert not torch.equal(next_scale, copies(engine)["scales"]), "an update would cast with other scales"
 
     def state() -> dict[str, Tensor]:
         kinds = {kind: arena for kind, arena in engine.state.storages().items() if kind in ("master", "moments")}
@@ -207,11 +196,11 @@ def skipped(rank: int, world: int, variant: str) -> list[Any]:
     return [outcome.applied, [name for name, equal in same.items() if not equal], moved]
 
 
-@every_variant
+@every_recipe
 @pytest.mark.parametrize("how", ["update", "load"])
-def test_an_overflow_in_a_weight_is_not_hidden(variant: str, how: str, tmp_path: Path) -> None:
+def test_an_overflow_in_a_weight_is_not_hidden(recipe: str, how: str, tmp_path: Path) -> None:
     """E4M3 has no Inf, and the cast makes 448 of it, which nobody would notice."""
-    engine = start(variant)
+    engine = start(recipe)
     train(engine, [0])
     slot = next(layout.slots[0] for layout in engine.state.layouts if layout.dtype == E4M3)
     segment = next(s for s in engine.state.arena.segments if slot in s.layout.slots)
@@ -227,9 +216,9 @@ def test_an_overflow_in_a_weight_is_not_hidden(variant: str, how: str, tmp_path:
     assert outcome.reason == "nonfinite_loss"
 
 
-@every_variant
-def test_a_skipped_step_keeps_every_bit(variant: str) -> None:
-    for applied, changed, moved in run_ranks(2, skipped, variant):
+@every_recipe
+def test_a_skipped_step_keeps_every_bit(recipe: str) -> None:
+    for applied, changed, moved in run_ranks(2, skipped, recipe):
         assert not applied
         assert changed == []
         assert moved, "the next step changes them, so the test can fail"
@@ -299,10 +288,10 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert run_ranks(2, copied) == [[True, True, False, True]] * 2
 
 
-@every_variant
+@every_recipe
 @pytest.mark.parametrize("stage", [0, 2])
-def test_the_host_reads_nothing(variant: str, stage: int) -> None:
-    engine = start(variant, zero_stage=stage, reproducible=True)
+def test_the_host_reads_nothing(recipe: str, stage: int) -> None:
+    engine = start(recipe, zero_stage=stage, reproducible=True)
     looks = like_a_gpu(engine)
     for step in range(3):
         inputs = [batch(step, index) for index in range(2)]
@@ -318,7 +307,7 @@ def test_the_host_reads_nothing(variant: str, stage: int) -> None:
 
 def communicates(rank: int, world: int) -> None:
     for shared in (True, False):
-        comm = Communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=shared)
+        comm = make_communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=shared)
         whole, own = comm.allocate(world * 100, E4M3), comm.allocate(100, E4M3)
         own.copy_(torch.full((100,), 2.0**rank))
         own[7] = math.nan
@@ -343,55 +332,49 @@ def state_bits(engine: NativeEngine) -> str:
 
 
 def train_and_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Five steps, saved after the third, when delayed scales are about to change, and what a new engine finds there."""
+    """Five steps, saved after the third, and whether a new engine finds the replicas of then."""
     found: dict[str, Any] = {}
-    for variant in VARIANTS:
-        engine = start(variant, zero_stage=2, reproducible=True)
+    for recipe in RECIPES:
+        engine = start(recipe, zero_stage=2, reproducible=True)
         train(engine, [0, 1, 2])
-        engine.save(folder / variant)
-        saved, own = engine.saved_state().get("float8"), digest(copies(engine))
+        engine.save(folder / recipe)
+        own = digest(copies(engine))
         losses = train(engine, [3, 4])
-        again = start(variant, model=Model(2), zero_stage=2, reproducible=True)
-        again.load(folder / variant)
-        found[variant] = (losses, state_bits(engine), saved, own == digest(copies(again)))
-        again.state.scales.restore(None)
-        again.state.refresh_replicas()
-        found[variant] += (own == digest(copies(again)),)
+        again = start(recipe, model=Model(2), zero_stage=2, reproducible=True)
+        again.load(folder / recipe)
+        found[recipe] = (losses, state_bits(engine), own == digest(copies(again)))
     return found
 
 
 def load_and_train(rank: int, world: int, folder: Path, stage: int) -> dict[str, Any]:
     found = {}
-    for variant in VARIANTS:
-        engine = start(variant, model=Model(2), zero_stage=stage, reproducible=True)
-        engine.load(folder / variant)
-        found[variant] = (train(engine, [3, 4]), state_bits(engine))
+    for recipe in RECIPES:
+        engine = start(recipe, model=Model(2), zero_stage=stage, reproducible=True)
+        engine.load(folder / recipe)
+        found[recipe] = (train(engine, [3, 4]), state_bits(engine))
     return found
 
 
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     straight = run_ranks(2, train_and_save, tmp_path)[0]
-    for variant, (_, _, saved, as_saved, without_scales) in straight.items():
-        assert as_saved, f"{variant}: other replicas after a load"
-        assert (saved is not None) == (variant == "delayed")
-        assert without_scales == (variant != "delayed"), "the control: delayed scales do not follow from the masters"
+    assert all(same_replicas for _, _, same_replicas in straight.values())
     for world, stage in ((1, 1), (2, 3), (4, 2)):
-        for variant, found in run_ranks(world, load_and_train, tmp_path, stage)[0].items():
-            assert found == straight[variant][:2], f"{variant} at stage {stage} on {world} ranks"
+        for recipe, found in run_ranks(world, load_and_train, tmp_path, stage)[0].items():
+            assert found == straight[recipe][:2], f"{recipe} at stage {stage} on {world} ranks"
 
 
 def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
     low = start(precision="bf16", zero_stage=1)
     train(low, [0, 1])
     low.save(tmp_path / "bf16")
-    for variant in VARIANTS:
-        engine = start(variant, model=Model(2))
+    for recipe in RECIPES:
+        engine = start(recipe, model=Model(2))
         engine.load(tmp_path / "bf16")
         assert digest(engine.master_state()) == digest(low.master_state())
         train(engine, [2])
-        engine.save(tmp_path / variant)
+        engine.save(tmp_path / recipe)
         again = start(model=Model(2), precision="bf16")
-        again.load(tmp_path / variant)
+        again.load(tmp_path / recipe)
         assert digest(again.master_state()) == digest(engine.master_state())
         assert train(again, [3])[0] == pytest.approx(train(engine, [3])[0], rel=0.1)
 

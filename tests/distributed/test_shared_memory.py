@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed import host_memory as shared_memory
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed import host_memory, setup, shared_memory
+from dtrain.distributed.communicator import Communicator, GradientSend
+from dtrain.distributed.host_memory import HostMemory, RingExchange
+from dtrain.distributed.setup import make_communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError
-from dtrain.sharding import micro_batch_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, train
 
@@ -32,15 +33,33 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def communicator(*, shared: bool) -> Communicator:
-    return Communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    return make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+
+
+def is_shared(comm: Communicator, tensor: Tensor) -> bool:
+    return isinstance(comm, HostMemory) and comm.is_shared(tensor)
+
+
+def all_reduce(comm: Communicator, *tensors: Tensor) -> None:
+    """Sums each of ``tensors`` over the ranks in place; several are in flight at once, each in two collectives."""
+    shards = [tensor.view(comm.world_size, -1)[comm.rank] for tensor in tensors]
+    pairs = list(zip(tensors, shards, strict=True))
+    for handle in [comm.reduce_scatter_sum(shard, tensor, label="sum") for tensor, shard in pairs]:
+        handle.wait()
+    for handle in [comm.all_gather(tensor, shard, label="sum") for tensor, shard in pairs]:
+        handle.wait()
+
+
+def numbers(rank: int, numel: int, seed: int) -> Tensor:
+    """Numbers of very different sizes, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    sizes = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
+    return torch.randn(numel, generator=generator) * sizes
 
 
 def fill(comm: Communicator, numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Numbers of this rank, of very different sizes, so that the order of a sum shows."""
-    generator = torch.Generator().manual_seed(100 * seed + comm.rank)
-    sizes = 10.0 ** torch.randint(-3, 4, (numel,), generator=generator)
     tensor = comm.allocate(numel, dtype)
-    tensor.copy_(torch.randn(numel, generator=generator) * sizes)
+    tensor.copy_(numbers(comm.rank, numel, seed))
     return tensor
 
 
@@ -50,11 +69,15 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     got: dict[str, Tensor] = {}
     for dtype in DTYPES:
         flat, shard = fill(comm, world * NUMEL, dtype, 1), fill(comm, NUMEL, dtype, 2)
-        assert comm.is_shared(flat) == comm.is_shared(shard[5:]) == shared
+        assert is_shared(comm, flat) == is_shared(comm, shard[5:]) == shared
+        exchange = comm.gradient_exchange([GradientSend("s", flat.numel(), dtype, ((0, flat.numel()),))], 0)
         for repeat in range(2):
-            rows: list[Tensor] = []
-            comm.all_to_all_single(flat, lambda r, rows=rows: rows.extend(x.clone() for x in r), label="s").wait()
-            got[f"slices {dtype} {repeat}"] = torch.cat(rows)
+            exchange.begin(torch.tensor(1.5 + rank))
+            exchange.open(0).copy_(flat)
+            handle = exchange.send(0)
+            shards, weights = handle.wait()
+            got[f"slices {dtype} {repeat}"] = torch.cat([*shards, weights])
+            handle.release()
             output = torch.empty(world * NUMEL, dtype=dtype)
             comm.all_gather(output, shard, label="g").wait()
             got[f"gather {dtype} {repeat}"] = output
@@ -71,13 +94,8 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     own = full[rank * NUMEL : (rank + 1) * NUMEL]
     comm.reduce_scatter_sum(own, full, label="rs in place").wait()
     got["reduce-scatter in place"] = own.clone()
-    # several in flight at once, each of two collectives
     tensors = [fill(comm, world * NUMEL, torch.float32, seed) for seed in (4, 5, 6)]
-    pending = [comm.all_reduce_sum(tensor, label="ar") for tensor in tensors]
-    for work in pending:
-        work.proceed()
-    for work in pending:
-        work.wait()
+    all_reduce(comm, *tensors)
     got["all-reduce"] = torch.cat(tensors)
     return got
 
@@ -90,34 +108,32 @@ def test_same_bits_as_sockets(world: int) -> None:
         assert through_sockets[rank].keys() == in_place[rank].keys()
         for name, tensor in through_sockets[rank].items():
             assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
-    total = sum(_numbers(rank, world) for rank in range(1, world)) + _numbers(0, world)
+    total = torch.stack([numbers(rank, world * NUMEL, 4) for rank in range(world)]).sum(0)
     assert torch.allclose(in_place[0]["all-reduce"][: world * NUMEL], total, rtol=1e-4, atol=1e-2)
-
-
-def _numbers(rank: int, world: int) -> Tensor:
-    single_rank = Communicator(None, CPU)
-    single_rank.rank = rank
-    return fill(single_rank, world * NUMEL, torch.float32, 4)
 
 
 def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
     """Something fails on the last rank only; every rank falls back to sockets and continues."""
+    if what == "other host" and rank == world - 1:
+        shared_memory.host_identity = lambda: ["another", "host"]
+    log: list[str] = []
+    setup.logger.info = log.append
     comm = communicator(shared=True)
-    before = comm.is_shared(comm.allocate(8, torch.float32)) if what != "other host" else True
+    before = is_shared(comm, comm.allocate(8, torch.float32)) if what != "other host" else True
     if rank == world - 1:
         if what == "map":
             shared_memory._map = _fail  # type: ignore[assignment]
         elif what == "memory is short":
             os.posix_fallocate = _fail  # type: ignore[assignment]
-        else:
-            shared_memory.host_identity = lambda: ["another", "host"]
     tensor = comm.allocate(world * 4, torch.float32)
     later = comm.allocate(4, torch.float32)
+    exchange = comm.gradient_exchange([GradientSend("g", 4 * world, torch.float32, ((0, 4 * world),))], 0)
+    assert not isinstance(exchange, RingExchange)
     tensor.fill_(rank + 1)
-    comm.all_reduce_sum(tensor, label="sum").wait()
+    all_reduce(comm, tensor)
     right = torch.equal(tensor, torch.full_like(tensor, world * (world + 1) / 2))
-    reason = comm._memory.unsupported_reason if comm._memory is not None else ""
-    assert not any((comm.is_shared(tensor), comm.is_shared(later), comm.may_share))
+    assert not any((is_shared(comm, tensor), is_shared(comm, later)))
+    reason = log[-1].removeprefix("buffers are sent through sockets, not shared memory: ")
     return before, reason, right
 
 
@@ -147,7 +163,7 @@ def traces(rank: int, world: int) -> tuple[list[str], set[str], bool]:
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     comm.barrier()
-    return [link for link in links if "dtrain" in link], set(os.listdir("/dev/shm")) - before, comm.is_shared(tensor)
+    return [link for link in links if "dtrain" in link], set(os.listdir("/dev/shm")) - before, is_shared(comm, tensor)
 
 
 def test_leaves_no_descriptor_and_no_file() -> None:
@@ -161,12 +177,12 @@ def lose_a_rank(rank: int, world: int, folder: str) -> tuple[str, float]:
     """Rank 1 dies before it has sent the ready message of its gradient."""
     comm = communicator(shared=True)
     tensor = fill(comm, world * NUMEL, torch.float32, 0)
-    comm.all_reduce_sum(tensor, label="first").wait()
-    assert comm.is_shared(tensor)
+    all_reduce(comm, tensor)
+    assert is_shared(comm, tensor)
     if rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()), encoding="ascii")
         time.sleep(60)
-    pending = comm.all_to_all_single(tensor, lambda rows: None, label="blocks.0")
+    pending = comm.reduce_scatter_sum(torch.empty(NUMEL), tensor, label="blocks.0")
     while not Path(folder, "pid").exists() or not Path(folder, "pid").read_text(encoding="ascii"):
         time.sleep(0.01)
     os.kill(int(Path(folder, "pid").read_text(encoding="ascii")), signal.SIGKILL)
@@ -191,7 +207,7 @@ def differ(rank: int, world: int, what: str) -> str:
     comm = communicator(shared=True)
     tensor = comm.allocate(world * 8, torch.float32)
     if what == "number" and rank == 1:
-        comm.record("all_gather", "one more", tensor)
+        comm.schedule.record("all_gather", "one more", tensor)
     part = tensor[: world * 4] if what == "size" and rank == 1 else tensor
     with pytest.raises(CommunicationError) as caught:
         comm.reduce_scatter_sum(torch.empty(part.numel() // world), part, label="sum").wait()
@@ -230,7 +246,9 @@ def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]
             comm = communicator(shared=shared)
             run = Run("transformer", steps=3, accumulation=2, unequal_weights=True, options={**options, "comm": comm})
             masters.append(train(rank, world, run).masters)
-            assert comm.may_share == shared, "no silent fallback"
+            assert isinstance(comm, HostMemory) == shared
+            if isinstance(comm, HostMemory):
+                assert not comm.memory.unsupported_reason, "no silent fallback"
         runs.append(masters)
     return runs
 
@@ -260,7 +278,7 @@ class Deep(nn.Module):
 
 def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
     """Gradients reuse the ring; those out of order lie in private memory first; ranks run at their own speed."""
-    micro_batch_gradients.MAX_BYTES_IN_FLIGHT = 1
+    host_memory.MAX_BYTES_IN_FLIGHT = 1
     masters = []
     for shared in (False, True):
         torch.manual_seed(0)

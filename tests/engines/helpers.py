@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.model_state import MASTER, MOMENTS
+from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4
-STATE = (MASTER, *MOMENTS)
+STATE = (MASTER, "exp_avg", "exp_avg_sq")
 STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
 """Every engine at every stage that it supports."""
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import make_communicator
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
@@ -28,7 +28,7 @@ WORLD = 2
 def lower_a_moment(engine: Any) -> None:
     """Replaces a moment by a BF16 copy of it, wherever this engine keeps it."""
     if engine.name == "native":
-        engine.state.exp_avg = engine.state.exp_avg.bfloat16()
+        engine.state.states["exp_avg"] = engine.state.states["exp_avg"].bfloat16()
     elif engine.name == "deepspeed":
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()
@@ -123,7 +123,7 @@ def initialize_with_a_subset(rank: int, world: int) -> list[str]:
     groups = [dist.new_group([other]) for other in range(world)]
     errors = []
     for engine in CAPABILITIES:
-        comm = Communicator(groups[rank], torch.device("cpu"))
+        comm = make_communicator(groups[rank], torch.device("cpu"))
         try:
             dtrain.initialize(nn.Linear(4, 4), engine=engine, precision="fp32", seed=0, comm=comm)
             errors.append("")

@@ -52,9 +52,8 @@ def near(got: Path, want: Path) -> None:
     assert summary(got)["val_loss"] == pytest.approx(summary(want)["val_loss"], rel=BOUND)
 
 
-@pytest.mark.parametrize("recipe", ["precision.float8.recipe=rowwise", "precision.float8.weight_scale=delayed"])
-def test_each_recipe_is_within_the_bound(tmp_path: Path, bf16: Path, recipe: str) -> None:
-    fp8 = run(tmp_path, "run", "precision=fp8", recipe)
+def test_rowwise_is_within_the_bound(tmp_path: Path, bf16: Path) -> None:
+    fp8 = run(tmp_path, "run", "precision=fp8", "precision.float8.recipe=rowwise")
     near(fp8, bf16)
     assert summary(fp8)["precision"] == "fp8"
     assert "in fp8" in log_of(fp8)

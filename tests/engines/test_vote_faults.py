@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dtrain
-from dtrain.engine.interface import Culprit
+from dtrain.engine.outcome import Culprit
 from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError
 from tests.engines.helpers import DIM, STAGES, VOCAB, batch, computed, held, same, start, train_step

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtrain.distributed import communicator
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed import process_group
+from dtrain.distributed.communicator import CollectiveSchedule, Communicator
+from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.single_rank import SingleRank
 from tests.fake.device import DEVICE, QuickMode
 
 
@@ -28,7 +30,7 @@ class MissingWait(AssertionError):
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of the schedule: as ``Communicator.record`` got it."""
+    """One entry of the schedule: as ``CollectiveSchedule.record`` got it."""
 
     op: str
     label: str
@@ -166,18 +168,20 @@ class Collectives:
         return collective
 
 
-class RecordingCommunicator(Communicator):
-    """The communicator of one rank among many that do what it does."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, collectives: Collectives) -> None:
-        super().__init__(group, device)
-        self.collectives = collectives
+class RecordingSchedule(CollectiveSchedule):
+    def __init__(self, collectives: Collectives) -> None:
+        super().__init__()
+        self._collectives = collectives
 
     def record(self, op: str, label: str, tensor: Tensor) -> str:
-        self.collectives.issued.append(Collective(op, label, tensor.numel(), tensor.dtype))
+        self._collectives.issued.append(Collective(op, label, tensor.numel(), tensor.dtype))
         if label == "vote":  # [Note: buffer reuse] in dtrain.distributed.communicator
-            self.collectives.require_waited()
+            self._collectives.require_waited()
         return super().record(op, label, tensor)
+
+
+class FakeRanks(ProcessGroup):
+    """The communicator of one rank among many that do what it does."""
 
     def exchange_text(self, text: str) -> list[str]:
         """Returns the text of every rank: set-up reads it on the host, and all ranks say the same here."""
@@ -185,24 +189,26 @@ class RecordingCommunicator(Communicator):
 
 
 @contextlib.contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[RecordingCommunicator]:
+def fake_world(world_size: int, rank: int = 0) -> Iterator[tuple[Communicator, Collectives]]:
     """Inside, this process is one rank of ``world_size``; to be entered inside :func:`tests.fake.device.fake_cuda`."""
     found = Collectives(world_size)
     shards, whole = 1, world_size
     replaced = [
-        (communicator, "_all_gather_single", "all_gather", (whole, shards)),
-        (communicator, "_reduce_scatter_single", "reduce_scatter", (shards, whole)),
+        (process_group, "all_gather_single", "all_gather", (whole, shards)),
+        (process_group, "reduce_scatter_single", "reduce_scatter", (shards, whole)),
         (dist, "all_to_all_single", "all_to_all", (1, 1)),
         (dist, "all_reduce", "all_reduce", (1, 1)),
         (dist, "broadcast", "broadcast", (1, 1)),
     ]
     with contextlib.ExitStack() as stack:
-        group = None
+        schedule = RecordingSchedule(found)
+        comm: Communicator = SingleRank(DEVICE, schedule)
         if world_size > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
             stack.callback(dist.destroy_process_group)
-            group = dist.group.WORLD
+            assert dist.group.WORLD is not None
+            comm = FakeRanks(dist.group.WORLD, DEVICE, schedule)
         for module, name, op, scale in replaced:
             stack.enter_context(mock.patch.object(module, name, found.replaced(op, getattr(module, name), scale)))
         stack.enter_context(_Watch(found.in_flight))
-        yield RecordingCommunicator(group, DEVICE, found)
+        yield comm, found

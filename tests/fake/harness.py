@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import dtrain
 from dtrain.config.schema import ModelConfig
 from dtrain.engine.vote.readback import Readback
-from dtrain.engine.vote.record import COLUMNS, VoteRecord
+from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.models import build_model
 from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
@@ -32,6 +32,7 @@ from dtrain.sharding import unshard
 from tests.fake.collectives import Collectives, fake_world
 from tests.fake.device import DEVICE, FakeDevice, fake_cuda
 from tests.fake.launches import HAS_TRITON, Launch, recorded_launches
+from tests.helpers.vote_records import rank_records
 
 VOCAB, TOKENS = 200, 16
 CONFIG = ModelConfig(num_layers=2, hidden_dim=64, num_heads=2, max_seq_len=TOKENS)
@@ -74,8 +75,8 @@ def on_fake_device(model: nn.Module) -> nn.Module:
 
 def _post_applied(self: Readback, values: Tensor) -> Callable[[], list[int]]:
     """Stands in for ``Readback.post``: the decision that reaches the host says that the step was applied."""
-    row = VoteRecord(0, 0, 1, 0, 0, lr=1e-3, loss_scale=1.0, stop_requested=0, save_failed=0).to_row()
-    rows, rest = divmod(values.numel(), len(COLUMNS))
+    row = rank_records(loss_scale=1.0).to_row()
+    rows, rest = divmod(values.numel(), NUM_FIELDS)
     # code, loss, norm and divisor as the bits of 0.0
     return lambda: [0] * rest + row * rows
 
@@ -99,10 +100,10 @@ def fake_engine(
     settings = {"optimizer": dtrain.AdamW(compile="auto" if HAS_TRITON else False), "seed": 0, **options}
     with ExitStack() as stack:
         device = stack.enter_context(fake_cuda())
-        comm = stack.enter_context(fake_world(world_size))
-        launches = stack.enter_context(recorded_launches(device, comm.collectives))
+        comm, collectives = stack.enter_context(fake_world(world_size))
+        launches = stack.enter_context(recorded_launches(device, collectives))
         stack.enter_context(mock.patch.object(Readback, "post", _post_applied))
         # stage 3 saves a plain tensor by reference, and leaves alone those of a user's own class
         stack.enter_context(mock.patch.object(unshard, "Tensor", FakeTensor))
         engine = dtrain.initialize(on_fake_device(built), comm=comm, precision=policy, **settings)
-        yield FakeRank(engine, comm.collectives, launches, device)
+        yield FakeRank(engine, collectives, launches, device)

@@ -96,6 +96,7 @@ def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) 
         reduced_numel=size(EMBEDDING) + (0 if is_float8 else blocks),
         fp32_numel=size(NORMS),
         reduced_bytes=2,
+        state_bytes=8,
         world_size=ranks,
         float8_numel=blocks if is_float8 else 0,
     )
@@ -142,7 +143,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "two groups ahead": {"zero_stage": 3, "prefetch": 2},
     "row-wise": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all")},
     "row-wise, sharded": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all"), "zero_stage": 3},
-    "delayed": {"precision": "fp8", "float8": Float8Options("tensorwise", "delayed", choice="all")},
     "calibrated": {"precision": "fp16", "loss_scale": dtrain.LossScale("calibrated", calibration_steps=2)},
     "ddp": {"engine": "ddp", "zero_stage": 0, "world_size": 1},
     "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},

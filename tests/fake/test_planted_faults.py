@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator, Pending
-from dtrain.sharding.replicas import ReplicaBuffer, ShardedReplica
+from dtrain.distributed.communicator import Handle
+from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.single_rank import Completed
+from dtrain.sharding.replicas import Replica, ShardedReplica
 from tests.fake.collectives import MissingWait
 from tests.fake.device import DEVICE, HOST_READS
 from tests.fake.harness import FakeRank, fake_engine
@@ -79,38 +81,38 @@ def test_a_read_of_a_scalar_in_the_step_is_found(method: str) -> None:
 
 
 def forget_sum() -> Any:
-    own = Communicator.all_reduce_sum
+    own = ProcessGroup.reduce_scatter_sum
 
-    def started(comm: Communicator, tensor: Tensor, *, label: str) -> Pending:
-        own(comm, tensor, label=label)
-        return Pending()
+    def started(comm: ProcessGroup, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+        own(comm, output, flat, label=label)
+        return Completed()
 
-    return mock.patch.object(Communicator, "all_reduce_sum", started)
+    return mock.patch.object(ProcessGroup, "reduce_scatter_sum", started)
 
 
 def forget_gather() -> Any:
-    own = ReplicaBuffer.start_all_gather
+    own = Replica.start_gather
 
-    def started(replica: ReplicaBuffer) -> list[Pending]:
+    def started(replica: Replica) -> list[Handle]:
         own(replica)
         return []
 
-    return mock.patch.object(ReplicaBuffer, "start_all_gather", started)
+    return mock.patch.object(Replica, "start_gather", started)
 
 
 def forget_weights() -> Any:
     """The weights of the micro-batch are used before they have arrived."""
-    own = Communicator.all_gather
+    own = ProcessGroup.all_gather
 
-    def started(comm: Communicator, output: Tensor, shard: Tensor, *, label: str) -> Pending:
-        pending = own(comm, output, shard, label=label)
-        return Pending() if label == "weights" else pending
+    def started(comm: ProcessGroup, output: Tensor, shard: Tensor, *, label: str) -> Handle:
+        handle = own(comm, output, shard, label=label)
+        return Completed() if label == "weights" else handle
 
-    return mock.patch.object(Communicator, "all_gather", started)
+    return mock.patch.object(ProcessGroup, "all_gather", started)
 
 
 FORGETFUL = {
-    "all-reduce": (0, forget_sum),
+    "reduce-scatter": (0, forget_sum),
     "weights": (2, forget_weights),
     "all-gather after the update": (2, forget_gather),
     "all-gather of a group": (3, lambda: mock.patch.object(ShardedReplica, "_wait", return_value=None)),
@@ -159,7 +161,7 @@ def test_the_address_of_freed_memory_is_found() -> None:
     def freed(rank: FakeRank) -> None:
         kernel = rank.engine._optimizer._kernel
         kernel._slices.clear()
-        rank.engine.state.exp_avg = torch.empty_like(rank.engine.state.exp_avg)
+        rank.engine.state.states["exp_avg"] = torch.empty_like(rank.engine.state.states["exp_avg"])
 
     with fake_engine(8, zero_stage=2) as rank:
         rank.step(1)

@@ -27,7 +27,7 @@ from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CheckpointError, DtrainError
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
@@ -424,7 +424,7 @@ def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> No
 
 def _save_with_short_collectives(rank: int, world: int, directory: Path) -> Path:
     """Saves with collectives that time out after 2.5 s."""
-    comm = Communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=2.5)), torch.device("cpu"))
+    comm = make_communicator(dist.new_group(backend="gloo", timeout=timedelta(seconds=2.5)), torch.device("cpu"))
     lease.TIMING = LeaseTiming(limit_s=3.5, poll_s=0.1)
     return save(directory, Snapshot(100, shards_of(make_tensors(100), rank, world), {}), comm)
 

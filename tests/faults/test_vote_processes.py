@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.interface import Culprit
 from dtrain.engine.native import NativeEngine
+from dtrain.engine.outcome import Culprit
 from dtrain.sharding.layout import FlatLayout, ParameterSlot
 from dtrain.sharding.placement import STAGES
 from tests.helpers.ranks import run_ranks

@@ -12,27 +12,29 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from dtrain.sharding.state import ShardedState
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator
-from dtrain.engine.interface import Culprit, StepOutcome
-from dtrain.engine.vote.culprit import Finding, find_nonfinite
-from dtrain.engine.vote.decide import REASONS, DecodedDecision, decide
-from dtrain.engine.vote.finalize import CulpritSearch, StepFinalizer
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.step import StepEngine
+from dtrain.engine.vote.decide import REASONS
+from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import MUST_AGREE, VoteRecord, fill
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, HostRecord
 from dtrain.engine.vote.skips import SkipCounter
+from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.precision.loss_scale import LossScale
 from dtrain.sharding.layout import ArenaLayout, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.replicas import slot_views
-from dtrain.sharding.state import ShardedState
 
 TRIALS = 10_000
 CPU = torch.device("cpu")
@@ -136,7 +138,7 @@ class Trial:
     losses: list[list[float]]  # [rank][micro-batch]
     weights: list[list[float]]
     bad_elements: list[BadElement] = field(default_factory=list)
-    differs: dict[str, Any] = field(default_factory=dict)  # fields of ``odd_rank``'s record that differ
+    differs: dict[str, Any] = field(default_factory=dict)  # fields of ``odd_rank``'s host record that differ
     odd_rank: int = 0
     stop: int | None = None  # rank that requests a stop
     failed_save: int | None = None  # rank whose save has failed
@@ -255,24 +257,24 @@ class Expected:
 
 def expect(trial: Trial) -> Expected:
     sources = [(m, r) for m in range(trial.num_micro_batches) for r in range(trial.world)]  # earliest first
-    known = known_record(trial, 0)
+    host = host_record(trial, 0)
     if trial.differs:
         ((name, value),) = trial.differs.items()
         if name == "config_hash":
             return Expected("diverged", f"'lr' is 1 on rank 0 and 2 on rank {trial.odd_rank}")
         if name == "schedule_hash":
             return Expected("diverged", f"number 1 of this step is reduce b on rank 0 and b2 on rank {trial.odd_rank}")
-        return Expected("diverged", f"{name} is {getattr(known, name)} on rank 0 and {value} on rank {trial.odd_rank}")
+        return Expected("diverged", f"{name} is {getattr(host, name)} on rank 0 and {value} on rank {trial.odd_rank}")
     weights = {(m, r): trial.weights[r][m] for m, r in sources}
     bad = [source for source in sources if not 0 <= weights[source] < math.inf]
     if bad:
-        return Expected("bad_weight", f"micro-batch {bad[0][0]} of step {known.step} on rank {bad[0][1]} ")
+        return Expected("bad_weight", f"micro-batch {bad[0][0]} of step {host.step} on rank {bad[0][1]} ")
     losses = {(m, r): trial.losses[r][m] for m, r in sources}
     bad = [source for source in sources if not math.isfinite(losses[source])]
     if bad:
         infinite = int(math.isinf(losses[bad[0]]))
         counts = {"num_inf": infinite, "num_nan": 1 - infinite, "num_bad_losses": len(bad)}
-        culprit = Culprit(bad[0][1], known.step, "forward loss", bad[0][0], **counts)
+        culprit = Culprit(bad[0][1], host.step, "forward loss", bad[0][0], **counts)
         return Expected("nonfinite_loss", culprit=culprit)
     sums = reduced(trial)
     if any(not abs(total) < 1e18 for total in sums.values()):
@@ -303,7 +305,7 @@ def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Cu
     wanted = [order[first[1]], *order] if first and first[1] >= 0 else order
     flat, slot = next((key for key in wanted if any(other[:2] == key for other in bad)), (None, None))
     phase = "local gradient" if first else "reduced gradient"
-    where = {"step": known_record(trial, 0).step, "phase": phase, "micro_batch": first[0] if first else None}
+    where = {"step": host_record(trial, 0).step, "phase": phase, "micro_batch": first[0] if first else None}
     if flat is None or slot is None:
         return Culprit(rank=first[2] if first else -1, **where)
     elements = [key[2] for key in bad if key[:2] == (flat, slot)]
@@ -329,11 +331,11 @@ class PendingText(Exception):
     """Carries the text that a rank exchanges; the other ranks' texts are supplied later."""
 
 
-class SimulatedCommunicator(Communicator):
+class SimulatedCommunicator(SingleRank):
     """The simulated collectives of one rank."""
 
     def __init__(self, rank: int, world: int) -> None:
-        super().__init__(None, CPU)
+        super().__init__(CPU)
         self.rank, self.world_size = rank, world
         self.texts: list[str] | None = None
         self.rows: Tensor | None = None
@@ -349,13 +351,13 @@ class SimulatedCommunicator(Communicator):
         return self.rows.clone()
 
 
-def known_record(trial: Trial, rank: int) -> VoteRecord:
+def host_record(trial: Trial, rank: int) -> HostRecord:
     values = {
         "step": 7, "config_hash": 1 << 54, "num_micro_batches": trial.num_micro_batches, "schedule_hash": 99,
         "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "stop_requested": int(trial.stop == rank),
-        "save_failed": int(trial.failed_save == rank), "sum_weights": 0.0, "sum_weighted_loss": 0.0, "sum_squares": 0.0,
+        "save_failed": int(trial.failed_save == rank),
     }  # fmt: skip
-    return VoteRecord(**{**values, **(trial.differs if rank == trial.odd_rank else {})})
+    return HostRecord(**{**values, **(trial.differs if rank == trial.odd_rank else {})})
 
 
 class Rank:
@@ -363,10 +365,11 @@ class Rank:
 
     chunk_squares = ShardedState.chunk_squares
     canonical_sum = ShardedState.canonical_sum
+    _locate_culprit = StepEngine._locate_culprit
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device = rank, trial, CPU
-        self.layouts = trial.model.layouts
+        self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
         self._losses, self.monitor, self.state = (
             LossAccumulator(),
@@ -379,12 +382,12 @@ class Rank:
             for segment, full in zip(arena.segments, main_grads, strict=True)
         ]
         self.segments = arena.segments
-        self.known = known_record(trial, rank)
+        self.host, self.vote = host_record(trial, rank), VoteTensors(MAX_GRAD_NORM)
         self.finalizer = StepFinalizer(
             self.comm,
             LossScale("calibrated", init=SCALE, calibration_steps=2).start(),
             SkipCounter(limit=2),
-            CulpritSearch(self.search, self.monitor.clear, trial.model.backward_names),
+            self._locate_culprit,
             CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
             is_synchronous=False,
         )
@@ -410,15 +413,11 @@ class Rank:
             start, stop = segment.layout.shard(self.rank)
             yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
 
-    def search(self) -> list[Finding]:
-        return [
-            finding
-            for layout, grad in self.owned_main_grads()
-            for part in layout.intervals(*layout.shard(self.rank))
-            for finding in find_nonfinite(
-                part.spec.name, self.rank, part.start, grad[part.offset : part.offset + part.stop - part.start]
-            )
-        ]
+    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
+        for layout, grad in self.owned_main_grads():
+            for part in layout.intervals(*layout.shard(self.rank)):
+                data = grad[part.offset : part.offset + part.stop - part.start]
+                yield TensorShard(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)
 
     def decide(self, rows: Tensor, squares: Tensor) -> None:
         """Decides from this rank's copy of the records."""
@@ -427,11 +426,9 @@ class Rank:
             self.comm.rows = squares
             weights = torch.tensor(self.trial.weights).T.flatten().double().sum()
             sums = {"sum_squares": self.canonical_sum(squares[self.rank]), "sum_weights": weights}
-        self.decision = decide(rows, max_grad_norm=MAX_GRAD_NORM, **sums)
+        self.decision, packed = self.vote.decide(rows, **sums)
         odd = "schedule_hash" in self.trial.differs and self.rank == self.trial.odd_rank
-        self.finalizer.post(
-            DecodedDecision.pack(self.decision, rows), self.known, ("reduce a", "b2" if odd else "reduce b")
-        )
+        self.finalizer.post(packed, ("reduce a", "b2" if odd else "reduce b"))
 
     def finalize_step(self) -> StepOutcome | tuple[type, str] | str:
         """Returns the outcome, the error that ends the run, or the text that this rank exchanges first."""
@@ -467,7 +464,7 @@ class GradientStatistics:
 
 
 def run_step(trial: Trial, ignored: str | None = None) -> tuple[Expected, GradientStatistics, list[Rank], list[Any]]:
-    """Runs one step on all ranks; the record field ``ignored`` has rank 0's value on all ranks."""
+    """Runs one step on all ranks; the field ``ignored`` of the rows has rank 0's value on all ranks."""
     gradients = {
         layout.name: gradient for layout, gradient in zip(trial.model.layouts, trial.model.gradients, strict=True)
     }
@@ -482,11 +479,10 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradie
         largest = max(gradient[0].abs().max().item() for gradient in gradients.values()) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares() for rank in ranks])
     rows = torch.stack(
-        [fill(rank.known, rank._losses.observe(rank.monitor, own)) for rank, own in zip(ranks, squares, strict=True)]
+        [rank.vote.record(rank.host, rank._losses, rank.monitor, own) for rank, own in zip(ranks, squares, strict=True)]
     )
     if ignored is not None:
-        column = [entry.name for entry in fields(VoteRecord)].index(ignored)
-        rows[:, column] = rows[0, column]
+        rows[:, COLUMNS[ignored]] = rows[0, COLUMNS[ignored]]
     for rank in ranks:
         rank.decide(rows.clone(), squares.clone())
     results = [rank.finalize_step() for rank in ranks]
@@ -515,7 +511,7 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     assert isinstance(result, StepOutcome), result
     assert (result.reason, result.applied) == (expected.reason, expected.reason is None)
     assert result.culprit == expected.culprit
-    assert (result.loss_scale, result.lr) == (SCALE, first.known.lr)
+    assert (result.loss_scale, result.lr) == (SCALE, first.host.lr)
     assert result.stop_requested == (trial.stop is not None)
     assert finalizer.applied_steps == int(result.applied)
     assert finalizer.scale.scale == (SCALE / 2 if expected.reason == "overflow" else SCALE)
@@ -546,7 +542,7 @@ def test_ranks_never_disagree_and_the_culprit_is_right(share: int) -> None:
         assert seen[reason] > TRIALS // 4 / 40, f"too few trials end with {reason}"
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in fields(VoteRecord)])
+@pytest.mark.parametrize("name", COLUMNS)
 def test_every_field_of_the_record_is_needed(name: str) -> None:
     """Without any one field, some trial ends differently than expected."""
     with pytest.raises(AssertionError):

@@ -20,9 +20,9 @@ import dtrain
 from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.schema import ModelConfig
-from dtrain.distributed.communicator import Communicator
-from dtrain.engine.interface import LazyOutcome
+from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.native import NativeEngine
+from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.sharding.placement import STAGES
@@ -219,7 +219,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
         path = engine.save(tmp_path, asynchronous=True)
         outcomes += train(engine, 3, start=start)  # nothing waits for the copy, nor looks at an outcome
         assert engine.wait_for_save() == path
-        reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))
+        reader = open_newest(tmp_path, SingleRank(torch.device("cpu")))
         assert reader.step == start
         for name, tensor in expected.items():
             assert torch.equal(reader.read("exp_avg", name), tensor.cpu().flatten()), name
@@ -272,7 +272,7 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path, copied: bool) -> None:
     """The written, hashed and fingerprinted bytes are those queued on the current stream before the save."""
-    alone = Communicator(None, DEVICE)
+    alone = SingleRank(DEVICE)
     data = torch.zeros(1 << 22, dtype=torch.float32, device=DEVICE)
     snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})
     synchronize()
@@ -283,11 +283,11 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
             AsyncSaver(alone).save(tmp_path, snapshot, None)
         else:
             save(tmp_path, snapshot, alone)
-    reader = open_newest(tmp_path, Communicator(None, torch.device("cpu")))  # proves the hash
+    reader = open_newest(tmp_path, SingleRank(torch.device("cpu")))  # proves the hash
     assert torch.equal(reader.read("master", "weight"), torch.full((1 << 22,), 3.0))
     reader.check_fingerprints(
         [TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data.cpu())],
-        Communicator(None, torch.device("cpu")),
+        SingleRank(torch.device("cpu")),
     )
 
 

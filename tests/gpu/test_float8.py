@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.interface import LazyOutcome
+from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.models import build_model
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.weights import CachedWeights
+from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
 from tests.gpu.test_engine import (  # noqa: F401 - fixtures
@@ -43,7 +43,6 @@ from tests.helpers.oracle import normwise_error
 RECIPES = ("tensorwise", "rowwise")
 ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
 OPTIONS = [Float8Options(recipe=recipe, choice="all") for recipe in RECIPES]
-DELAYED = Float8Options(weight_scale="delayed", choice="all")
 
 tensor_cores = pytest.mark.skipif(not ON_CPU and capability() < (8, 9), reason="no FP8 Tensor Cores")
 
@@ -52,10 +51,6 @@ def recipe_of(options: Float8Options) -> Recipe:
     if ON_CPU:  # which has torch._scaled_mm too, and emulates unless it is told not to
         row_scales_on_cpu(rowwise=options.recipe == "rowwise")
     return Recipe.of(replace(options, emulate=False).on(DEVICE), torch.bfloat16)
-
-
-def ids(options: Float8Options) -> str:
-    return f"{options.recipe}-{options.weight_scale}"
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -107,7 +102,7 @@ def sqnr(got: Tensor, want: Tensor) -> float:
 
 
 @tensor_cores
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("shape", [((4, 64), 128, 256), ((37,), 100, 52), ((3, 5, 7), 17, 33)])
 def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
     options: Float8Options, shape: tuple[tuple[int, ...], int, int]
@@ -130,7 +125,7 @@ def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
 
 
 @tensor_cores
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8Options) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(256, 192, device=DEVICE).bfloat16()
@@ -145,7 +140,7 @@ def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8Options) -> N
 
 
 @tensor_cores
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
 def test_an_overflow_is_never_hidden(options: Float8Options, value: float, where: str) -> None:
@@ -177,7 +172,7 @@ def test_what_is_timed_is_never_slower(recipe: str) -> None:
         if not decision.is_float8:
             continue
         plain = nn.Linear(k, n, bias=False, device=DEVICE).bfloat16()
-        fast = convert(copy.deepcopy(plain), chosen, CachedWeights(chosen))
+        fast = convert(copy.deepcopy(plain), chosen, QuantizedWeight(chosen, Cache.UNTIL_WRITTEN))
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         gradient = torch.randn(rows, n, device=DEVICE).bfloat16()
         slow, quick = (partial(run_linear, linear, x, gradient) for linear in (plain, fast))
@@ -222,7 +217,7 @@ def float8_linears(engine: Any) -> list[Float8Linear]:
 
 
 @pytest.mark.parametrize(("name", "stage"), ENGINES)
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, name: str, stage: int) -> None:
     engine, low = make_engine(options, name, stage), make_engine(None)
     outcomes, expected = train(engine, 12), train(low, 12)
@@ -234,7 +229,7 @@ def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, 
 
 
 @tensor_cores
-@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> None:
     if ON_CPU:
         row_scales_on_cpu(rowwise=options.recipe == "rowwise")
@@ -245,7 +240,7 @@ def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> Non
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 def test_stages_give_the_same_bits(options: Float8Options) -> None:
     engines = [make_engine(options, "native", stage, reproducible=True) for stage in range(4)]
     for engine in engines:
@@ -256,7 +251,7 @@ def test_stages_give_the_same_bits(options: Float8Options) -> None:
             assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, DELAYED], ids=ids)
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, options: Float8Options, stage: int) -> None:
     straight, first, resumed = (make_engine(options, "native", stage, reproducible=True) for _ in range(3))
@@ -290,7 +285,7 @@ def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> No
 
 @WAITS
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("options", [*OPTIONS, DELAYED, replace(OPTIONS[0], compile=False)], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, replace(OPTIONS[0], compile=False)], ids=str)
 def test_no_step_waits_for_the_device(
     options: Float8Options,
     stage: int,

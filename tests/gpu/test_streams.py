@@ -1,6 +1,6 @@
 """Tests the waits of [Note: streams] in ``distributed.communicator`` on a GPU, with NCCL of one rank.
 
-A communicator of one rank issues no collective, so these tests issue NCCL's as a communicator of several would.
+``make_communicator`` gives a single rank no collective, so these tests make the communicator of several themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.distributed import communicator
-from dtrain.distributed.communicator import Communicator, Pending
+from dtrain.distributed.communicator import Handle
+from dtrain.distributed.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
 from dtrain.distributed.setup import disconnect
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import upload
@@ -41,9 +41,14 @@ def _one_rank_of_nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     disconnect()
 
 
-def gather(output: Tensor, shard: Tensor) -> Pending:
-    comm = Communicator(dist.group.WORLD, DEVICE)
-    return comm._pending("all_gather", communicator._all_gather_single, output, shard)
+def communicator() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return ProcessGroup(group, DEVICE)
+
+
+def gather(output: Tensor, shard: Tensor) -> Handle:
+    return communicator().all_gather(output, shard, label="test")
 
 
 def filled(value: float) -> Tensor:
@@ -103,7 +108,7 @@ def test_collectives_with_and_without_a_handle_keep_their_order() -> None:
     torch.cuda._sleep(SLEEP)
     first = gather(output, filled(8.0))
     dist.all_reduce(total)  # on the current stream, as the vote's gather
-    communicator._all_gather_single(rows, torch.arange(4.0, device=DEVICE))
+    all_gather_single(rows, torch.arange(4.0, device=DEVICE))
     second = gather(output, filled(9.0))
     first.wait()
     second.wait()
@@ -116,9 +121,9 @@ def test_collectives_with_and_without_a_handle_keep_their_order() -> None:
 def test_every_dtype_that_is_sent(dtype: torch.dtype) -> None:
     values = torch.arange(64, device=DEVICE).to(dtype)
     output = torch.zeros_like(values)
-    view = torch.uint8 if dtype.itemsize == 1 else dtype  # as Communicator.all_gather does
-    gather(output.view(view), values.view(view)).wait()
+    gather(output, values).wait()
     assert torch.equal(output.view(torch.uint8), values.view(torch.uint8))
+    view = torch.uint8 if dtype.itemsize == 1 else dtype  # as all_gather does
     received = torch.zeros_like(values).view(view)
     dist.all_to_all_single(received, values.view(view), async_op=True).wait()
     assert torch.equal(received.view(torch.uint8), values.view(torch.uint8))
@@ -127,18 +132,18 @@ def test_every_dtype_that_is_sent(dtype: torch.dtype) -> None:
 def test_a_shard_may_lie_in_the_buffer_that_is_gathered_or_reduced() -> None:
     flat = filled(2.0)
     dist.all_reduce(flat, async_op=True).wait()
-    communicator._reduce_scatter_single(flat, flat, async_op=True).wait()
+    reduce_scatter_single(flat, flat, async_op=True).wait()
     gather(flat, flat).wait()
     assert bool((flat == 2.0).all())
 
 
 def test_a_second_group_over_gloo_beside_nccl() -> None:
-    comm = Communicator(dist.group.WORLD, DEVICE)
+    comm = communicator()
     sibling = comm.sibling()
     assert sibling.device.type == "cpu"
     row = torch.tensor([5])
     rows = torch.zeros_like(row)
-    communicator._all_gather_single(rows, row, group=sibling._group)
+    all_gather_single(rows, row, group=sibling.process_group)
     assert rows.tolist() == [5]
     comm.release()
 

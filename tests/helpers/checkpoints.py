@@ -14,16 +14,17 @@ from torch import Tensor
 from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.single_rank import SingleRank
 
 Tensors = Mapping[tuple[str, str], Tensor]
-ALONE = Communicator(None, torch.device("cpu"))
+ALONE = SingleRank(torch.device("cpu"))
 
 
-class ThreadCommunicator(Communicator):
+class ThreadCommunicator(SingleRank):
     """One of several ranks that are threads of this process; supports ``exchange_text`` only."""
 
     def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, board: list[str]) -> None:
-        super().__init__(None, torch.device("cpu"))
+        super().__init__(torch.device("cpu"))
         self.rank, self.world_size = rank, world_size
         self._barrier, self._board = barrier, board
 

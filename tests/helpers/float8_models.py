@@ -13,11 +13,7 @@ from dtrain.engine.native import NativeEngine
 from dtrain.precision.float8.options import Float8Options
 
 DIM = 30
-VARIANTS: dict[str, dict[str, Any]] = {
-    "tensorwise": {},
-    "rowwise": {"recipe": "rowwise"},
-    "delayed": {"weight_scale": "delayed"},
-}
+RECIPES = ("tensorwise", "rowwise")
 
 
 class Block(nn.Module):
@@ -61,10 +57,10 @@ def build(num_blocks: int = 2) -> Model:
     return model
 
 
-def start(variant: str = "tensorwise", model: nn.Module | None = None, **options: Any) -> NativeEngine:
+def start(recipe: str = "tensorwise", model: nn.Module | None = None, **options: Any) -> NativeEngine:
     """The engine of a model; a learning rate at which the largest weights change their binade within a few steps."""
     torch.set_num_threads(1)
-    precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(**VARIANTS[variant]))
+    precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(recipe))
     defaults = {"precision": precision, "seed": 1, "max_grad_norm": 0.1, "optimizer": dtrain.AdamW(lr=0.01)}
     engine = dtrain.initialize(build() if model is None else model, **{**defaults, **options})
     assert isinstance(engine, NativeEngine)

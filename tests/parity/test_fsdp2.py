@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import make_communicator
 from dtrain.engine.fsdp2 import units as fsdp2_units
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError, UsageError
@@ -45,7 +45,7 @@ def test_large_fp32_modules_are_sharded() -> None:
 
 
 def train_over_sockets(rank: int, world: int, run: Run) -> tuple[Result, Result]:
-    sockets = Communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
+    sockets = make_communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
     return train(rank, world, run), train_engine(start(run, comm=sockets), run)
 
 
@@ -60,7 +60,7 @@ def collectives_of_a_step(rank: int, world: int, run: Run) -> Counter[str]:
     engine = start(run)
     for step in range(2):
         forward_backward(engine, run, step)
-        log = list(engine.comm.schedule_log)
+        log = list(engine.comm.schedule.log)
         engine.step()
     assert engine.memory()["unsharded"] == 0, "no gathered weight outlives the step"
     return Counter(entry.split(",")[0] for entry in log)

@@ -19,8 +19,8 @@ from dtrain.checkpoint.huggingface.folder import HFFolder
 from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
 from dtrain.checkpoint.snapshot import Snapshot, TensorShard
 from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
+from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError, nearest
 
 _HEAD, _EMBED = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
@@ -52,7 +52,7 @@ class ImportedModel:
 def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
     """Writes ``run_dir/checkpoints/step-00000000`` from a Hugging Face folder of a Llama or GPT-2.
 
-    The masters are its weights in FP32, the moments are zero; ``dtrain train run_dir=... model....`` resumes from it.
+    It holds masters alone, the weights in FP32; ``dtrain train run_dir=... model....`` resumes from it.
     Host memory holds the whole model (4 bytes a parameter) and up to twice its largest tensor. Runs no code.
 
     Args:
@@ -75,7 +75,7 @@ def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
     mapping = model_mapping(model, -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     names = _match(Path(folder), source, model, mapping)
     snapshot = Snapshot(0, tuple(_shards(source, mapping, names)), _state(model))
-    checkpoint = save(run_dir / "checkpoints", snapshot, Communicator(None, torch.device("cpu")))
+    checkpoint = save(run_dir / "checkpoints", snapshot, SingleRank(torch.device("cpu")))
     return ImportedModel(checkpoint, model)
 
 
@@ -124,7 +124,6 @@ def _match(folder: Path, source: HFFolder, model: ModelConfig, mapping: ModelMap
 
 
 def _shards(source: HFFolder, mapping: ModelMapping, names: dict[str, str]) -> Iterator[TensorShard]:
-    zeros = torch.zeros(max(map(math.prod, mapping.tensors.values())))  # shared by all moments and the padding
     covered = dict.fromkeys(mapping.tensors, 0)
     for part in mapping.parts:
         size = mapping.tensors[part.source]
@@ -135,10 +134,8 @@ def _shards(source: HFFolder, mapping: ModelMapping, names: dict[str, str]) -> I
     for name, size in mapping.tensors.items():
         numel = math.prod(size)
         if covered[name] < numel:  # padding of the vocabulary
-            rest = zeros[: numel - covered[name]]
+            rest = torch.zeros(numel - covered[name])
             yield TensorShard(name, "master", size, torch.float32, covered[name], numel, rest)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            yield TensorShard(name, moment, size, torch.float32, 0, numel, zeros[:numel])
 
 
 def _read(source: HFFolder, part: TensorMapping, name: str) -> Tensor:

@@ -45,7 +45,7 @@ def generate(request: EngineRequest) -> dict[str, Any]:
         config["zero_optimization"] |= {
             "reduce_bucket_size": min(_BUCKET, max(1, _num_trainable(request))),
             # a single rank has nothing to overlap, and the host would wait for the device after each backward
-            "overlap_comm": device.type == "cuda" and stage >= 2 and request.comm.world_size > 1,
+            "overlap_comm": device.type == "cuda" and stage >= 2 and request.comm.process_group is not None,
             "reduce_scatter": True,
             "contiguous_gradients": True,
         }

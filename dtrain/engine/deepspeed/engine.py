@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
-from dtrain.engine.deepspeed.state import Partition, ScaledAdamW, zero_state
+from dtrain.engine.deepspeed.state import RuleOptimizer, zero_state
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import MAIN_GRAD, MASTER, MOMENTS
+from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError
-from dtrain.optim.adamw import UpdateScalars
+from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.groups import decayed_names
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
@@ -78,12 +78,12 @@ class DeepSpeedEngine(StepEngine):
         self._record_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
-        self._optimizer = ScaledAdamW(self.options.optimizer, *_decay_classes(trained, decayed))
+        self._optimizer = RuleOptimizer(self.rule, *_decay_classes(trained, decayed))
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
         self._zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
             self._deepspeed.enable_backward_allreduce = False  # reduced once, at the end of the step
-        self._optimizer.add_moments(self._zero.partitions)
+        self._optimizer.add_states(self._zero.partitions)
         for shard in self.local_shards(MASTER) if originals else ():
             shard.data.copy_(originals[shard.name][shard.start : shard.stop])
         self._trained = {name: (p, self._updated_values(p)) for name, p in trained.items()}
@@ -127,7 +127,7 @@ class DeepSpeedEngine(StepEngine):
         if self._zero.reduces_each:
             # DeepSpeed fills its buckets in this order; gloo would sum two different orders silently
             order = zlib.crc32(repr(self._order).encode())
-            self.comm.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
+            self.comm.schedule.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
 
     def _observed(self) -> Any:
         check = self._reduce_dtype_check
@@ -205,19 +205,18 @@ class DeepSpeedEngine(StepEngine):
             yield replace(shard, start=start, stop=stop, data=shard.data[start:stop])
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        partitions = self._zero.partitions
-        for partition, values in zip(partitions, self._values(kind, partitions), strict=True):
+        partitions, dtype = self._zero.partitions, self.saved_dtypes.get(kind, torch.float32)
+        for partition, values in zip(partitions, self._held(kind), strict=True):
             flat = values.detach().view(-1)
             for found in partition.intervals:
                 data = flat[found.offset : found.offset + found.stop - found.start]
-                yield TensorShard(found.spec.name, kind, found.spec.shape, torch.float32, found.start, found.stop, data)
+                yield TensorShard(found.spec.name, kind, found.spec.shape, dtype, found.start, found.stop, data)
 
-    def _values(self, kind: str, partitions: tuple[Partition, ...]) -> list[Tensor]:
-        if kind == MASTER:
-            return [partition.master for partition in partitions]
+    def _held(self, kind: str) -> list[Tensor]:
         if kind == MAIN_GRAD:
             return self._zero.main_grads()
-        return [self._optimizer.state[partition.master][kind] for partition in partitions]
+        masters = [partition.master for partition in self._zero.partitions]
+        return masters if kind == MASTER else [self._optimizer.state[master][kind] for master in masters]
 
     def save(self, *args: Any, **kwargs: Any) -> Path | None:
         with self._whole_frozen():
@@ -231,22 +230,21 @@ class DeepSpeedEngine(StepEngine):
     @contextmanager
     def _whole_frozen(self) -> Iterator[None]:
         """Inside, frozen parameters are whole on every rank; at stage 3 DeepSpeed shards them too."""
-        if self.options.zero_stage < 3 or not self._frozen:
+        if self.options.zero_stage < 3 or not self.frozen:
             yield
             return
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters([p for _, p in self._frozen], modifier_rank=0):
+        with deepspeed.zero.GatheredParameters(list(self.frozen.values()), modifier_rank=0):
             yield
 
     def _storages(self) -> dict[str, list[Tensor]]:
         zero = self._zero
         # at stage 3 a parameter is an empty tensor between steps, and its shard lies beside it
-        frozen: list[Any] = [p for _, p in self._frozen if hasattr(p, "ds_tensor")]
+        frozen: list[Any] = list(self.frozen.values())
         return {
-            "master": self._values(MASTER, zero.partitions),
-            "moments": [m for kind in MOMENTS for m in self._values(kind, zero.partitions)],
-            "compute": [*zero.weights(), *(p.ds_tensor for p in frozen)],
+            "compute": zero.weights(),
+            "frozen": [p.ds_tensor if hasattr(p, "ds_tensor") else p for p in frozen],
             "main_grad": zero.gradients(),
             "unsharded": [],
             "unreduced_grad": [],
@@ -259,6 +257,7 @@ class DeepSpeedEngine(StepEngine):
             reduced_numel=self.num_parameters,
             fp32_numel=0,
             reduced_bytes=self.policy.compute_dtype.itemsize,
+            state_bytes=self.rule.state_bytes,
             world_size=self.world_size,
         )
         return formula if self.options.zero_stage else formula | {"compute": 0}

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.engine.model_state import MOMENTS
-from dtrain.optim.adamw import AdamW, UpdateGroup, UpdateScalars
-from dtrain.optim.fused import ParameterListAdamW
+from dtrain.optim.rule import Rule, UpdateGroup, UpdateScalars
 from dtrain.sharding.layout import ParamSpec, ShardInterval
 
 
@@ -34,11 +32,11 @@ class Partition:
     intervals: tuple[ShardInterval, ...]
 
 
-class ScaledAdamW(torch.optim.Optimizer):
-    """The optimizer that DeepSpeed wraps: dtrain's AdamW on any partition.
+class RuleOptimizer(torch.optim.Optimizer):
+    """The optimizer that DeepSpeed wraps: a rule of dtrain on any partition.
 
     Args:
-        rule: hyper-parameters.
+        rule: the optimizer.
         decayed: parameters with weight decay; either list may be empty.
         plain: parameters without weight decay.
 
@@ -46,30 +44,33 @@ class ScaledAdamW(torch.optim.Optimizer):
         scalars: of the next update; set before it.
     """
 
-    def __init__(self, rule: AdamW, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]) -> None:
+    def __init__(self, rule: Rule, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]) -> None:
         groups = [
             {"params": list(chosen), "decayed": decays}
             for chosen, decays in ((decayed, True), (plain, False))
             if chosen
         ]
-        super().__init__(groups, {"lr": rule.lr})
+        # DeepSpeed expects a rate for its log; that of an update is in its scalars
+        super().__init__(groups, {"lr": 0.0})
         self._rule = rule
         self.scalars: UpdateScalars | None = None
 
-    def add_moments(self, partitions: Iterable[Partition]) -> None:
-        """Gives each partition its moments, zeros, before the first update."""
+    def add_states(self, partitions: Iterable[Partition]) -> None:
+        """Gives each partition the rule's states, under their names, before the first update."""
         for partition in partitions:
-            self.state[partition.master] = {kind: torch.zeros_like(partition.master.data) for kind in MOMENTS}
+            self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in self._rule.states}
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates the parameters now in its groups; DeepSpeed assigns one partition after the other."""
         assert self.scalars is not None, "DeepSpeed updates outside of engine.step"
         for group in self.param_groups:
             masters = [p for p in group["params"] if p.grad is not None]
-            states = [self.state[p] for p in masters]
-            update = UpdateGroup(group["decayed"], masters, *([state[kind] for state in states] for kind in MOMENTS))
-            grads = [[p.grad for p in masters]] if masters else []
-            ParameterListAdamW(self._rule, [update]).update(grads, self.scalars)
+            if not masters:
+                continue
+            states = tuple([self.state[p][spec.name] for p in masters] for spec in self._rule.states)
+            grads = [p.grad for p in masters]
+            self._rule.apply(UpdateGroup(group["decayed"], masters, states), grads, self.scalars)
 
 
 class ZeroState(ABC):
@@ -161,7 +162,7 @@ class _Replicated(ZeroState):
 
 
 class _FlatSums(ZeroState):
-    """Stage 1 in BF16: every rank sums whole FP32 gradients, and owns a part of the masters and moments."""
+    """Stage 1 in BF16: every rank sums whole FP32 gradients, and owns a part of the masters and optimizer states."""
 
     def _cut(self) -> Iterator[Partition]:
         optimizer = self.optimizer

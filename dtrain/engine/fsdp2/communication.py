@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dtrain.distributed.communicator import Communicator, Pending
+from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.errors import ContractError, UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
@@ -40,6 +40,7 @@ class BackwardState:
     Attributes:
         reduce_dtype_check: checks send buffers in the first step after set-up and after a load; else None.
         num_reduced: units that have been reduced in this backward.
+        is_single_rank: whether ``fully_shard`` calls no reduction, only its all-reduce hook.
     """
 
     def __init__(self, comm: Communicator, largest: int, numbers: Mapping[str, int], monitor: GradientMonitor) -> None:
@@ -50,12 +51,13 @@ class BackwardState:
         self._numbers = numbers
         self._weight: Weight | None = None
         self._number = 0
-        self._pending = Pending()
+        self._in_flight: tuple[UnitGradient, Handle, Tensor | None] | None = None
         self._next_buffer = 0
         self._largest = largest
         self._receive_buffer: Tensor | None = None  # from the second micro-batch of a step on
-        shares = comm.device.type == "cpu" and comm.world_size > 1
-        self._send_buffers = [comm.allocate(largest, torch.float32) for _ in range(2 if shares else 0)]
+        self.is_single_rank = comm.process_group is None
+        alternates = comm.device.type == "cpu" and not self.is_single_rank
+        self._send_buffers = [comm.allocate(largest, torch.float32) for _ in range(2 if alternates else 0)]
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -96,16 +98,24 @@ class BackwardState:
             self._receive_buffer = torch.empty(self._largest // self.comm.world_size, device=self.comm.device)
         return self._receive_buffer[:numel]
 
-    def start_reduction(self, pending: Pending) -> None:
-        """Keeps a reduction that the next one waits for; on a GPU the current stream waits for it now."""
-        self._pending = pending
+    def start_reduction(self, gradient: UnitGradient, handle: Handle, received: Tensor | None) -> None:
+        """Keeps a reduction that the next one waits for; on a GPU the current stream waits for it now.
+
+        ``received`` is what the wait adds to the main grad; None if the sum arrives there itself.
+        """
+        self._in_flight = (gradient, handle, received)
         if self._send_buffers:
-            self.comm.send_ready_message()  # now, or the others would wait until this rank waits
+            self.comm.flush()  # now, or the others would wait until this rank waits
         else:
-            pending.wait()
+            self.finish_reduction()
 
     def finish_reduction(self) -> None:
-        self._pending.wait()
+        if self._in_flight is None:
+            return
+        (gradient, handle, received), self._in_flight = self._in_flight, None
+        handle.wait()
+        if received is not None:
+            gradient.main_grad.add_(received)
 
 
 class UnitGradient:
@@ -151,11 +161,11 @@ class UnitGradient:
                 raise ContractError(
                     f"{self._label}: fully_shard reduces {int(size[0])} x {dtype}, expected {expected} x float32"
                 )
-            is_main_grad = self._world_size == 1 and self.is_fresh
+            is_main_grad = self._state.is_single_rank and self.is_fresh
             self._send_buffer = self.main_grad if is_main_grad else self._state.send_buffer(expected)
             return self._send_buffer
         send_buffer, self._send_buffer = self._send_buffer, None
-        if self._world_size == 1:
+        if self._state.is_single_rank:
             return send_buffer
         return self.main_grad if self.is_fresh else self._state.receive_buffer(self.numel)
 
@@ -164,15 +174,12 @@ class UnitGradient:
     ) -> None:
         """Starts the sum over the ranks of each rank's gradient times its weight."""
         weight = self._record(input_tensor)  # as it left backward: not weighted, not summed over ranks
-        if self._state.reduce_dtype_check is not None:
-            self._state.reduce_dtype_check.record(self._label, input_tensor)
         if not weight.is_one:  # in FP32 and before the sum: ranks may have different weights
             input_tensor.mul_(weight.value)
-        pending = self._state.comm.reduce_scatter_sum(output_tensor, input_tensor, label=self._label)
-        if not self.is_fresh:
-            pending.then(lambda: self._add(output_tensor))
+        handle = self._state.comm.reduce_scatter_sum(output_tensor, input_tensor, label=self._label)
+        received = None if self.is_fresh else output_tensor
         self.is_fresh = False
-        self._state.start_reduction(pending)
+        self._state.start_reduction(self, handle, received)
 
     def on_single_rank(self, output: Tensor) -> None:
         """Does the same on a single rank, where ``fully_shard`` calls no reduction, only its all-reduce hook."""
@@ -180,16 +187,15 @@ class UnitGradient:
         if not weight.is_one:
             output.mul_(weight.value)
         if not self.is_fresh:
-            self._add(output)
+            self.main_grad.add_(output)
         self.is_fresh = False
-
-    def _add(self, received: Tensor) -> None:
-        self.main_grad.add_(received)
 
     def _record(self, send_buffer: Tensor) -> Weight:
         # else fully_shard would add this sum to the last one, which is a view of the main grad
         self.drop_parameter_grads()
         self._state.num_reduced += 1
+        if self._state.reduce_dtype_check is not None:
+            self._state.reduce_dtype_check.record(self._label, send_buffer)
         blocks = send_buffer.view(self._world_size, -1).split(self._widths, dim=1)
         weights = [self._state.record(name, block) for name, block in zip(self._parameters, blocks, strict=True)]
         return weights[0]
@@ -232,8 +238,8 @@ class UnitWeights:
     def __init__(self, label: str, numel: int, dtype: torch.dtype, comm: Communicator) -> None:
         self._label = f"weights of {label or 'root'}"
         self._comm = comm
-        shares = comm.device.type == "cpu" and comm.world_size > 1
-        self.shard = comm.allocate(numel, dtype) if shares else None
+        keeps_shard = comm.device.type == "cpu" and comm.process_group is not None
+        self.shard = comm.allocate(numel, dtype) if keeps_shard else None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for the gathered weights, new for each all-gather."""

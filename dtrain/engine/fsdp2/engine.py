@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import ensure_process_group
 from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
 from dtrain.engine.fsdp2.older_torch import complete_reductions, reset_after_error
@@ -28,7 +29,7 @@ from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ModelError
-from dtrain.optim.adamw import UpdateScalars
+from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.groups import backward_names, decayed_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
@@ -58,12 +59,11 @@ class Fsdp2Engine(StepEngine):
             plan.replicated, contract.replica_dtypes, decayed, comm, self._state.record
         )
         self._reshards = request.step.zero_stage == 3
-        ensure_process_group(comm.device)
-        mesh = init_device_mesh(comm.device.type, (comm.world_size,))
+        mesh = _mesh(comm)
         self._units = [_ShardedUnit(model, unit, mesh, self._state, reshards=self._reshards) for unit in plan.units]
         sharded = chain.from_iterable(unit.local_shards(comm.rank, decayed, self.shapes) for unit in self._units)
         self._local_shards = LocalShards(
-            [*sharded, *self._replicated.local_shards], request.step.optimizer, (comm.rank, comm.world_size)
+            [*sharded, *self._replicated.local_shards], self.rule, (comm.rank, comm.world_size)
         )
         self._is_finished = True
         self.check_contract()
@@ -112,11 +112,7 @@ class Fsdp2Engine(StepEngine):
         for unit in self._units:
             unit.gradient.finish()
         self._replicated.finish()
-        if (
-            self._state.reduce_dtype_check is not None
-            and self.world_size > 1
-            and any(unit.num_parameters for unit in self._units)
-        ):
+        if self._state.reduce_dtype_check is not None and any(unit.num_parameters for unit in self._units):
             self._state.reduce_dtype_check.require_complete()
         self._state.reduce_dtype_check = None
 
@@ -151,10 +147,11 @@ class Fsdp2Engine(StepEngine):
             unit.check()
         self._replicated.check()
 
+    def _held(self, kind: str) -> list[Tensor]:
+        return self._local_shards.tensors(kind)
+
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
-            "master": self._local_shards.masters,
-            "moments": self._local_shards.moments,
             "compute": [*chain.from_iterable(unit.shards for unit in self._units), *self._replicated.replicas],
             "unsharded": list(chain.from_iterable(unit.unsharded() for unit in self._units)),
             "main_grad": [*(unit.gradient.main_grad for unit in self._units), *self._replicated.main_grads],
@@ -170,10 +167,23 @@ class Fsdp2Engine(StepEngine):
         world_size = self.world_size
         shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self._units]
         sharded = -(-sum(numel for numel, _ in shards) // world_size)
-        held = 4 * (sharded + sum(math.prod(shard.shape) for shard in self._replicated.local_shards))
+        held = sharded + sum(math.prod(shard.shape) for shard in self._replicated.local_shards)
         compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self._units) else 0
         replicas = sum(tensor.nbytes for tensor in self._replicated.replicas)
-        return {"compute": -(-compute // world_size) + replicas, "main_grad": held, "master": held, "moments": 2 * held}
+        return {
+            "compute": -(-compute // world_size) + replicas,
+            "main_grad": 4 * held,
+            "master": 4 * held,
+            "moments": self.rule.state_bytes * held,
+        }
+
+
+def _mesh(comm: Communicator) -> DeviceMesh:
+    """Returns a mesh of one dimension over the ranks of ``comm``."""
+    if comm.process_group is not None:
+        return DeviceMesh.from_group(comm.process_group, comm.device.type)
+    ensure_process_group(comm.device)
+    return init_device_mesh(comm.device.type, (1,))
 
 
 class _ShardedUnit:
@@ -219,7 +229,7 @@ class _ShardedUnit:
         # sums, because weights make the mean
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(cast(Any, self.gradient))
-        if comm.world_size == 1:
+        if backward_state.is_single_rank:
             self.module.set_all_reduce_hook(self.gradient.on_single_rank)
         else:
             # the one division of a step is in the update

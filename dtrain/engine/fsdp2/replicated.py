@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.local_shards import LocalShard, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.gradients import AccumulatedGradient, ReductionQueue
 from dtrain.sharding.layout import ParamSpec, flat_layouts
-from dtrain.sharding.reduce import UnshardedGradient
+from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
 
 OnGradient = Callable[[str, Tensor], Weight]
@@ -42,14 +43,16 @@ class ReplicatedParameters:
         specs = [ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed) for name, p in parameters.items()]
         self._low_precision: list[tuple[nn.Parameter, Tensor]] = []  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
-        self._gradients: list[UnshardedGradient] = []
+        self._gradients: list[AccumulatedGradient] = []
+        self._received: set[tuple[AccumulatedGradient, int]] = set()  # gradients and slots with a sum of this step
         self.main_grads: list[Tensor] = []
         self.local_shards: list[LocalShard] = []
         for layout in flat_layouts("replicated", specs, comm.world_size):
             master = torch.zeros(layout.real_numel, device=comm.device)
-            # shared memory on CPU: the ranks read each other's gradients in the all-reduce
+            # shared memory on CPU: the ranks read each other's gradients
             main_grad = comm.allocate(layout.numel, torch.float32)
-            gradient = UnshardedGradient(layout, comm, main_grad, True, None)
+            segment = Placement.REPLICATE.segment(layout, comm.rank)
+            gradient = AccumulatedGradient(segment, comm, main_grad, num_kept=1)
             for number, (slot, view) in enumerate(zip(layout.slots, slot_views(master, layout), strict=True)):
                 spec, parameter = slot.spec, parameters[slot.spec.name]
                 view.copy_(parameter.detach())
@@ -65,12 +68,14 @@ class ReplicatedParameters:
             self._gradients.append(gradient)
             self.main_grads.append(main_grad)
 
-    def _install_hook(self, parameter: nn.Parameter, name: str, gradient: UnshardedGradient, slot: int) -> None:
+    def _install_hook(self, parameter: nn.Parameter, name: str, gradient: AccumulatedGradient, slot: int) -> None:
         def on_gradient(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             if grad is None:  # a backward of the user's own has returned None
                 return
-            gradient.receive(slot, grad, self._on_gradient(name, grad))
+            is_first = (gradient, slot) not in self._received
+            self._received.add((gradient, slot))
+            gradient.receive(slot, grad, self._on_gradient(name, grad), is_first=is_first)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -86,12 +91,17 @@ class ReplicatedParameters:
 
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
-        pending = []  # all are started before the first wait, so that they overlap
+        queue = ReductionQueue(len(self._gradients), None, every_micro_batch=False)
         for gradient in self._gradients:
-            gradient.complete()
-            pending.append(gradient.launch(list))
-        for work in pending:
-            work.wait()
+            slots = range(len(gradient.complete((), is_first=True)))
+            gradient.complete([slot for slot in slots if (gradient, slot) not in self._received], is_first=True)
+            queue.start(gradient)
+        queue.finish()
+        self._received.clear()
+        # all are started before the first wait, so that they overlap
+        for handle in [gradient.start_gather() for gradient in self._gradients]:
+            if handle is not None:
+                handle.wait()
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.interface import Culprit
+from dtrain.engine.outcome import Culprit
 from dtrain.engine.vote.decide import DecodedDecision
 
 
@@ -37,6 +38,33 @@ class Finding:
     num_nan: int
 
 
+def locate_culprit(
+    decision: DecodedDecision,
+    comm: Communicator,
+    main_grads: Iterable[TensorShard],
+    backward_names: Sequence[str],
+    *,
+    is_only_backward: bool,
+) -> Culprit | None:
+    """Returns the culprit of a step that was skipped for a number that is not finite, else None; all ranks call.
+
+    Args:
+        decision: on the step.
+        comm: the ranks.
+        main_grads: this rank's shards of the main grads, read only if a gradient is at fault.
+        backward_names: the names of all parameters in the order of backward.
+        is_only_backward: see :func:`locate_bad_gradient`.
+    """
+    if decision.reason == "nonfinite_loss":
+        return locate_bad_loss(decision)
+    if decision.reason != "overflow":
+        return None
+    own = [f for shard in main_grads for f in find_nonfinite(shard.name, comm.rank, shard.start, shard.data)]
+    # every rank comes here, because all derived the same reason
+    findings = gather_findings(comm, own)
+    return locate_bad_gradient(decision, findings, backward_names, is_only_backward=is_only_backward)
+
+
 def find_nonfinite(name: str, rank: int, start: int, values: Tensor) -> list[Finding]:
     """Searches ``values`` FP32 [n], which ``rank`` owns: the main grad of ``name`` from element ``start`` on."""
     bad = (~values.isfinite()).nonzero().flatten()
@@ -55,17 +83,17 @@ def gather_findings(comm: Communicator, own: Sequence[Finding]) -> list[Finding]
 
 def locate_bad_loss(decision: DecodedDecision) -> Culprit:
     """Returns the first micro-batch, in the order of the global index, whose loss was not finite."""
-    bad = [(r.bad_micro_batch, rank) for rank, r in enumerate(decision.records) if r.num_bad_losses]
+    bad = [(found.bad_micro_batch, rank) for rank, found in enumerate(decision.devices) if found.num_bad_losses]
     micro_batch, rank = min(bad)  # global index = micro-batch x world size + rank
-    is_nan = math.isnan(decision.records[rank].bad_loss)
+    is_nan = math.isnan(decision.devices[rank].bad_loss)
     return Culprit(
         rank=rank,
-        step=decision.records[0].step,
+        step=decision.step,
         phase="forward loss",
         micro_batch=micro_batch,
         num_inf=int(not is_nan),
         num_nan=int(is_nan),
-        num_bad_losses=sum(r.num_bad_losses for r in decision.records),
+        num_bad_losses=decision.num_bad_losses,
     )
 
 
@@ -80,10 +108,10 @@ def locate_bad_gradient(
         decision: on the step.
         findings: of all ranks.
         backward_names: the names of all parameters in the order of backward, which numbers the gradients.
-        is_only_backward: there was one micro-batch on one rank, so no gradient was recorded.
+        is_only_backward: the step had one micro-batch over all ranks, so no gradient was recorded.
     """
     name = rank = micro_batch = None
-    bad = [(record.bad_gradient, rank) for rank, record in enumerate(decision.records) if record.bad_gradient >= 0]
+    bad = [(device.bad_gradient, rank) for rank, device in enumerate(decision.devices) if device.bad_gradient >= 0]
     if bad:
         number, rank = min(bad)  # numbers grow by micro-batch, then in the order of backward
         micro_batch, index = divmod(number, len(backward_names))
@@ -97,7 +125,7 @@ def locate_bad_gradient(
     own = [finding for finding in findings if finding.name == name]
     return Culprit(
         rank=rank if rank is not None else own[0].rank if own else -1,
-        step=decision.records[0].step,
+        step=decision.step,
         phase="reduced gradient" if micro_batch is None else "local gradient",
         micro_batch=micro_batch,
         tensor=name,

@@ -1,4 +1,4 @@
-"""The decision on a step: a pure function of the records of all ranks, so every rank derives the same outcome.
+"""The decision on a step: a pure function of the rows of all ranks, so every rank derives the same outcome.
 
 Without it one rank would skip an overflowing step that the others apply, and the replicas would diverge silently. The
 decision is a set of tensors on the device: the update that follows reads its coefficient, and whether it may write at
@@ -7,13 +7,14 @@ all, from there. The host decodes the decision later (:mod:`dtrain.engine.vote.r
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, VoteRecord, float_of
+from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
 """Why a step is not applied, by code from 1; the highest code explains most and wins. The last two end the run."""
@@ -35,6 +36,11 @@ class Decision:
     grad_norm: Tensor
     grad_divisor: Tensor
 
+    def pack(self, rows: Tensor) -> Tensor:
+        """Returns int64 [4 + world_size x fields] on the device, so that one copy brings all of it to the host."""
+        values = torch.stack((self.code, self.loss, self.grad_norm, self.grad_divisor))
+        return torch.cat((values.view(torch.int64), rows.view(-1)))
+
 
 def decide(
     rows: Tensor,
@@ -46,9 +52,9 @@ def decide(
     """Decides on a step.
 
     Args:
-        rows: int64 [world_size, number of fields], the records of all ranks.
+        rows: int64 [world_size, number of fields], of all ranks; see :mod:`dtrain.engine.vote.record`.
         max_grad_norm: clipping threshold, or None.
-        sum_squares: the global sum of squares, if it was formed in canonical order; None sums those in the records.
+        sum_squares: the global sum of squares, if it was formed in canonical order; None sums those in the rows.
         sum_weights: the global sum of weights, likewise.
     """
     # compared as bits, so that two NaN agree and -0.0 differs from 0.0
@@ -78,40 +84,51 @@ def decide(
 
 @dataclass(frozen=True)
 class DecodedDecision:
-    """A decision that has reached the host, with the records it was derived from.
+    """A decision that has reached the host, with the records it was derived from, in rank order.
 
     Attributes:
         reason: None to apply, else one of :data:`REASONS`; loss and norm are as in :class:`Decision`.
-        records: of all ranks, in rank order.
+        hosts: the host's record of each rank.
+        devices: the device's record of each rank.
     """
 
     reason: str | None
     loss: float
     grad_norm: float
-    records: tuple[VoteRecord, ...]
-
-    @staticmethod
-    def pack(decision: Decision, rows: Tensor) -> Tensor:
-        """Returns int64 [4 + world_size x fields] on the device, so that one copy brings all of it to the host."""
-        values = torch.stack((decision.code, decision.loss, decision.grad_norm, decision.grad_divisor))
-        return torch.cat((values.view(torch.int64), rows.view(-1)))
+    hosts: tuple[HostRecord, ...]
+    devices: tuple[DeviceRecord, ...]
 
     @staticmethod
     def unpack(values: Sequence[int]) -> DecodedDecision:
-        code, loss, norm, _ = map(float_of, values[:4])
+        """Decodes ``values`` of :meth:`Decision.pack`."""
+        code, loss, norm, _ = struct.unpack("4d", struct.pack("4q", *values[:4]))
         rows = [values[start : start + NUM_FIELDS] for start in range(4, len(values), NUM_FIELDS)]
-        reason = REASONS[int(code) - 1] if code else None
-        return DecodedDecision(reason, loss, norm, tuple(map(VoteRecord.from_row, rows)))
+        return DecodedDecision(
+            REASONS[int(code) - 1] if code else None,
+            loss,
+            norm,
+            tuple(HostRecord.from_row(row[:NUM_HOST]) for row in rows),
+            tuple(DeviceRecord.from_row(row[NUM_HOST:]) for row in rows),
+        )
+
+    @property
+    def step(self) -> int:
+        return self.hosts[0].step
 
     @property
     def max_abs_grad(self) -> float:
-        """Largest magnitude in the gradients of all ranks, without the loss scale; see :class:`VoteRecord`."""
-        return max(record.max_abs_grad for record in self.records) / self.records[0].loss_scale
+        """Largest magnitude in the gradients of all ranks, without the loss scale; see :class:`DeviceRecord`."""
+        return max(device.max_abs_grad for device in self.devices) / self.hosts[0].loss_scale
+
+    @property
+    def num_bad_losses(self) -> int:
+        """Micro-batches of all ranks whose loss is not finite."""
+        return sum(device.num_bad_losses for device in self.devices)
 
     @property
     def stop_requested(self) -> bool:
-        return any(record.stop_requested for record in self.records)
+        return any(host.stop_requested for host in self.hosts)
 
     @property
     def save_failed(self) -> bool:
-        return any(record.save_failed for record in self.records)
+        return any(host.save_failed for host in self.hosts)

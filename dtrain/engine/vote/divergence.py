@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, VoteRecord
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, HostRecord
 
 
-def find_disagreement(records: Sequence[VoteRecord]) -> tuple[str, int] | None:
+def find_disagreement(hosts: Sequence[HostRecord]) -> tuple[str, int] | None:
     """Returns the first field of :data:`MUST_AGREE` on which a rank differs from rank 0, and that rank, or None."""
-    rows = [record.to_row() for record in records]  # bits, as the device compares them
+    rows = [host.to_row() for host in hosts]  # bits, as the device compares them
     for name in MUST_AGREE:  # the earliest cause first: one difference leads to others
         for rank, row in enumerate(rows):
             if row[COLUMNS[name]] != rows[0][COLUMNS[name]]:
@@ -20,26 +20,26 @@ def find_disagreement(records: Sequence[VoteRecord]) -> tuple[str, int] | None:
     return None
 
 
-def explain(comm: Communicator, records: Sequence[VoteRecord], *, config_text: str, collectives: Sequence[str]) -> str:
+def explain(comm: Communicator, hosts: Sequence[HostRecord], *, config_text: str, collectives: Sequence[str]) -> str:
     """Returns the error message; all ranks call it, because they exchange their configurations or collectives.
 
     Args:
         comm: the ranks.
-        records: of all ranks, which have diverged.
+        hosts: the host's record of each rank; the ranks have diverged.
         config_text: this rank's configuration, a JSON object.
         collectives: that this rank issued in the step.
     """
-    found = find_disagreement(records)
+    found = find_disagreement(hosts)
     assert found is not None
     name, rank = found
-    head = f"step {records[0].step}: the ranks have diverged; nothing was updated. "
+    head = f"step {hosts[0].step}: the ranks have diverged; nothing was updated. "
     if name == "config_hash":
         texts = [json.loads(text) for text in comm.exchange_text(config_text)]
         return head + config_difference(texts[0], texts[rank], rank)
     if name == "schedule_hash":
         logs = [text.split("\n") for text in comm.exchange_text("\n".join(collectives))]
         return head + _schedule_difference(logs[0], logs[rank], rank)
-    expected, got = getattr(records[0], name), getattr(records[rank], name)
+    expected, got = getattr(hosts[0], name), getattr(hosts[rank], name)
     return head + f"{name} is {expected} on rank 0 and {got} on rank {rank}; every rank must run the same loop"
 
 

@@ -3,54 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import fields
+from functools import cache, partial
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
-from dtrain.engine.interface import Culprit, LazyOutcome, StepOutcome
-from dtrain.engine.vote.culprit import Finding, gather_findings, locate_bad_gradient, locate_bad_loss
+from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.readback import Readback
-from dtrain.engine.vote.record import VoteRecord
-from dtrain.engine.vote.skips import Skip, SkipCounter
+from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScaleState
 
 
-@dataclass
-class _PostedStep:
-    """A step whose decision is on its way from the device to the host."""
+class LazyOutcome(StepOutcome):
+    """An outcome that the host has not read yet.
 
-    read: Callable[[], list[int]]
-    known: VoteRecord  # this rank's; only the host's fields are filled
-    collectives: tuple[str, ...]  # that this rank issued in the step
-    outcome: StepOutcome | None = None
-    divergence: DivergenceError | None = None
-
-    def peek(self) -> DecodedDecision:
-        return DecodedDecision.unpack(self.read())
-
-
-@dataclass(frozen=True)
-class CulpritSearch:
-    """The collaborators of a search for the gradient that is not finite.
-
-    Attributes:
-        find_nonfinite: searches this rank's main grads as they are now.
-        clear: drops the recorded gradients of the step.
-        backward_names: the names of all parameters in the order in which backward reaches them.
+    Args:
+        read: reads all fields except the culprit; communicates with no rank.
+        finalize_step: reads all fields; ranks that skipped the step search for the culprit together.
     """
 
-    find_nonfinite: Callable[[], Sequence[Finding]]
-    clear: Callable[[], None]
-    backward_names: Sequence[str]
+    def __init__(self, read: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
+        self._read, self._finalize_step = read, finalize_step
+
+    def set_values(self, outcome: StepOutcome) -> None:
+        """Takes the values of ``outcome``; nothing is read from now on, and what reading needs is released."""
+        self._read = self._finalize_step = lambda: outcome
+
+    @property
+    def applied(self) -> bool:
+        return self._read().applied
+
+    @property
+    def reason(self) -> str | None:
+        return self._read().reason
+
+    @property
+    def loss(self) -> float:
+        return self._read().loss
+
+    @property
+    def grad_norm(self) -> float:
+        return self._read().grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        return self._read().loss_scale
+
+    @property
+    def lr(self) -> float:
+        return self._read().lr
+
+    @property
+    def culprit(self) -> Culprit | None:
+        return self._finalize_step().culprit
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._read().stop_requested
+
+    def __eq__(self, other: object) -> bool:
+        return self._finalize_step() == (other._finalize_step() if isinstance(other, LazyOutcome) else other)
+
+    __hash__ = StepOutcome.__hash__
+
+    def __repr__(self) -> str:
+        return repr(self._finalize_step())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        outcome = self._finalize_step()  # a copy or pickle holds values and not the device
+        return StepOutcome, tuple(getattr(outcome, field.name) for field in fields(outcome))
 
 
-@dataclass
 class StepFinalizer:
     """Finalizes one step after the other, in their order and alike on every rank.
 
@@ -58,55 +87,66 @@ class StepFinalizer:
     of the other are queued by then, so the device does not idle. On CPU, where reading costs nothing, it is finalized
     at once.
 
+    Args:
+        comm: the ranks.
+        locate_culprit: returns the culprit of a skipped step, if it has one; all ranks call it together.
+
     Attributes:
+        scale: the loss scale after the last finalized step.
+        skips: counts skipped steps.
         config_text: what all ranks must agree on, as canonical JSON.
-        is_synchronous: whether a step is finalized when it is posted.
+        is_synchronous: whether the engine finalizes each step at its end.
         applied_steps: updates of the masters.
         save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
             it.
     """
 
-    comm: Communicator
-    scale: LossScaleState
-    skips: SkipCounter
-    culprit_search: CulpritSearch
-    config_text: str
-    is_synchronous: bool
-    applied_steps: int = 0
-    save_failed: bool = False
-    _last: _PostedStep | None = field(default=None, init=False)
-    _readback: Readback = field(init=False)
+    def __init__(
+        self,
+        comm: Communicator,
+        scale: LossScaleState,
+        skips: SkipCounter,
+        locate_culprit: Callable[[DecodedDecision], Culprit | None],
+        config_text: str,
+        *,
+        is_synchronous: bool,
+    ) -> None:
+        self.scale = scale
+        self.skips = skips
+        self.config_text = config_text
+        self.is_synchronous = is_synchronous
+        self.applied_steps = 0
+        self.save_failed = False
+        self._comm = comm
+        self._locate_culprit = locate_culprit
+        self._readback = Readback(comm.device)
+        self._read: Callable[[], DecodedDecision] | None = None  # of the last step, until that is finalized
+        self._collectives: Sequence[str] = ()  # that this rank issued in the last step
+        self._outcome: StepOutcome | None = None  # of the last finalized step
+        self._lazy: LazyOutcome | None = None  # of the last step, if it was handed out before it was finalized
+        self._divergence: DivergenceError | None = None
 
-    def __post_init__(self) -> None:
-        self._readback = Readback(self.comm.device)
-
-    def post(self, packed: Tensor, known: VoteRecord, collectives: tuple[str, ...]) -> None:
+    def post(self, packed: Tensor, collectives: Sequence[str]) -> None:
         """Starts the copy of a step's ``packed`` decision to the host; the step before it must be finalized."""
-        assert self._last is None or self._last.outcome is not None
-        self._last = _PostedStep(self._readback.post(packed), known, collectives)
+        assert self._read is None
+        read = self._readback.post(packed)
+        self._read = cache(lambda: DecodedDecision.unpack(read()))
+        self._collectives = collectives
 
     def outcome(self) -> StepOutcome:
-        """Returns the outcome of the step posted last; if steps are not finalized at once, its fields are read lazily.
+        """Returns the outcome of the step posted last; until that is finalized, one whose fields are read lazily."""
+        if self._read is None:
+            return self._finalized_outcome()
+        self._lazy = LazyOutcome(partial(self._undiagnosed_outcome, self._read), self._finalized_outcome)
+        return self._lazy
 
-        Raises:
-            NonFiniteError: too many skipped steps in a row.
-            DivergenceError: the ranks no longer do the same thing.
-        """
-        step = self._last
-        assert step is not None
-        if self.is_synchronous:
-            return self._finalized_outcome(step)
-        return LazyOutcome(
-            # once finalized, the ring buffer of the decision may be written again
-            lambda: step.outcome or _outcome(step.peek(), step.known, None),
-            lambda: self._finalized_outcome(step),
-        )
+    def _undiagnosed_outcome(self, read: Callable[[], DecodedDecision]) -> StepOutcome:
+        return self._outcome_of(read(), culprit=None)
 
-    def _finalized_outcome(self, step: _PostedStep) -> StepOutcome:
-        if step.outcome is None:
-            self.finalize_step()
-        assert step.outcome is not None
-        return step.outcome
+    def _finalized_outcome(self) -> StepOutcome:
+        self.finalize_step()
+        assert self._outcome is not None
+        return self._outcome
 
     def finalize_step(self) -> None:
         """Acts on the decision on the last step; ranks that skipped it search for the culprit together. Idempotent.
@@ -116,26 +156,27 @@ class StepFinalizer:
             NonFiniteError: too many skipped steps in a row.
             UsageError: a weight that is negative or not finite.
         """
-        step = self._last
-        if step is None or step.outcome is not None:
+        if self._divergence is not None:
+            raise self._divergence  # permanently: an engine whose ranks have diverged must not save or train again
+        if self._read is None:
             return
-        if step.divergence is not None:
-            raise step.divergence  # permanently: an engine whose ranks have diverged must not save or train again
-        decision = step.peek()
+        decision = self._read()
         # kept until it is raised: that may be several steps later
         self.save_failed = self.save_failed or decision.save_failed
+        if decision.reason == "diverged":
+            self._divergence = DivergenceError(
+                explain(self._comm, decision.hosts, config_text=self.config_text, collectives=self._collectives)
+            )
+            raise self._divergence
+        outcome = self._outcome = self._outcome_of(decision, self._locate_culprit(decision))
+        self._read = None  # before any error, so that it is raised once
+        if self._lazy is not None:
+            # its step's buffer may be written again
+            self._lazy.set_values(outcome)
+            self._lazy = None
         # an error of the caller and not of the numbers: neither the scale nor the skips change
         if decision.reason == "bad_weight":
-            step.outcome = _outcome(decision, step.known, None)  # set first, so that the error is raised once
-            self.culprit_search.clear()
             _raise_bad_weight(decision)
-        if decision.reason == "diverged":
-            step.divergence = DivergenceError(
-                explain(self.comm, decision.records, config_text=self.config_text, collectives=step.collectives)
-            )
-            raise step.divergence
-        outcome = step.outcome = _outcome(decision, step.known, self._locate_culprit(decision))
-        self.culprit_search.clear()
         # a non-finite forward loss leaves the scale alone: no scale fixes it
         if outcome.reason in (None, "overflow"):
             self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
@@ -143,7 +184,7 @@ class StepFinalizer:
             self.applied_steps += 1
             self.skips.applied(outcome)
         else:
-            self.skips.skipped(Skip.of(outcome, decision), self.scale)
+            self.skips.skipped(outcome, decision, self.scale)
 
     def _update_scale(self, *, found_inf: bool, max_abs_grad: float) -> None:
         before, self.scale = self.scale, self.scale.update(found_inf, max_abs_grad)
@@ -151,35 +192,24 @@ class StepFinalizer:
         if change:
             logger.info(change)
 
-    def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
-        if decision.reason == "nonfinite_loss":
-            return locate_bad_loss(decision)
-        if decision.reason != "overflow":
-            return None
-        is_only_backward = self.comm.world_size == 1 and decision.records[0].num_micro_batches == 1
-        # every rank comes here, because all derived the same reason
-        findings = gather_findings(self.comm, self.culprit_search.find_nonfinite())
-        return locate_bad_gradient(
-            decision, findings, self.culprit_search.backward_names, is_only_backward=is_only_backward
+    def _outcome_of(self, decision: DecodedDecision, culprit: Culprit | None) -> StepOutcome:
+        own = decision.hosts[self._comm.rank]
+        return StepOutcome(
+            applied=decision.reason is None,
+            reason=decision.reason,
+            loss=decision.loss,
+            grad_norm=decision.grad_norm,
+            loss_scale=own.loss_scale,
+            lr=own.lr,
+            culprit=culprit,
+            stop_requested=decision.stop_requested,
         )
 
 
-def _outcome(decision: DecodedDecision, known: VoteRecord, culprit: Culprit | None) -> StepOutcome:
-    return StepOutcome(
-        applied=decision.reason is None,
-        reason=decision.reason,
-        loss=decision.loss,
-        grad_norm=decision.grad_norm,
-        loss_scale=known.loss_scale,
-        lr=known.lr,
-        culprit=culprit,
-        stop_requested=decision.stop_requested,
-    )
-
-
 def _raise_bad_weight(decision: DecodedDecision) -> NoReturn:
-    micro_batch, rank = min((r.bad_weight, rank) for rank, r in enumerate(decision.records) if r.bad_weight >= 0)
+    bad = [(device.bad_weight, rank) for rank, device in enumerate(decision.devices) if device.bad_weight >= 0]
+    micro_batch, rank = min(bad)
     raise UsageError(
-        f"the weight of micro-batch {micro_batch} of step {decision.records[0].step} on rank {rank} is negative or "
-        f"not finite; expected a finite number >= 0, such as its token count"
+        f"the weight of micro-batch {micro_batch} of step {decision.step} on rank {rank} is negative or not finite; "
+        f"expected a finite number >= 0, such as its token count"
     )

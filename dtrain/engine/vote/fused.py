@@ -1,4 +1,4 @@
-"""The device's part of a vote in one Triton kernel for the record and one for the decision."""
+"""The device's part of a vote in one Triton kernel for the row and one for the decision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_FIELDS, NUM_HOST, VoteRecord, upload
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_FIELDS, NUM_HOST, HostRecord, upload
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.kernels import vote
 from dtrain.kernels.tiles import launch
@@ -27,16 +27,16 @@ class FusedVoteTensors(VoteTensors):
         self._device = device
         self.bad_gradient = torch.full((), NEVER, dtype=torch.int64, device=device)
 
-    def record(self, known: VoteRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
+    def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
         row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=self._device)
         values, micro_batches = losses.stacked()
-        host = upload([*known.to_row()[:NUM_HOST], *micro_batches], self._device)
+        known = upload([*host.to_row(), *micro_batches], self._device)
         launch(
             vote.record,
             1,
             self._device,
             row,
-            host,
+            known,
             values,
             squares,
             monitor.max_abs(self._device),

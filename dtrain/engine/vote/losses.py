@@ -1,4 +1,4 @@
-"""The losses and weights of this rank's micro-batches in one step, and what the vote records of them."""
+"""The losses and weights of this rank's micro-batches in one step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.engine.vote.record import Observations, first_index, upload
 from dtrain.errors import ContractError, UsageError
-from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.precision.forward import find_loss
 
 
@@ -25,13 +23,20 @@ class LossAccumulator:
         return len(self._micro_batches)
 
     def add(self, micro_batch: int, loss: Tensor, weight: Tensor) -> None:
-        """Records a backward; copies both tensors, because the caller may change them in place before the step."""
+        """Records a backward; copies both tensors, because the caller may change them in place before the step.
+
+        Raises:
+            UsageError: a second backward on one micro-batch.
+        """
+        if micro_batch in self._micro_batches:
+            raise UsageError(
+                "a second engine.backward on one micro-batch; for gradient accumulation write "
+                "'for micro in engine.accumulate(batch):' or 'with engine.micro_batch(last=...):', and add up several "
+                "losses before one backward"
+            )
         self._micro_batches.append(micro_batch)
         self._losses.append(loss.detach().clone())
         self._weights.append(weight.clone())
-
-    def has(self, micro_batch: int) -> bool:
-        return micro_batch in self._micro_batches
 
     def clear(self) -> None:
         for entries in (self._micro_batches, self._losses, self._weights):
@@ -40,39 +45,6 @@ class LossAccumulator:
     def stacked(self) -> tuple[Tensor, list[int]]:
         """Returns FP32 [2n], the losses and the weights, and the numbers of their micro-batches."""
         return torch.stack((*self._losses, *self._weights)), self._micro_batches
-
-    def observe(self, monitor: GradientMonitor, squares: Tensor) -> Observations:
-        """Returns the device's part of the vote record; waits for nothing.
-
-        Args:
-            monitor: recorded the gradients of the step.
-            squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
-        """
-        device = squares.device
-        # FP64, so that the order of ranks and micro-batches hardly matters
-        losses, weights = self.stacked()[0].double().view(2, len(self)).unbind()
-        bad_losses = ~losses.isfinite()
-        bad_weights = ~weights.isfinite() | (weights < 0)
-        micro_batches = upload(self._micro_batches, device)
-        # a micro-batch of weight 0 is a dummy: its loss does not count
-        weighted_loss = (losses * weights).masked_fill(weights == 0, 0.0).sum()
-        bad_loss = torch.where(bad_losses, losses, 0.0).gather(0, bad_losses.byte().argmax(dim=0, keepdim=True))[0]
-        numbers, bad_gradients = monitor.finiteness()
-        if bad_gradients is None:
-            bad_gradient = upload([-1], device)[0]
-        else:
-            bad_gradient = first_index(bad_gradients, upload(numbers, device))
-        return Observations(
-            torch.stack((weights.sum(), weighted_loss, squares.sum(), bad_loss, monitor.max_abs(device))),
-            torch.stack(
-                (
-                    bad_losses.sum(),
-                    first_index(bad_losses, micro_batches),
-                    first_index(bad_weights, micro_batches),
-                    bad_gradient,
-                )
-            ),
-        )
 
 
 def checked_loss(loss: Any, *, is_dummy: bool) -> Tensor:

@@ -1,8 +1,8 @@
-"""The record that each rank contributes to the vote on a step.
+"""The two records that each rank contributes to the vote on a step: what the host knows, and what the device found.
 
-Each rank fills one fixed-size record, on its device; one all-gather hands all records to all ranks, and
-:mod:`dtrain.engine.vote.decide` derives the same decision from them on every rank. The record also carries the loss and
-the sum of squares of the gradient, so it replaces the collectives that those would need.
+Each rank fills one row of fixed size on its device: the host's fields, then the device's. One all-gather hands the rows
+to all ranks, and :mod:`dtrain.engine.vote.decide` derives the same decision from them on every rank. The row also
+carries the loss and the sum of squares of the gradient, so it replaces the collectives that those would need.
 """
 
 from __future__ import annotations
@@ -10,23 +10,36 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-
-MUST_AGREE = ("step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale")
-"""Fields that differ only if the ranks have diverged; the earliest cause first."""
 
 NEVER = 2**62
 """A number above every index: the start value of a minimum over indices."""
 
 
-@dataclass(frozen=True)
-class VoteRecord:
-    """One rank's contribution to the vote on one step. Integers are 63 bits wide at most.
+class _Record:
+    """A dataclass whose fields are 64-bit numbers; integers are 63 bits wide at most.
 
-    The host knows the first fields (``MUST_AGREE``, ``stop_requested``, ``save_failed``); the device fills the others.
+    Attributes:
+        layout: struct format of the fields: q is an integer, d a float.
+    """
+
+    layout: ClassVar[str]
+
+    def to_row(self) -> list[int]:
+        """Returns the fields in their order; floats as their bit patterns, so that nothing is rounded."""
+        return memoryview(struct.pack(self.layout, *vars(self).values())).cast("q").tolist()
+
+    @classmethod
+    def from_row(cls, row: Sequence[int]) -> Self:
+        return cls(*struct.unpack(cls.layout, struct.pack(f"{len(row)}q", *row)))
+
+
+@dataclass(frozen=True)
+class HostRecord(_Record):
+    """The host's fields: what one rank knows of a step before the device has run it.
 
     Attributes:
         step: attempted steps before this one.
@@ -38,6 +51,26 @@ class VoteRecord:
         loss_scale: in force during this step's backward.
         stop_requested: 1 if this rank wants to stop after this step.
         save_failed: 1 if this rank knows that the asynchronous save under way has failed.
+    """
+
+    layout = "5q2d2q"
+
+    step: int
+    config_hash: int
+    num_micro_batches: int
+    schedule_hash: int
+    data_cursor: int
+    lr: float
+    loss_scale: float
+    stop_requested: int
+    save_failed: int
+
+
+@dataclass(frozen=True)
+class DeviceRecord(_Record):
+    """The device's fields: what one rank found in a step.
+
+    Attributes:
         sum_weights: of this rank's micro-batches.
         sum_weighted_loss: sum of weight x loss over them.
         sum_squares: of this rank's shard of the main grads, still scaled; replicated elements counted once.
@@ -50,15 +83,8 @@ class VoteRecord:
             :class:`dtrain.parameters.gradient_monitor.GradientMonitor`), or -1.
     """
 
-    step: int
-    config_hash: int
-    num_micro_batches: int
-    schedule_hash: int
-    data_cursor: int
-    lr: float
-    loss_scale: float
-    stop_requested: int
-    save_failed: int
+    layout = "5d4q"
+
     sum_weights: float = 0.0
     sum_weighted_loss: float = 0.0
     sum_squares: float = 0.0
@@ -69,53 +95,17 @@ class VoteRecord:
     bad_weight: int = -1
     bad_gradient: int = -1
 
-    def to_row(self) -> list[int]:
-        """Returns the fields in their order; floats as their bit patterns, so that nothing is rounded."""
-        return [_bits(getattr(self, name)) if name in _FLOATS else getattr(self, name) for name in COLUMNS]
 
-    @staticmethod
-    def from_row(row: Sequence[int]) -> VoteRecord:
-        pairs = zip(COLUMNS, row, strict=True)
-        values: dict[str, Any] = {name: float_of(bits) if name in _FLOATS else bits for name, bits in pairs}
-        return VoteRecord(**values)
+COLUMNS = {field.name: number for number, field in enumerate((*fields(HostRecord), *fields(DeviceRecord)))}
+"""Column of each field in a row."""
 
+MUST_AGREE = ("step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale")
+"""Fields that differ only if the ranks have diverged; the earliest cause first. They are the first of a row."""
 
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def float_of(bits: int) -> float:
-    """Returns the float whose FP64 bit pattern is ``bits``."""
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-COLUMNS = {field.name: number for number, field in enumerate(fields(VoteRecord))}
-# annotations are strings here: from __future__ import annotations
-_FLOATS = {field.name for field in fields(VoteRecord) if field.type == "float"}
-NUM_HOST = COLUMNS["save_failed"] + 1
-# adjacent in the record, so that the device reads and sums them as one slice
-DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
+NUM_HOST = len(fields(HostRecord))
 NUM_FIELDS = len(COLUMNS)
-
-
-@dataclass(frozen=True)
-class Observations:
-    """The device's fields of a vote record, as tensors.
-
-    Attributes:
-        floats: FP64 [5]: sum_weights, sum_weighted_loss, sum_squares, bad_loss, max_abs_grad.
-        integers: int64 [4]: num_bad_losses, bad_micro_batch, bad_weight, bad_gradient.
-    """
-
-    floats: Tensor
-    integers: Tensor
-
-
-def fill(known: VoteRecord, observed: Observations) -> Tensor:
-    """Returns int64 [number of fields] on the device: the host's fields of ``known``, and the device's ``observed``."""
-    # float bits travel as int64: one dtype, one all-gather
-    host = upload(known.to_row()[:NUM_HOST], observed.floats.device)
-    return torch.cat((host, observed.floats.view(torch.int64), observed.integers))
+# adjacent in the row, so that the device reads and sums them as one slice
+DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
 
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:

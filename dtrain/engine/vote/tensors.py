@@ -1,12 +1,13 @@
-"""The device's part of a vote: the record of this rank, and the decision from the records of all."""
+"""The device's part of a vote: the row of this rank, and the decision from the rows of all."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from dtrain.engine.vote.decide import Decision, DecodedDecision, decide
+from dtrain.engine.vote.decide import Decision, decide
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import VoteRecord, fill
+from dtrain.engine.vote.record import HostRecord, first_index, upload
 from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
@@ -25,20 +26,45 @@ class VoteTensors:
     def __init__(self, max_grad_norm: float | None) -> None:
         self._max_grad_norm = max_grad_norm
 
-    def record(self, known: VoteRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
-        """Returns int64 [number of fields] on the device; waits for nothing.
+    def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
+        """Returns this rank's row, int64 [number of fields] on the device; waits for nothing.
 
         Args:
-            known: the host's fields.
+            host: the host's fields; the others are filled here as :class:`DeviceRecord` has them.
             losses: of this rank's micro-batches.
             monitor: recorded the gradients of the step.
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
         """
-        return fill(known, losses.observe(monitor, squares))
+        device = squares.device
+        values, numbers = losses.stacked()
+        # FP64, so that the order of ranks and micro-batches hardly matters
+        loss, weight = values.double().view(2, len(losses)).unbind()
+        bad_losses = ~loss.isfinite()
+        bad_weights = ~weight.isfinite() | (weight < 0)
+        micro_batches = upload(numbers, device)
+        # a micro-batch of weight 0 is a dummy: its loss does not count
+        weighted_loss = (loss * weight).masked_fill(weight == 0, 0.0).sum()
+        bad_loss = torch.where(bad_losses, loss, 0.0).gather(0, bad_losses.byte().argmax(dim=0, keepdim=True))[0]
+        gradients, bad_gradients = monitor.finiteness()
+        if bad_gradients is None:
+            bad_gradient = upload([-1], device)[0]
+        else:
+            bad_gradient = first_index(bad_gradients, upload(gradients, device))
+        floats = torch.stack((weight.sum(), weighted_loss, squares.sum(), bad_loss, monitor.max_abs(device)))
+        integers = torch.stack(
+            (
+                bad_losses.sum(),
+                first_index(bad_losses, micro_batches),
+                first_index(bad_weights, micro_batches),
+                bad_gradient,
+            )
+        )
+        # float bits travel as int64: one dtype, one all-gather
+        return torch.cat((upload(host.to_row(), device), floats.view(torch.int64), integers))
 
     def decide(
         self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None
     ) -> tuple[Decision, Tensor]:
         """Returns the decision, and what the host unpacks as :class:`DecodedDecision`; see :func:`decide`."""
         decision = decide(rows, max_grad_norm=self._max_grad_norm, sum_squares=sum_squares, sum_weights=sum_weights)
-        return decision, DecodedDecision.pack(decision, rows)
+        return decision, decision.pack(rows)

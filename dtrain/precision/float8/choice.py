@@ -14,7 +14,7 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.float8.options import Float8Options, Recipe
-from dtrain.precision.float8.weights import CachedWeights, UncachedWeights
+from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 MIN_GAIN = 0.03
 """Smallest fraction of the BF16 time that FP8 must save, because it costs precision."""
@@ -132,7 +132,8 @@ def _times(
     for linear in linears:
         linear.weight = nn.Parameter(weight)
     recipe = Recipe.of(options, torch.bfloat16)
-    convert(linears[1], recipe, UncachedWeights(recipe) if casts_each_time else CachedWeights(recipe))
+    cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
+    convert(linears[1], recipe, QuantizedWeight(recipe, cache))
     runs = [_three_matmuls(linear, x.requires_grad_(), grad) for linear in linears]
     for run in (*runs, *runs):  # twice: the first call compiles, the second fills caches and the allocator
         run()

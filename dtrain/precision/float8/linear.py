@@ -16,7 +16,7 @@ from dtrain.precision import autocast_ops
 from dtrain.precision.float8.cast import E4M3, Quantized, quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import UncachedWeights, WeightSource
+from dtrain.precision.float8.weights import QuantizedWeight
 from dtrain.precision.regions import in_full_precision_region
 
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +30,7 @@ class Float8Linear(nn.Linear):
     """
 
     recipe: Recipe
-    source: WeightSource
+    quantized_weight: QuantizedWeight
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -39,7 +39,7 @@ class Float8Linear(nn.Linear):
         If an engine stores the weight in FP8 only, this is a read-only dequantized copy: writes to it are lost, and
         hooks and ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
         """
-        return self.source.dequantized(self._parameter)
+        return self.quantized_weight.dequantized(self._parameter)
 
     @property
     def _parameter(self) -> Tensor:
@@ -61,7 +61,7 @@ class Float8Linear(nn.Linear):
             )
         if self._computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        y: Tensor = _Float8Matmul.apply(x, self._parameter, self.recipe, self.source, torch.is_grad_enabled())
+        y: Tensor = _Float8Matmul.apply(x, self._parameter, self.recipe, self.quantized_weight, torch.is_grad_enabled())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _computes_in_fp32(self, device_type: str) -> bool:
@@ -86,7 +86,8 @@ class Float8Linear(nn.Linear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         weight = self._parameters.get("weight")  # `[...]` would unshard the weight under DeepSpeed
-        if weight is not None and f"{prefix}weight" in state_dict and self.source.dequantized(weight) is not weight:
+        quantized = self.quantized_weight
+        if weight is not None and f"{prefix}weight" in state_dict and quantized.dequantized(weight) is not weight:
             raise UsageError(
                 f"'{prefix}weight' is an FP8 replica, which follows its FP32 master, so load_state_dict cannot write "
                 f"it; load weights before dtrain.initialize, or a checkpoint with engine.load"
@@ -99,23 +100,23 @@ class Float8Linear(nn.Linear):
         assert weight is not None
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        values = self.source.dequantized(weight).detach().clone()
+        values = self.quantized_weight.dequantized(weight).detach().clone()
         memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
-        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"source": UncachedWeights(self.recipe)}, memo))
+        copied.__dict__.update(copy.deepcopy(self.__dict__ | {"quantized_weight": QuantizedWeight(self.recipe)}, memo))
         return copied
 
 
-def convert(module: nn.Linear, recipe: Recipe, source: WeightSource | None = None) -> Float8Linear:
+def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:
     """Converts ``module`` in place to compute in FP8, and returns it; its parameters and hooks stay.
 
     Args:
         module: a plain ``nn.Linear``. The forward of a subclass would be lost.
-        source: provides its weight; by default the parameter is cast in each forward.
+        weight: provides its weight; by default the parameter is cast in each forward and backward.
     """
     _leave_uncompiled()
     module.__class__ = Float8Linear
     assert isinstance(module, Float8Linear)
-    module.recipe, module.source = recipe, source or UncachedWeights(recipe)
+    module.recipe, module.quantized_weight = recipe, weight or QuantizedWeight(recipe)
     return module
 
 
@@ -144,10 +145,10 @@ class _Float8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, source: WeightSource, grad_enabled: bool
+        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, quantized: QuantizedWeight, grad_enabled: bool
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        right, saved_weight = source.forward(weight)
+        right, saved_weight = quantized.forward(weight)
         saved_input: tuple[Tensor, ...] = ()
         if grad_enabled and ctx.needs_input_grad[1]:
             left, columns = quantize_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
@@ -155,7 +156,7 @@ class _Float8Matmul(torch.autograd.Function):
         else:
             left = quantize(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
         ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
-        ctx.recipe, ctx.source, ctx.x_shape, ctx.weight_shape = recipe, source, x.shape, weight.shape
+        ctx.recipe, ctx.quantized, ctx.x_shape, ctx.weight_shape = recipe, quantized, x.shape, weight.shape
         y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
         # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
         shape = (*x.shape[:-1], weight.shape[0])
@@ -182,7 +183,7 @@ class _Float8Matmul(torch.autograd.Function):
             # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
             dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
         if needs_dx:
-            right = ctx.source.backward(*(saved[2:] if needs_dw else saved))
+            right = ctx.quantized.backward(*(saved[2:] if needs_dw else saved))
             dx = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate)
             dx = dx[:, : ctx.x_shape[-1]].reshape(ctx.x_shape)
         return dx, dw, None, None, None

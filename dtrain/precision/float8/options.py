@@ -12,7 +12,6 @@ from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores, has
 
 CHOICES = {
     "recipe": ("tensorwise", "rowwise"),
-    "weight_scale": ("current", "delayed"),
     "grad_format": ("auto", "e5m2", "e4m3"),
     "emulate": ("auto", True, False),
     "choice": ("auto", "timed", "all"),
@@ -27,8 +26,6 @@ class Float8Options:
     Attributes:
         recipe: ``tensorwise`` (one scale per tensor) or ``rowwise`` (one scale per row of the left operand and per
             column of the right operand).
-        weight_scale: ``current`` derives the scale from the weights being cast. ``delayed`` derives it from the weights
-            of the step before, so that the update casts in its own pass (tensorwise, native engine).
         grad_format: ``e5m2``, ``e4m3``, or ``auto`` (E5M2 tensorwise, E4M3 rowwise).
         emulate: whether to compute the results of ``torch._scaled_mm`` in FP32. ``auto`` emulates on devices without
             FP8 Tensor Cores.
@@ -40,7 +37,6 @@ class Float8Options:
     """
 
     recipe: str = "tensorwise"
-    weight_scale: str = "current"
     grad_format: str = "auto"
     emulate: bool | str = "auto"
     choice: str = "auto"
@@ -56,10 +52,6 @@ class Float8Options:
                 raise ConfigError(f"float8 {name} must be one of {', '.join(map(str, choices))}; got {value!r}{hint}")
         if self.num_rows < 1:
             raise ConfigError(f"float8 num_rows must be at least 1; got {self.num_rows}")
-        if self.recipe == "rowwise" and self.weight_scale == "delayed":
-            raise ConfigError(
-                "float8 weight_scale=delayed needs recipe=tensorwise: a row has no scale of its own to keep"
-            )
 
     def on(self, device: torch.device) -> Float8Options:
         """Returns the options for ``device``, with every ``auto`` resolved.

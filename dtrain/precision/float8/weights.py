@@ -1,105 +1,124 @@
-"""The FP8 weight of a Float8Linear: its quantized copies and how long they are cached."""
+"""The FP8 weight of a Float8Linear: its quantized copies, the operands made from them, and how long both are kept."""
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dtrain.errors import UsageError
-from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize
-from dtrain.precision.float8.matmul import operand
+from dtrain.errors import ContractError, UsageError
+from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize, uses_kernels
+from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Recipe
 
+if TYPE_CHECKING:
+    from dtrain.kernels.float8 import Transposes
 
-class WeightSource(Protocol):
-    """Provides the weight [N, K] of a Float8Linear as the right operand of its two matmuls with the weight."""
+
+class Cache(Enum):
+    """How long a :class:`QuantizedWeight` keeps the copies that it casts.
+
+    Attributes:
+        NEVER: it casts in each forward and again in each backward. For weights that are resharded between the two:
+            autograd saves the parameter, which the engine unshards again, and no FP8 copy.
+        UNTIL_WRITTEN: it casts on first use, and again if the weight is replaced or written to, or after
+            :meth:`QuantizedWeight.invalidate`, which writes need that PyTorch does not count (through ``.data``).
+    """
+
+    NEVER = "never"
+    UNTIL_WRITTEN = "until written"
+
+
+class TransposeSet:
+    """Weights whose transposes are made together: on a GPU by one launch, when backward needs the first of them.
+
+    So they take no memory in forward. The weights are bound together, to memory in which their distances stay.
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[QuantizedWeight] = []
+        self._kernel: Transposes | None = None
+
+    def prepare(self) -> None:
+        """Makes the transposes of all weights, and caches them there."""
+        copies = [weight._copies[-1].values for weight in self.weights]
+        if self._kernel is None:
+            from dtrain.kernels.float8 import Transposes  # it imports Triton, which only GPUs need
+
+            self._kernel = Transposes(copies, ALIGNMENT)
+        for weight, values, transpose in zip(self.weights, copies, self._kernel(copies[0]), strict=True):
+            weight._operands[values.data_ptr(), True] = transpose
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """The weight is stored in FP8 only: its engine casts it, and binds the copies with :meth:`QuantizedWeight.bind`.
+
+    Attributes:
+        name: name of the weight.
+        parameter: the model's parameter, which stands for the weight and has no values.
+        scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K].
+        transposes: the weights whose transposes are made with that of this one.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    scales: Sequence[Tensor]
+    transposes: TransposeSet = field(default_factory=TransposeSet)
+
+
+class QuantizedWeight:
+    """Provides the weight [N, K] of a Float8Linear as the right operand of its two matmuls with the weight.
+
+    Operands are cached as long as the copies that they are made from, but no longer than until :meth:`invalidate`. A
+    forward may pass another weight than the module's own (``torch.func.functional_call``), and a backward may run after
+    :meth:`invalidate`. Operands of copies that are no longer held, or never were, are made on each call and not cached.
+
+    Args:
+        recipe: recipe of the Linear.
+        cache: where the copies come from, and how long they are kept.
+    """
+
+    def __init__(self, recipe: Recipe, cache: Cache | Bound = Cache.NEVER) -> None:
+        self.cache = cache
+        self._recipe = recipe
+        self._copies: Sequence[Quantized] = ()
+        self._operands: dict[tuple[int, bool], Tensor] = {}
+        self._cast_weight: weakref.ref[Tensor] | None = None  # the weight that was cast
+        self._cast_state = (0, 0)  # its address and version counter when it was cast
+        if isinstance(cache, Bound):
+            cache.transposes.weights.append(self)
+
+    # -- the operands ----------------------------------------------------------------------------------------------
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
         """Returns the operand for the output, and the tensors that autograd saves for :meth:`backward`.
 
         The operand is [N, K], as :func:`dtrain.precision.float8.matmul.operand` returns it, with its scale.
         """
+        saved: tuple[Tensor, ...]
+        if self.cache is Cache.NEVER:
+            rowwise, saved = self._quantize(weight.detach()), (weight,)
+        else:
+            rowwise, columnwise = self.copies(weight)
+            # the copy, not its operand: under emulation that is FP32, four times the bytes
+            saved = (columnwise.values, columnwise.scale)
+        return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
 
     def backward(self, *saved: Tensor) -> Quantized:
         """Returns the operand for the input gradient: [K, N]; rowwise with a scale for each of its K rows."""
-
-    def dequantized(self, weight: Tensor) -> Tensor:
-        """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``."""
-
-
-class UncachedWeights:
-    """Casts the weight in each forward and again in each backward; caches nothing.
-
-    Use it for weights that are resharded between forward and backward: autograd saves the parameter, which the engine
-    unshards again, and no FP8 copy.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-
-    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        return self._cast_operand(weight.detach()), (weight,)
-
-    def backward(self, *saved: Tensor) -> Quantized:
-        (weight,) = saved
-        return self._cast_operand(weight.detach().t())
-
-    def _cast_operand(self, matrix: Tensor) -> Quantized:
-        copy = quantize(matrix, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        return Quantized(operand(copy.values, emulate=self._recipe.emulate), copy.scale)
-
-    def dequantized(self, weight: Tensor) -> Tensor:
-        return weight
-
-
-class QuantizedWeights(ABC):
-    """A weight stored as quantized copies. Operands made from the copies are cached until :meth:`invalidate`.
-
-    A forward may pass a weight other than the stored one (``torch.func.functional_call``), and a backward may run after
-    :meth:`invalidate`. Operands for these are made on each call and not cached.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._operands: dict[tuple[int, bool], Tensor] = {}
-
-    @abstractmethod
-    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        """Returns the row-wise copy (for the output) and the column-wise copy (for the input gradient).
-
-        Both are [N, K], row-major. With a tensorwise recipe they are the same. With a rowwise recipe the first has a
-        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose.
-        """
-
-    @abstractmethod
-    def stored_copies(self) -> Sequence[Tensor]:
-        """Returns the values of the copies that stay in place until :meth:`invalidate`."""
-
-    @abstractmethod
-    def dequantized(self, weight: Tensor) -> Tensor: ...
-
-    def invalidate(self) -> None:
-        """Drops what was derived from the copies: their values or their memory have changed."""
-        self._operands.clear()
-
-    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        rowwise, columnwise = self.copies(weight)
-        # backward saves the copy, not its operand: under emulation that is FP32, four times the bytes
-        operand_values = self._operand(rowwise.values, transposed=False)
-        return Quantized(operand_values, rowwise.scale), (columnwise.values, columnwise.scale)
-
-    def backward(self, *saved: Tensor) -> Quantized:
-        values, scale = saved
-        return Quantized(self._operand(values, transposed=True), scale)
-
-    def cached(self) -> list[Tensor]:
-        """Returns the cached tensors that own their memory."""
-        return [cached for (address, _), cached in self._operands.items() if cached.data_ptr() != address]
+        if self.cache is Cache.NEVER:
+            (weight,) = saved
+            copy = self._quantize(weight.detach().t())
+        else:
+            copy = Quantized(*saved)
+        return Quantized(self._operand(copy.values, transposed=self.cache is not Cache.NEVER), copy.scale)
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
@@ -107,64 +126,91 @@ class QuantizedWeights(ABC):
         cached = self._operands.get(key)
         if cached is None:
             # an address identifies stored copies only: other memory may be reused for another weight
-            is_stored = any(copy.data_ptr() == key[0] for copy in self.stored_copies())
-            if is_stored and key[1]:
-                cached = self._stored_transpose(values)
-            else:
-                cached = operand(values, emulate=emulate, transposed=key[1])
+            is_stored = any(copy.values.data_ptr() == key[0] for copy in self._copies)
+            kernels = uses_kernels(values.device, compiled=self._recipe.compile)
+            if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
+                self.cache.transposes.prepare()
+                return self._operands[key]
+            cached = operand(values, emulate=emulate, transposed=key[1])
             if is_stored:
                 self._operands[key] = cached
         return cached.t() if transposed and emulate else cached
 
-    def _stored_transpose(self, values: Tensor) -> Tensor:
-        """Returns the operand for the input gradient from a stored copy; may cache those of other weights too."""
-        return operand(values, emulate=False, transposed=True)
+    # -- the copies ------------------------------------------------------------------------------------------------
 
-    def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        weight = weight.detach()
-        rowwise = quantize(weight, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
-        if not self._recipe.rowwise:
-            return rowwise, rowwise
-        transposed = quantize(weight.t(), E4M3, rowwise=True, compiled=self._recipe.compile)
-        return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
+    def bind(self, copies: Sequence[Tensor]) -> None:
+        """Reads a :class:`Bound` weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
+        assert isinstance(self.cache, Bound)
+        scales = self.cache.scales if copies else ()
+        self._copies = [Quantized(values, scale) for values, scale in zip(copies, scales, strict=True)]
+        self.invalidate()
 
+    def invalidate(self) -> None:
+        """Drops what was derived from the weight, or from bound copies: their values or their memory have changed."""
+        self._operands.clear()
+        if not isinstance(self.cache, Bound):
+            self._copies = ()
 
-class CachedWeights(QuantizedWeights):
-    """Casts the weight on first use and caches the copies until the weight is replaced or written to.
-
-    Call :meth:`invalidate` after writes that PyTorch does not count (through ``.data``), and to free the copies.
-    """
-
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self._copies: tuple[Quantized, Quantized] | None = None
-        self._weight: weakref.ref[Tensor] | None = None  # the weight that was cast
-        self._state = (0, 0)  # its address and version counter when it was cast
+    def cached(self) -> list[Tensor]:
+        """Returns the cached tensors that own their memory; bound copies are their engine's."""
+        own = () if isinstance(self.cache, Bound) else self._copies
+        copies = {copy.values.data_ptr(): copy.values for copy in own}
+        operands = [cached for (address, _), cached in self._operands.items() if cached.data_ptr() != address]
+        return [*copies.values(), *operands]
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        if weight.is_inference():  # inference tensors have no version counter
+        """Returns the row-wise copy (for the output) and the column-wise copy (for the input gradient).
+
+        Both are [N, K], row-major. With a tensorwise recipe they are the same. With a rowwise recipe the first has a
+        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose.
+        """
+        if isinstance(self.cache, Bound):
+            if weight is not self.cache.parameter:  # such as a functional call's: nothing is bound for it
+                return self._cast(weight)
+            if not self._copies:
+                raise ContractError(
+                    f"'{self.cache.name}' is computed with while it is sharded; its group was not unsharded"
+                )
+        elif self.cache is Cache.NEVER or weight.is_inference():  # inference tensors have no version counter
             return self._cast(weight)
+        else:
+            self._keep_copies(weight)
+        return self._copies[0], self._copies[-1]
+
+    def _keep_copies(self, weight: Tensor) -> None:
+        """Casts ``weight`` unless the copies are its own."""
         state = (weight.data_ptr(), weight._version)
-        if self._copies is None or self._weight is None or self._weight() is not weight or self._state != state:
+        cast_weight = None if self._cast_weight is None else self._cast_weight()
+        if not self._copies or cast_weight is not weight or self._cast_state != state:
             self.invalidate()
             with torch.inference_mode(False):  # training reuses copies cast in evaluation
                 self._copies = self._cast(weight)
-            self._weight, self._state = weakref.ref(weight), state
-        return self._copies
+            self._cast_weight, self._cast_state = weakref.ref(weight), state
 
-    def stored_copies(self) -> list[Tensor]:
-        return [copy.values for copy in self._copies or ()]
+    def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
+        weight = weight.detach()
+        rowwise = self._quantize(weight)
+        if not self._recipe.rowwise:
+            return rowwise, rowwise
+        transposed = self._quantize(weight.t())
+        return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
+
+    def _quantize(self, matrix: Tensor) -> Quantized:
+        return quantize(matrix, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
 
     def dequantized(self, weight: Tensor) -> Tensor:
-        return weight
+        """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.
 
-    def cached(self) -> list[Tensor]:
-        copies = {values.data_ptr(): values for values in self.stored_copies()}
-        return [*copies.values(), *super().cached()]
-
-    def invalidate(self) -> None:
-        super().invalidate()
-        self._copies = None
+        A bound weight is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
+        :class:`dtrain.errors.UsageError`, which refers to the parameter. While it is sharded, it is NaN, as the
+        parameter.
+        """
+        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:
+            return weight
+        result: Tensor = _Dequantize.apply(weight, self._copies[0].values, self._copies[0].scale)
+        for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
+            setattr(result, method, partial(_refuse, self.cache.name))
+        return result
 
 
 class _Dequantize(torch.autograd.Function):
@@ -177,20 +223,8 @@ class _Dequantize(torch.autograd.Function):
         return grad, None, None
 
 
-def dequantized(name: str, weight: Tensor, rowwise: Quantized) -> Tensor:
-    """Dequantizes ``rowwise`` [N, K] to the dtype of ``weight``; gradients flow to ``weight``.
-
-    The result is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
-    :class:`dtrain.errors.UsageError`, which refers to the parameter ``name``.
-    """
-    result: Tensor = _Dequantize.apply(weight, rowwise.values, rowwise.scale)
-
-    def refuse(*_: object, **__: object) -> NoReturn:
-        raise UsageError(
-            f"the .weight of the FP8 replica of '{name}' is a read-only copy; set hooks on the parameter itself, "
-            f"dict(model.named_parameters())['{name}'], and freeze it before dtrain.initialize"
-        )
-
-    for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
-        setattr(result, method, refuse)
-    return result
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise UsageError(
+        f"the .weight of the FP8 replica of '{name}' is a read-only copy; set hooks on the parameter itself, "
+        f"dict(model.named_parameters())['{name}'], and freeze it before dtrain.initialize"
+    )

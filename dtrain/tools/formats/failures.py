@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine.initialize import initialize, underflow_warning
-from dtrain.engine.interface import Engine, StepOutcome
+from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import DtrainError
 from dtrain.optim.adamw import AdamW
 from dtrain.precision.float8.cast import E4M3, cast

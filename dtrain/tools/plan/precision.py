@@ -77,7 +77,7 @@ def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[
     policy = contract.policy
     lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
     if contract.recipe is not None:
-        lines.append(f"float8: {contract.recipe.describe()}, {policy.float8.weight_scale} weight scales")
+        lines.append(f"float8: {contract.recipe.describe()}")
     numel: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         numel[format_name(contract.replica_dtypes[name])] += parameter.numel()

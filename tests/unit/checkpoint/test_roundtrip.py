@@ -300,7 +300,7 @@ def test_reads_outside_the_tensors_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"is not an interval of master:weight \(35 elements\)"):
             reader.read("master", "weight", start, stop)
     reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer", "frozen"])
-    with pytest.raises(CheckpointError, match="holds frozen:none, of a kind that this version does not know"):
+    with pytest.raises(CheckpointError, match="holds frozen:none, of a kind that this run does not know"):
         reader.require_kinds(["master", "exp_avg", "exp_avg_sq", "buffer"])
 
 

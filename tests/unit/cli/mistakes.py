@@ -92,10 +92,6 @@ CASES: dict[str, tuple[str, ...]] = {
         "precision.float8.recipe=rowwise",
         "remove it, or set precision=fp8",
     ),
-    "precision=fp8 precision.float8.recipe=rowwise precision.float8.weight_scale=delayed": (
-        "precision.float8.weight_scale=delayed",
-        "needs precision.float8.recipe=tensorwise",
-    ),
     "precision=fp8 engine=deepspeed": (
         "engine=deepspeed",
         "use precision=auto, fp32, tf32, bf16 or fp16, or engine=native, fsdp2",

@@ -17,8 +17,7 @@ from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, reasons, s
 from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.options import Float8Options
-from dtrain.precision.float8.weights import UncachedWeights
+from dtrain.precision.float8.weights import Cache
 from tests.helpers.one_rank import loss_of
 from tests.helpers.ranks import run_ranks
 
@@ -159,8 +158,6 @@ def attempt(engine: str, key: str, value: Any) -> str:
         settings["optimizer"] = dtrain.AdamW(compile=value)
     elif key == "rules":
         settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
-    elif key == "weight_scale":
-        settings["precision"] = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(weight_scale=value))
     else:
         settings[key] = value
     if reason is None and value != SAMPLES[key][0]:
@@ -180,8 +177,8 @@ def attempt(engine: str, key: str, value: Any) -> str:
         return f"failed: {type(error).__name__}: {error}"
     if reason is not None:
         return "accepted, but the table refuses it"
-    sources = [module.source for module in model.modules() if isinstance(module, Float8Linear)]
-    if any(isinstance(source, UncachedWeights) is not CAPABILITIES[engine].casts_each_time for source in sources):
+    caches = [module.quantized_weight.cache for module in model.modules() if isinstance(module, Float8Linear)]
+    if any((cache is Cache.NEVER) is not CAPABILITIES[engine].casts_each_time for cache in caches):
         return "FP8 weights are not cast when the table says they are"
     return "" if outcome.applied else f"the step was skipped: {outcome.reason}"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.single_rank import SingleRank
 
-NO_VALUES = Communicator(None, torch.device("meta"))
+NO_VALUES = SingleRank(torch.device("meta"))
 
 
 def test_a_single_rank_exchanges_text_without_its_device() -> None:

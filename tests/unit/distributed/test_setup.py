@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from dtrain.distributed import setup
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect, connect_by_file, disconnect
+from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import ConfigError
 
 GPU = torch.device("cuda", 1)
@@ -43,7 +43,7 @@ def test_a_rank_of_the_callers_group_makes_its_gpu_the_current_device(
         connect(GPU)
     assert not current, "the device was changed before the call was refused"
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(setup, "Communicator", lambda group, device, **_: Communicator(None, device))
+    monkeypatch.setattr(setup, "make_communicator", lambda group, device, **_: SingleRank(device))
     assert connect(GPU).device == GPU
     assert current == [GPU]
 

@@ -160,7 +160,7 @@ def test_load_warns_of_other_formats(tmp_path: Path, caplog: pytest.LogCaptureFi
     [
         ({}, ""),
         ({"num_rows": 64}, ""),
-        ({"weight_scale": "delayed"}, "was saved with float8 weight_scale=current (now delayed): FP8 products round"),
+        ({"grad_format": "e4m3"}, "was saved with float8 grad_format=e5m2 (now e4m3): FP8 products round differently"),
         ({"recipe": "rowwise"}, "was saved with float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
     ],
 )

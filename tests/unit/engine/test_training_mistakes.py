@@ -176,13 +176,13 @@ def test_a_stop_is_requested_once() -> None:
 
 def test_an_evaluation_inside_an_evaluation_does_not_end_it() -> None:
     engine = engine_on(Noisy())
-    before = engine._last_forward
+    before = engine._current.num_forwards
     with engine.eval():
         with engine.eval():
             pass
         engine.module.train()
         engine(torch.ones(2, 8))
-    assert engine._last_forward == before, "a forward inside eval() takes no random numbers from the training"
+    assert engine._current.num_forwards == before, "a forward inside eval() takes no random numbers from the training"
 
 
 def test_a_batch_abandoned_before_any_backward_has_no_effect() -> None:

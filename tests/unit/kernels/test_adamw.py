@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
-from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.optim.adamw import AdamW
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.oracle import assert_close_to_largest
-from tests.unit.optim.test_adamw import Arena, Float8Arena, Reference, same_bits
+from tests.unit.optim.test_adamw import Arena, Reference, same_bits
 
 tiled = pytest.importorskip("dtrain.optim.tiled", reason="Triton is not installed")
 
@@ -22,13 +22,19 @@ RULE = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=Tru
 
 def moved(parts: list[UpdateSlice], device: torch.device) -> list[UpdateSlice]:
     """Returns the slices over copies on ``device``."""
-    names = ("master", "main_grad", "exp_avg", "exp_avg_sq", "replica", "scale", "amax")
-    tensors = [{name: getattr(part, name) for name in names} for part in parts]
+
+    def copy(tensor: Tensor) -> Tensor:
+        return tensor.to(device, copy=True)
+
     return [
-        replace(
-            part, **{name: None if tensor is None else tensor.to(device, copy=True) for name, tensor in own.items()}
+        UpdateSlice(
+            part.decayed,
+            copy(part.master),
+            copy(part.main_grad),
+            tuple(map(copy, part.states)),
+            None if part.replica is None else copy(part.replica),
         )
-        for part, own in zip(parts, tensors, strict=True)
+        for part in parts
     ]
 
 
@@ -37,12 +43,10 @@ def scalars(step: int, lr: float, divisor: float, device: torch.device, code: fl
     return UpdateScalars(lr, step, *values)
 
 
-def joined(parts: list[UpdateSlice], name: str) -> Tensor:
-    return torch.cat([getattr(part, name).cpu() for part in parts])
-
-
 def states(parts: list[UpdateSlice]) -> dict[str, Tensor]:
-    return {name: joined(parts, name) for name in ("master", "exp_avg", "exp_avg_sq", "replica")}
+    rows = [(part.master, *part.states, part.replica) for part in parts if part.replica is not None]
+    columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
+    return dict(zip(("master", "exp_avg", "exp_avg_sq", "replica"), columns, strict=True))
 
 
 def train(parts: list[UpdateSlice], device: torch.device, segments: list[list[int]]) -> dict[str, Tensor]:
@@ -74,9 +78,10 @@ def test_follows_adamw_in_double_precision(
         for part, own in zip(parts, gradient.split([part.master.numel() for part in parts]), strict=True):
             part.main_grad.copy_(own * 3.0)
         optimizer.update([0], scalars(step, 0.01 / step, 3.0, device))
+    got = states(parts)
     for name in ("master", "exp_avg", "exp_avg_sq"):
-        assert_close_to_largest(joined(parts, name), getattr(reference, name), 1e-6)
-    assert torch.equal(joined(parts, "replica"), joined(parts, "master").to(dtype))
+        assert_close_to_largest(got[name], getattr(reference, name), 1e-6)
+    assert torch.equal(got["replica"], got["master"].to(dtype))
 
 
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 4]])
@@ -93,7 +98,8 @@ def test_any_cut_and_any_grouping_of_segments_give_the_same_bits(cuts: list[int]
 def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: torch.device) -> None:
     numel = tiled.TILE + 64
     memory = torch.full((5, numel + 64), 7.0, device=device)
-    part = UpdateSlice(True, *(row[:numel] for row in memory))
+    master, main_grad, first, second, replica = (row[:numel] for row in memory)
+    part = UpdateSlice(True, master, main_grad, (first, second), replica)
     tiled.TiledAdamW(RULE, [[part]]).update([0], scalars(1, 0.01, 1.0, device))
     assert (memory[:, numel:] == 7.0).all()
     assert (memory[0, :numel] != 7.0).all()
@@ -122,31 +128,11 @@ def test_segments_left_out_stay_as_they_are(device: torch.device) -> None:
     assert [torch.equal(part.master, old) for part, old in zip(parts, before, strict=True)] == [False, True, False]
 
 
-@pytest.mark.parametrize("value", [None, math.inf, -math.nan])
-def test_float8_replicas_are_cast_and_measured(value: float | None, device: torch.device) -> None:
-    parts = moved(Float8Arena().slices(), device)
-    if value is not None:
-        parts[0].master[5] = value
-    optimizer = tiled.TiledAdamW(RULE, [parts])
-    for part in parts:
-        assert part.amax is not None
-        part.amax.zero_()  # the optimizer is compiled by a skipped update, which measures too
-    optimizer.update([0], scalars(1, 0.01, 1.0, device))
-    for part in parts:
-        assert part.scale is not None
-        assert part.amax is not None
-        assert part.replica is not None
-        torch.testing.assert_close(part.amax, part.master.abs().amax(), rtol=0.0, atol=0.0, equal_nan=True)
-        want = cast(part.master, part.scale, E4M3)
-        assert torch.equal(part.replica.view(torch.uint8) & 0x7F, want.view(torch.uint8) & 0x7F)  # NaN has two signs
-        assert torch.equal(part.replica.float().nan_to_num(), want.float().nan_to_num())
-
-
 def test_a_rank_without_segments_updates_nothing(device: torch.device) -> None:
     tiled.TiledAdamW(RULE, [[], []]).update([0, 1], scalars(1, 0.01, 1.0, device))
 
 
 def test_an_unaligned_slice_is_refused(device: torch.device) -> None:
-    values = torch.zeros(4 * CHUNK + 1, device=device)[1:]
+    master, main_grad, *moments = torch.zeros(4 * CHUNK + 1, device=device)[1:].split(CHUNK)
     with pytest.raises(ValueError, match="expected multiples of 16"):
-        tiled.TiledAdamW(RULE, [[UpdateSlice(True, *values.split(CHUNK), None)]])
+        tiled.TiledAdamW(RULE, [[UpdateSlice(True, master, main_grad, tuple(moments), None)]])

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dtrain.precision.float8 import cast as eager
+from dtrain.precision.float8 import weights as quantized_weights
 from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.weights import Bound, QuantizedWeight, TransposeSet
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding import float8_scales, quantized_replicas
-from dtrain.sharding.float8_scales import CurrentScales, DelayedScales
-from dtrain.sharding.quantized_replicas import ReplicaWeights, TransposeSet
+from dtrain.sharding import float8_scales
 from tests.engines.float8_model import start, train_step
 from tests.engines.helpers import state_digests
 from tests.helpers import needs
@@ -45,7 +45,7 @@ everywhere = settings(
 
 @pytest.fixture(autouse=True)
 def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (eager, float8_scales, quantized_replicas):
+    for module in (eager, float8_scales, quantized_weights):
         monkeypatch.setattr(module, "uses_kernels", lambda device, *, compiled: compiled)
 
 
@@ -91,8 +91,8 @@ def test_shards_have_the_scales_and_casts_of_tensor_code(
     device: torch.device, world: int, rowwise: bool, shapes: str, seed: int
 ) -> None:
     weights = [numbers(seed + number, *shape) for number, shape in enumerate(SHAPES[shapes])]
-    want = Shards(weights, world, rowwise, CurrentScales)
-    got = Shards(weights, world, rowwise, CurrentScales, compiled=True, device=device)
+    want = Shards(weights, world, rowwise)
+    got = Shards(weights, world, rowwise, compiled=True, device=device)
     for shards in (want, got):
         shards.refresh()
     for own, other in zip(got.tables, want.tables, strict=True):
@@ -101,22 +101,6 @@ def test_shards_have_the_scales_and_casts_of_tensor_code(
     for copies, others in zip(got.copies, want.copies, strict=True):
         for copy, expected in zip(copies, others, strict=True):
             assert_same(copy, expected)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])  # 2: the update makes weights that are not finite; 3: they are not at first
-def test_delayed_scales_are_those_of_tensor_code(device: torch.device, seed: int) -> None:
-    first, second = ([numbers(seed + more, *shape) for shape in SHAPES["any"]] for more in (0, 1))
-    want = Shards(first, 1, False, DelayedScales, peak_lr=1e-3)
-    got = Shards(first, 1, False, DelayedScales, peak_lr=1e-3, compiled=True, device=device)
-    for shards in (want, got):
-        shards.refresh()
-    for _ in range(2):  # the first scales are fresh, the next ones are delayed
-        for shards in (want, got):
-            shards.scales[0].begin(torch.zeros((), device=shards.tables[0].scale.device))
-            shards.tables[0].amax.copy_(torch.stack([weight.abs().amax() for weight in second]))
-            shards.scales[0].start_maximum().wait()
-        for own, other in zip(got.scales[0].tensors, want.scales[0].tensors, strict=True):
-            assert_same(own, other)
 
 
 @everywhere
@@ -147,16 +131,16 @@ def test_one_launch_makes_the_transposes_of_a_set(device: torch.device, launched
     recipe, shapes = Recipe(emulate=False, compile=True), [(48, 80), (40, 24)]
     scale, transposes = torch.ones((), device=device), TransposeSet()
     parameters = [nn.Parameter(torch.empty(shape, device=device)) for shape in shapes]
-    sources = [ReplicaWeights(recipe, "w", parameter, [scale], transposes) for parameter in parameters]
+    weights = [QuantizedWeight(recipe, Bound("w", parameter, [scale], transposes)) for parameter in parameters]
     for seed in (1, 2):
         flat = numbers(seed, 48 * 80 + 40 * 24).to(E4M3).to(device)
         copies = [flat[: 48 * 80].view(48, 80), flat[48 * 80 :].view(40, 24)]
-        for source, copy in zip(sources, copies, strict=True):
-            source.bind([copy])
-            assert not source.cached()
-        for source, copy in zip(sources, copies, strict=True):
-            assert_same(source.backward(copy, scale).values, operand(copy, emulate=False, transposed=True))
-        assert [tensor.nbytes for source in sources for tensor in source.cached()] == [48 * 80, 48 * 32]
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.bind([copy])
+            assert not weight.cached()
+        for weight, copy in zip(weights, copies, strict=True):
+            assert_same(weight.backward(copy, scale).values, operand(copy, emulate=False, transposed=True))
+        assert [tensor.nbytes for weight in weights for tensor in weight.cached()] == [48 * 80, 48 * 32]
     assert launched == ["_transpose"] * 2
 
 
@@ -213,30 +197,20 @@ def test_a_cast_by_way_of_fp16_rounds_once(target: torch.dtype, monkeypatch: pyt
             assert_same(got, want)
 
 
-@pytest.mark.parametrize(
-    ("options", "launches"),
-    [
-        ({}, ["_transpose", "_measure", "_cast"]),
-        ({"recipe": "rowwise"}, ["_transpose", "_measure", "_cast"]),
-        ({"weight_scale": "delayed"}, ["_transpose"]),
-    ],
-    ids=["tensorwise", "rowwise", "delayed"],
-)
-def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(
-    options: dict[str, Any], launches: list[str], launched: list[str]
-) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(recipe: str, launched: list[str]) -> None:
     """The kernels run in the interpreter, around torch's own products."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU, the kernels do not take an engine on the CPU")
-    needs.row_scales_on_cpu(rowwise="recipe" in options)
+    needs.row_scales_on_cpu(rowwise=recipe == "rowwise")
     digests = []
     for compiled in (False, True):
-        float8 = Float8Options(emulate=False, choice="all", compile=compiled, **options)
+        float8 = Float8Options(recipe, emulate=False, choice="all", compile=compiled)
         engine = start("native", 2, PrecisionPolicy.named("fp8", float8=float8))
         assert len(engine.contract.float8_modules) == 4
         launched.clear()
         for _ in range(2):
             assert train_step(engine, 1).applied
-        assert launched == (2 * launches if compiled else [])
+        assert launched == (2 * ["_transpose", "_measure", "_cast"] if compiled else [])
         digests.append(state_digests(engine))
     assert digests[0] == digests[1]

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import VoteRecord
+from dtrain.engine.vote.record import NUM_HOST, DeviceRecord
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.gradient_monitor import GradientMonitor
+from tests.helpers.vote_records import RankRecords, rank_records
+from tests.helpers.vote_records import table as table_of
 
 fused = pytest.importorskip("dtrain.engine.vote.fused", reason="Triton is not installed")
 
@@ -23,24 +25,16 @@ numbers = st.one_of(st.floats(-10, 1e4, width=32), st.sampled_from([0.0, math.in
 weights = st.one_of(st.floats(0, 64, width=32), st.sampled_from([0.0, -1.0, math.inf, math.nan]))
 
 
-def known(**changes: Any) -> VoteRecord:
-    values = {
-        "step": 3, "config_hash": 7, "num_micro_batches": 2, "schedule_hash": 11, "data_cursor": 64, "lr": 1e-3,
-        "loss_scale": 1024.0, "stop_requested": 0, "save_failed": 1,
-    }  # fmt: skip
-    return VoteRecord(**{**values, **changes})
+def known(**changes: Any) -> RankRecords:
+    return rank_records(**{"loss_scale": 1024.0, "save_failed": 1, **changes})
 
 
-def same(got: VoteRecord, want: VoteRecord) -> bool:
-    """Whether two records agree, sums to rounding."""
-    for name in want.__dataclass_fields__:
-        mine, other = getattr(got, name), getattr(want, name)
-        if isinstance(other, float):
-            if mine != pytest.approx(other, rel=1e-12, nan_ok=True):
-                return False
-        elif mine != other:
-            return False
-    return True
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Two rows agree, sums to rounding."""
+    assert torch.equal(got[:NUM_HOST], want[:NUM_HOST])
+    assert got[:NUM_HOST].tolist() == known().host.to_row()
+    mine, other = (vars(DeviceRecord.from_row(row[NUM_HOST:].tolist())) for row in (got, want))
+    assert mine == pytest.approx(other, rel=1e-12, nan_ok=True)
 
 
 @settings(max_examples=30, deadline=None)
@@ -53,9 +47,9 @@ def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, f
     for micro_batch, loss, weight in entries:
         losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
     sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
-    want = VoteTensors(None).record(known(), losses, monitor, sums)
-    got = fused.FusedVoteTensors(None, DEVICE).record(known(), losses, monitor, sums)
-    assert same(VoteRecord.from_row(got.tolist()), VoteRecord.from_row(want.tolist()))
+    want = VoteTensors(None).record(known().host, losses, monitor, sums)
+    got = fused.FusedVoteTensors(None, DEVICE).record(known().host, losses, monitor, sums)
+    assert_same(got, want)
 
 
 def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
@@ -70,14 +64,14 @@ def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
             flat[bad, 17] = math.nan
             flat[2, 3] = math.inf
         monitor.record_finiteness(2, 0, list(flat))
-        row = vote.record(known(), losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
-        found.append(VoteRecord.from_row(row.tolist()).bad_gradient)
+        row = vote.record(known().host, losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
+        found.append(DeviceRecord.from_row(row[NUM_HOST:].tolist()).bad_gradient)
     assert found == [-1, 2 * 3 + 2, 2 * 3 + 1, -1]
 
 
 records = st.builds(
     known,
-    step=st.sampled_from([3, 3, 3, 3, 4]),
+    step=st.sampled_from([4, 4, 4, 4, 5]),
     sum_weights=st.one_of(st.floats(0, 64), st.sampled_from([0.0, math.nan])),
     sum_weighted_loss=st.floats(-10, 100),
     sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])),
@@ -86,13 +80,13 @@ records = st.builds(
 )
 
 
-def table(rows: list[VoteRecord]) -> torch.Tensor:
-    return torch.tensor([row.to_row() for row in rows], dtype=torch.int64, device=DEVICE)
+def table(rows: list[RankRecords]) -> torch.Tensor:
+    return table_of(rows, DEVICE)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(records, min_size=1, max_size=5), st.sampled_from([None, 1.0, 1e-3, 1e6]))
-def test_the_decision_is_that_of_the_tensor_code(rows: list[VoteRecord], max_grad_norm: float | None) -> None:
+def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], max_grad_norm: float | None) -> None:
     want, want_packed = VoteTensors(max_grad_norm).decide(table(rows))
     got, packed = fused.FusedVoteTensors(max_grad_norm, DEVICE).decide(table(rows))
     assert got.code.item() == want.code.item()

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.errors import ConfigError
-from dtrain.optim import adamw, compiled, fused
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
-from dtrain.optim.flat import FlatAdamW
-from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.optim import adamw, compiled, flat
+from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.flat import FlatUpdate
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
@@ -55,10 +55,16 @@ class Arena:
         """Returns the arena cut where the class changes and at every chunk number of ``cuts``."""
         changes = [i for i in range(1, len(self.classes)) if self.classes[i] != self.classes[i - 1]]
         bounds = sorted({0, len(self.classes), *changes, *cuts})
-        tensors = (self.master, self.main_grad, self.exp_avg, self.exp_avg_sq, self.replica)
+        parts = [slice(start * CHUNK, stop * CHUNK) for start, stop in itertools.pairwise(bounds)]
         return [
-            UpdateSlice(self.classes[start], *(tensor[start * CHUNK : stop * CHUNK] for tensor in tensors))
-            for start, stop in itertools.pairwise(bounds)
+            UpdateSlice(
+                self.classes[part.start // CHUNK],
+                self.master[part],
+                self.main_grad[part],
+                (self.exp_avg[part], self.exp_avg_sq[part]),
+                self.replica[part],
+            )
+            for part in parts
         ]
 
     def new_gradient(self) -> Tensor:
@@ -86,7 +92,11 @@ class Reference:
         self.master -= lr * (first / (second.sqrt() + self.rule.eps) + self.decay * self.master)
 
 
-def steps(arena: Arena, optimizer: FlatAdamW, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
+def adamw_update(record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> FlatUpdate:
+    return FlatUpdate(AdamWRule(record), segments)
+
+
+def steps(arena: Arena, optimizer: FlatUpdate, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
     for step in range(1, number + 1):
         arena.new_gradient()
         optimizer.update([0], scalars(step, 0.01 / step, divisor))
@@ -104,7 +114,7 @@ def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, floa
     rule = AdamW(lr=rule.lr, betas=betas, weight_decay=0.1, compile=rule.compile)
     arena = Arena([True, True, False])
     reference = Reference(arena, rule)
-    optimizer = FlatAdamW(rule, [arena.slices()])
+    optimizer = adamw_update(rule, [arena.slices()])
     for step in range(1, 11):
         gradient = arena.new_gradient()
         arena.main_grad.mul_(divisor)
@@ -119,62 +129,15 @@ def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, floa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_replica_is_the_masters_cast(rule: AdamW, dtype: torch.dtype) -> None:
     arena = Arena([True, False], dtype=dtype)
-    steps(arena, FlatAdamW(rule, [arena.slices()]))
+    steps(arena, adamw_update(rule, [arena.slices()]))
     assert torch.equal(arena.replica, arena.master.to(dtype))
-
-
-class Float8Arena(Arena):
-    """Two weights, one of them decayed, with delayed scales."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__([True, True, False], seed, E4M3)
-        self.scales, self.amax = torch.tensor([2.0**-7, 2.0**-6]), torch.zeros(2)
-        self.replica = torch.cat(
-            [cast(part, scale, E4M3) for part, scale in zip(self._weights(), self.scales, strict=True)]
-        )
-
-    def _weights(self) -> tuple[Tensor, Tensor]:
-        return self.master[: 2 * CHUNK], self.master[2 * CHUNK :]
-
-    def slices(self, cuts: Sequence[int] = ()) -> list[UpdateSlice]:
-        return [
-            replace(part, scale=self.scales[int(not part.decayed)], amax=self.amax[int(not part.decayed)])
-            for part in super().slices(cuts)
-        ]
-
-
-@both_kernels
-def test_an_fp8_replica_is_cast_and_measured_in_the_same_pass(rule: AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_BLOCK", CHUNK)
-    plain, arena = Arena([True, True, False]), Float8Arena()
-    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
-    optimizer = FlatAdamW(rule, [arena.slices([1])])
-    for step in range(1, 4):
-        arena.new_gradient()
-        arena.amax.zero_()
-        optimizer.update([0], scalars(step, 0.01 / step, 7.0))
-    assert torch.equal(arena.master, want["master"])
-    for weight, scale, amax, values in zip(
-        arena._weights(), arena.scales, arena.amax, arena.replica.split([2 * CHUNK, CHUNK]), strict=True
-    ):
-        assert same_bits({"": values}, {"": cast(weight, scale, E4M3)})
-        assert amax == weight.abs().amax()
-    before = arena.states()
-    arena.main_grad.fill_(math.inf)
-    optimizer.update([0], scalars(4, 0.01, 7.0, found_inf=1.0))
-    assert same_bits(arena.states(), before)
-    # an Inf shows in the largest magnitudes, because the cast makes it 448
-    arena.main_grad.zero_()
-    arena.master[5] = math.inf
-    optimizer.update([0], scalars(4, 0.0, 7.0))
-    assert arena.amax.isfinite().tolist() == [False, True]
 
 
 @both_kernels
 def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
     arena, plain = Arena([True, False]), Arena([True, False])
-    got = steps(arena, FlatAdamW(rule, [[replace(part, replica=None) for part in arena.slices()]]))
-    want = steps(plain, FlatAdamW(rule, [plain.slices()]))
+    got = steps(arena, adamw_update(rule, [[replace(part, replica=None) for part in arena.slices()]]))
+    want = steps(plain, adamw_update(rule, [plain.slices()]))
     assert torch.equal(got["master"], want["master"])
     assert torch.equal(arena.replica, Arena([True, False]).replica)
 
@@ -182,8 +145,8 @@ def test_masters_may_be_updated_without_a_cast(rule: AdamW) -> None:
 @pytest.mark.compile
 def test_both_kernels_agree_normwise() -> None:
     first, second = Arena([True] * 3 + [False] * 2), Arena([True] * 3 + [False] * 2)
-    want = steps(first, FlatAdamW(FUSED, [first.slices()]), number=20)
-    got = steps(second, FlatAdamW(COMPILED, [second.slices()]), number=20)
+    want = steps(first, adamw_update(FUSED, [first.slices()]), number=20)
+    got = steps(second, adamw_update(COMPILED, [second.slices()]), number=20)
     for name in ("master", "exp_avg", "exp_avg_sq"):
         assert torch.linalg.vector_norm(got[name] - want[name]) <= 3e-7 * torch.linalg.vector_norm(want[name])
 
@@ -192,7 +155,7 @@ def test_both_kernels_agree_normwise() -> None:
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
     arena = Arena([True, False, True])
-    optimizer = FlatAdamW(rule, [arena.slices()])
+    optimizer = adamw_update(rule, [arena.slices()])
     before = steps(arena, optimizer)
     arena.main_grad[::3] = bad
     optimizer.update([0], scalars(4, 0.01, math.nan, found_inf=1.0))
@@ -200,14 +163,14 @@ def test_found_inf_leaves_every_bit(rule: AdamW, bad: float) -> None:
     arena.new_gradient()
     optimizer.update([0], scalars(4, 0.01 / 4, 7.0))
     undisturbed = Arena([True, False, True])
-    assert same_bits(arena.states(), steps(undisturbed, FlatAdamW(rule, [undisturbed.slices()]), number=4))
+    assert same_bits(arena.states(), steps(undisturbed, adamw_update(rule, [undisturbed.slices()]), number=4))
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_the_host_reads_nothing(found_inf: float) -> None:
     """``fullgraph`` proves the same for the compiled kernel: a read would break the graph."""
     arena = Arena([True, False])
-    optimizer = FlatAdamW(FUSED, [arena.slices()])
+    optimizer = adamw_update(FUSED, [arena.slices()])
     divisor, found = torch.tensor(3.0), torch.tensor(found_inf)
     with forbidden():
         shared = UpdateScalars(0.1, 1, divisor, found)
@@ -216,9 +179,9 @@ def test_the_host_reads_nothing(found_inf: float) -> None:
 
 def test_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, blocked = Arena([True] * 5 + [False] * 2), Arena([True] * 5 + [False] * 2)
-    want = steps(whole, FlatAdamW(FUSED, [whole.slices()]))
-    monkeypatch.setattr(fused, "_BLOCK", 2 * CHUNK)
-    assert same_bits(steps(blocked, FlatAdamW(FUSED, [blocked.slices()])), want)
+    want = steps(whole, adamw_update(FUSED, [whole.slices()]))
+    monkeypatch.setattr(flat, "_BLOCK", 2 * CHUNK)
+    assert same_bits(steps(blocked, adamw_update(FUSED, [blocked.slices()])), want)
 
 
 @settings(deadline=None, max_examples=40)
@@ -235,8 +198,8 @@ def test_any_cut_at_chunks_gives_the_same_bits(
 ) -> None:
     classes, cuts = case
     whole, cut = Arena(classes, seed), Arena(classes, seed)
-    want = steps(whole, FlatAdamW(rule, [whole.slices()]), divisor=divisor)
-    got = steps(cut, FlatAdamW(rule, [cut.slices(sorted(cuts))]), divisor=divisor)
+    want = steps(whole, adamw_update(rule, [whole.slices()]), divisor=divisor)
+    got = steps(cut, adamw_update(rule, [cut.slices(sorted(cuts))]), divisor=divisor)
     assert same_bits(got, want)
 
 
@@ -251,8 +214,8 @@ def test_shards_in_separate_memory_give_the_same_bits(rule: AdamW, world: int, s
     for start in range(0, 8, world):
         shard = Arena(classes[start : start + world])
         shard.master.copy_(whole.master[start * CHUNK : (start + world) * CHUNK])
-        shards.append((start, shard, FlatAdamW(rule, [shard.slices()])))
-    optimizer = FlatAdamW(rule, [whole.slices()])
+        shards.append((start, shard, adamw_update(rule, [shard.slices()])))
+    optimizer = adamw_update(rule, [whole.slices()])
     for step in (1, 2, 3):
         gradient = whole.new_gradient()
         optimizer.update([0], scalars(step, 0.01, 3.0))
@@ -267,7 +230,7 @@ def test_shards_in_separate_memory_give_the_same_bits(rule: AdamW, world: int, s
 def test_only_decayed_slices_decay(rule: AdamW) -> None:
     arena = Arena([True, False])
     before = arena.master.clone()
-    FlatAdamW(rule, [arena.slices()]).update([0], scalars(1, 0.5, 1.0))  # gradients are zero
+    adamw_update(rule, [arena.slices()]).update([0], scalars(1, 0.5, 1.0))  # gradients are zero
     assert torch.equal(arena.master[CHUNK:], before[CHUNK:])
     assert_close_to_largest(arena.master[:CHUNK], before[:CHUNK] * 0.95, 1e-6)
 
@@ -277,18 +240,18 @@ def test_only_decayed_slices_decay(rule: AdamW) -> None:
 def test_one_class_or_no_slices(rule: AdamW, classes: list[bool]) -> None:
     arena = Arena(classes)
     if not classes:
-        FlatAdamW(rule, [[]]).update([0], scalars(1, 0.1, 1.0))
+        adamw_update(rule, [[]]).update([0], scalars(1, 0.1, 1.0))
         return
     before = arena.master.clone()
-    steps(arena, FlatAdamW(rule, [arena.slices()]), number=1)
+    steps(arena, adamw_update(rule, [arena.slices()]), number=1)
     assert not torch.equal(arena.master, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_update_ignores_torchs_default_dtype(dtype: torch.dtype) -> None:
-    want = steps(arena := Arena([True, False]), FlatAdamW(FUSED, [arena.slices()]))
+    want = steps(arena := Arena([True, False]), adamw_update(FUSED, [arena.slices()]))
     arena = Arena([True, False])
-    optimizer = FlatAdamW(FUSED, [arena.slices()])
+    optimizer = adamw_update(FUSED, [arena.slices()])
     for step in (1, 2, 3):
         arena.new_gradient()
         torch.set_default_dtype(dtype)
@@ -324,16 +287,8 @@ def test_the_kernel_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None
     for exists in (True, False):
         monkeypatch.setattr(adamw, "has_compiler", lambda device, exists=exists: exists)
         assert AdamW().on(cuda).compile is exists
-    monkeypatch.setattr(adamw, "has_compiler", lambda device: True)
-    for capability, stores_float8 in (((8, 0), False), ((8, 9), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert AdamW().on(cuda).compile is True
-        assert AdamW().on(cuda, casts_float8=True).compile is stores_float8
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ConfigError, match=r"the update writes FP8, and Triton does so from compute capability 8\.9"):
-        AdamW(compile=True).on(cuda, casts_float8=True)
     with pytest.raises(ValueError, match=r"call AdamW.on\(device\) first"):
-        FlatAdamW(AdamW(), [[]])
+        AdamWRule(AdamW())
 
 
 @pytest.mark.compile
@@ -345,7 +300,7 @@ def test_one_graph_for_each_replica_dtype_and_one_for_the_coefficients() -> None
         for classes in ([True, False], [False] * 7, [True] * 700):
             arena = Arena(classes, dtype=dtype)
             rule = AdamW(lr=0.1, betas=(0.5, 0.9), eps=0.1 * len(classes), compile=True)
-            steps(arena, FlatAdamW(rule, [arena.slices([1])]))
+            steps(arena, adamw_update(rule, [arena.slices([1])]))
     assert counters["stats"]["unique_graphs"] == 3
 
 
@@ -355,13 +310,13 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(compiled, "_compiled", lambda: (fail, fail))
     with pytest.raises(ConfigError, match=r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\)"):
-        FlatAdamW(COMPILED, [Arena([True]).slices()])
+        adamw_update(COMPILED, [Arena([True]).slices()])
 
 
 @pytest.mark.compile
 def test_the_kernel_and_the_compile_time_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dtrain"):
         for rule in (FUSED, COMPILED):
-            FlatAdamW(rule, [Arena([True]).slices()])
+            adamw_update(rule, [Arena([True]).slices()])
     assert "torch's fused kernel; optim.compile=true" in caplog.messages[0]
     assert "AdamW compiled in" in caplog.messages[1]

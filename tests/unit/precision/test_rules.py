@@ -338,7 +338,7 @@ def test_describe() -> None:
         "  2 in bf16 (rule 'blocks.0'): blocks.0.up, blocks.0.down",
         "  4 in fp8 (policy): blocks.1.up, blocks.1.down, blocks.2.up, ...",
         "  1 in bf16 (last product): head",
-        "float8: rowwise, E4M3 gradients, emulated, current weight scales",
+        "float8: rowwise, E4M3 gradients, emulated",
     ]
     assert "4 in fp8" in lines[1]
     assert len(resolved(Net(), "bf16").describe()) == 2, "nothing to explain"

@@ -30,7 +30,9 @@ def test_the_table_is_that_of_the_design() -> None:
     ],
 )
 def test_memory_formula_by_hand(stage: int, compute: float, main_grad: float, master: float, moments: float) -> None:
-    got = memory_formula(STAGES[stage], reduced_numel=7_500_000_000, fp32_numel=0, reduced_bytes=2, world_size=64)
+    got = memory_formula(
+        STAGES[stage], reduced_numel=7_500_000_000, fp32_numel=0, reduced_bytes=2, state_bytes=8, world_size=64
+    )
     want = {"compute": compute, "main_grad": main_grad, "master": master, "moments": moments}
     assert got == {kind: gigabytes * 1e9 for kind, gigabytes in want.items()}
 
@@ -39,7 +41,9 @@ def test_memory_formula_by_hand(stage: int, compute: float, main_grad: float, ma
     ("stage", "world_size", "compute"), [(0, 2, 2000), (1, 2, 2040), (2, 2, 2040), (3, 2, 1000), (2, 1, 2000)]
 )
 def test_fp32_replicas_count_four_bytes_unless_they_are_the_masters(stage: int, world_size: int, compute: int) -> None:
-    got = memory_formula(STAGES[stage], reduced_numel=1000, fp32_numel=10, reduced_bytes=2, world_size=world_size)
+    got = memory_formula(
+        STAGES[stage], reduced_numel=1000, fp32_numel=10, reduced_bytes=2, state_bytes=8, world_size=world_size
+    )
     assert got["compute"] == compute
     assert got["master"] == 4040 // (1 if stage == 0 else world_size)
 
@@ -51,21 +55,22 @@ def test_fp8_weights_count_a_byte_a_copy(stage: int, compute: int) -> None:
         reduced_numel=100,
         fp32_numel=10,
         reduced_bytes=2,
+        state_bytes=6,
         world_size=4,
         float8_numel=1000,
         float8_copies=2,
     )
-    assert got == {"compute": compute, "main_grad": 1110, "master": 1110, "moments": 2220}
+    assert got == {"compute": compute, "main_grad": 1110, "master": 1110, "moments": 1665}
 
 
 def test_a_share_is_rounded_up() -> None:
-    got = memory_formula(STAGES[2], reduced_numel=0, fp32_numel=1, reduced_bytes=4, world_size=3)
+    got = memory_formula(STAGES[2], reduced_numel=0, fp32_numel=1, reduced_bytes=4, state_bytes=8, world_size=3)
     assert got == {"compute": 4, "main_grad": 2, "master": 2, "moments": 3}
 
 
 @given(st.sampled_from(sorted(STAGES)), st.integers(0, 10**10), st.integers(0, 10**8), st.integers(1, 1024))
 def test_shards_add_up_and_more_sharding_never_costs(stage: int, reduced: int, fp32: int, world: int) -> None:
-    arguments = {"reduced_numel": reduced, "fp32_numel": fp32, "reduced_bytes": 2}
+    arguments = {"reduced_numel": reduced, "fp32_numel": fp32, "reduced_bytes": 2, "state_bytes": 8}
     single = memory_formula(STAGES[stage], **arguments, world_size=1)
     sharded = memory_formula(STAGES[stage], **arguments, world_size=world)
     assert sum(single.values()) == 18 * reduced + 16 * fp32

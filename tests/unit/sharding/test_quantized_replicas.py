@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.float8.cast import E4M3, cast, quantize, scale_of
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.sharding import float8_casts
-from dtrain.sharding.float8_casts import Rectangle, ScaleTable, rectangles
-from dtrain.sharding.float8_scales import HEAD_ROOM, CurrentScales, DelayedScales
+from dtrain.sharding.float8_casts import Float8Shard, Rectangle, ScaleTable, rectangles
+from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts
 
 CPU = torch.device("cpu")
@@ -45,24 +45,38 @@ def test_cut_rectangles_tile_it(rows: int, columns: int, limit: int) -> None:
     assert seen == [(3 + i, 2 + j) for i in range(rows) for j in range(columns)]
 
 
+class Ranks:
+    """The communicator of all ranks, and their handles, in one process: the maximum is taken when one waits for it."""
+
+    def __init__(self) -> None:
+        self.reduced: list[Tensor] = []
+
+    def all_reduce_max(self, tensor: Tensor, *, label: str) -> Ranks:
+        self.reduced.append(tensor)
+        return self
+
+    def wait(self) -> None:
+        largest = torch.stack(self.reduced).amax(0)
+        for tensor in self.reduced:
+            tensor.copy_(largest)
+
+
 class Shards:
-    """The arenas of all ranks in one process; the maximum over the ranks is taken by hand."""
+    """The arenas of all ranks in one process."""
 
     def __init__(
         self,
         weights: list[Tensor],
         world: int,
         rowwise: bool,
-        scales_type: type[CurrentScales],
         *,
         compiled: bool = False,
         device: torch.device = CPU,
-        **options: float,
     ) -> None:
-        self.world = world
         specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, True) for n, w in enumerate(weights)]
         (self.layout,) = flat_layouts("g", specs, world)
         self.tables, self.scales, self.copies = [], [], []
+        comm: Any = Ranks()
         for rank in range(world):
             arena = ArenaLayout.of([self.layout], rank, sharded=True)
             table = ScaleTable([self.layout], rowwise, device)
@@ -73,18 +87,14 @@ class Shards:
                 master[interval.offset : interval.offset + source.numel()] = source
             self.tables.append(table)
             self.copies.append(copies)
-            arguments: list[Any] = [table, arena.segments, master, [copies], None]
-            self.scales.append(scales_type(*arguments, compiled=compiled, **options))
+            shard = Float8Shard(arena.segments[0], master, copies)
+            self.scales.append(Float8Scales(table, [shard], comm, compiled=compiled))
 
     def refresh(self) -> None:
         for scales in self.scales:
-            assert scales.begin(None) == [0]
-            scales.measure([0])
-        amax = torch.stack([table.amax.nan_to_num(nan=math.inf, posinf=math.inf) for table in self.tables]).amax(0)
-        for scales, table in zip(self.scales, self.tables, strict=True):
-            table.amax.copy_(amax)
-            scales.start_maximum().wait()
-            scales.cast([0])
+            scales.measure()
+        for scales in self.scales:
+            scales.cast()
 
     def copy(self, number: int, slot: int) -> Tensor:
         flat = torch.cat([copies[number].view(torch.uint8) for copies in self.copies])
@@ -110,7 +120,7 @@ def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, bloc
     weights = weights_of(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8_casts, "_BLOCK", block)
-        shards = Shards(weights, world, rowwise, CurrentScales)
+        shards = Shards(weights, world, rowwise)
     shards.refresh()
     table = shards.tables[-1]
     for number, weight in enumerate(weights):
@@ -125,16 +135,24 @@ def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, bloc
 
 def test_scales_of_rows_start_on_16_bytes() -> None:
     """A kernel may read them in vectors, [Note: rules of _scaled_mm], whatever weights come before."""
-    (table,) = Shards(weights_of(1), 1, True, CurrentScales).tables
+    (table,) = Shards(weights_of(1), 1, True).tables
     for number in range(len(SHAPES)):
         for copy in range(2):
             assert table.of_copy(table.scale, f"w{number}", copy).data_ptr() % 16 == 0
 
 
+def test_without_float8_weights_nothing_is_reduced() -> None:
+    comm: Any = Ranks()
+    scales = Float8Scales(ScaleTable([], False, CPU), [], comm)
+    scales.measure()
+    scales.cast()
+    assert not comm.reduced
+
+
 @pytest.mark.compile
 def test_compiled_casts_give_the_same_bits() -> None:
     weights = weights_of(8)[:2]
-    eager, compiled = (Shards(weights, 1, True, CurrentScales, compiled=on) for on in (False, True))
+    eager, compiled = (Shards(weights, 1, True, compiled=on) for on in (False, True))
     for shards in (eager, compiled):
         shards.refresh()
     for copy, want in zip(compiled.copies[0], eager.copies[0], strict=True):
@@ -148,7 +166,7 @@ def test_nonfinite_weights_become_nan(bad: float, rowwise: bool) -> None:
     """E4M3 has no Inf: a saturating cast would make it 448 and hide the overflow."""
     weights = weights_of(3)
     weights[0][7, 11] = bad
-    shards = Shards(weights, 3, rowwise, CurrentScales)
+    shards = Shards(weights, 3, rowwise)
     shards.refresh()
     nan = 0x7F
     if not rowwise:
@@ -159,53 +177,3 @@ def test_nonfinite_weights_become_nan(bad: float, rowwise: bool) -> None:
             assert is_nan[line].all()
             assert is_nan.sum() == is_nan[line].numel()
     assert not (shards.copy(0, 1) & nan == nan).any(), "the next weight is not affected"
-
-
-def test_delayed_scales_have_head_room_and_advance_with_updates() -> None:
-    weights = weights_of(5)
-    (scales,) = (shards := Shards(weights, 1, False, DelayedScales, peak_lr=0.0)).scales
-    assert isinstance(scales, DelayedScales)
-    shards.refresh()
-    table = shards.tables[0]
-    fresh = scale_of(HEAD_ROOM * torch.stack([w.abs().amax() for w in weights]), E4M3)
-    assert torch.equal(table.scale, fresh)
-    # an update that multiplies all weights by 100 casts with the current scale, and measures for the next one
-    largest = torch.stack([100 * w.abs().amax() for w in weights])
-    for skipped, want in ((0.0, fresh), (1.0, fresh), (0.0, scale_of(HEAD_ROOM * largest, E4M3))):
-        assert scales.begin(torch.tensor(skipped)) == []
-        assert torch.equal(table.scale, want), "the scale of the cast"
-        assert not table.amax.any()
-        table.amax.copy_(largest)
-        scales.start_maximum().wait()
-        assert torch.equal(table.scale, want), "unchanged until the next update"
-
-
-@pytest.mark.parametrize("lr", [3e-4, 1e-3, 0.1])
-def test_delayed_scales_leave_room_for_an_update_of_tiny_weights(lr: float) -> None:
-    """A factor gives no room to a weight of 0, and little to a weight smaller than the learning rate."""
-    weights = [torch.zeros(4, 8), torch.full((4, 8), 1e-5), torch.full((4, 8), 0.5), torch.full((4, 8), 3 * lr)]
-    shards = Shards(weights, 1, False, DelayedScales, peak_lr=lr)
-    shards.refresh()
-    largest = (torch.tensor([w[0, 0] for w in weights]) + lr).tolist()
-    for scale, largest_after in zip(shards.tables[0].scale.tolist(), largest, strict=True):
-        updated = cast(torch.tensor([largest_after, -largest_after / 100]), torch.tensor(scale), E4M3).float() * scale
-        assert updated.tolist() == pytest.approx([largest_after, -largest_after / 100], rel=1 / 16), (scale, updated)
-
-
-def test_saved_scales_are_restored_and_others_are_recomputed() -> None:
-    weights = weights_of(6)
-    shards = Shards(weights, 1, False, DelayedScales, peak_lr=1e-3)
-    shards.refresh()
-    (scales,), (table,) = shards.scales, shards.tables
-    fresh = table.scale.clone()
-    saved = {name: 2.0**-number for number, name in enumerate(table.names)}
-    scales.restore(saved)
-    shards.refresh()
-    assert scales.saved() == saved
-    for other in (None, {}, {**saved, "another": 1.0}):
-        scales.restore(saved)
-        scales.restore(other)
-        shards.refresh()
-        assert torch.equal(table.scale, fresh), other
-    table.scale[0] = math.nan
-    assert table.names[0] not in (scales.saved() or {}), "a checkpoint holds plain numbers"

@@ -21,6 +21,8 @@ from dtrain.checkpoint.lease.lease_file import Holder, path_of
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
+from dtrain.distributed.setup import make_communicator
+from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError, ConfigError
 from dtrain.telemetry.metrics import write_summary
 from dtrain.train.run_dir import (
@@ -36,7 +38,7 @@ from dtrain.train.run_dir import (
 from tests.helpers.ranks import run_ranks
 from tests.unit.telemetry.test_metrics import SUMMARY
 
-ALONE = Communicator(None, torch.device("cpu"))
+ALONE = SingleRank(torch.device("cpu"))
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:
@@ -183,7 +185,7 @@ def test_config_and_the_previous_config_are_kept(tmp_path: Path) -> None:
 
 
 def _decide(rank: int, world: int, folder: str) -> tuple[str, str, str]:
-    comm = Communicator(dist.group.WORLD, torch.device("cpu"))
+    comm = make_communicator(dist.group.WORLD, torch.device("cpu"))
     run_dir = opened(RunConfig(run_dir=f"{folder}/run"), comm)
 
     def refuse() -> None:
@@ -220,7 +222,7 @@ def _open_with_short_collectives(rank: int, world: int, folder: str, timing: lea
     Path(f"{folder}.started").touch()
     started = time.monotonic()
     try:
-        found = str(opened(RunConfig(run_dir=folder), Communicator(group, torch.device("cpu"))).load_from)
+        found = str(opened(RunConfig(run_dir=folder), make_communicator(group, torch.device("cpu"))).load_from)
     except ConfigError as error:
         found = str(error)
     return time.monotonic() - started, found

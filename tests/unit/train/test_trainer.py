@@ -20,7 +20,11 @@ from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.interface import Culprit, Engine, LazyOutcome, StepOutcome
+from dtrain.distributed.setup import make_communicator
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.train.signals import StopSignals
@@ -67,7 +71,7 @@ class _CountingEngine:
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
         self.data_cursor = attempted_steps * _BATCH
         self.skip = frozenset(skip)
-        self.comm = comm if comm is not None else Communicator(None, torch.device("cpu"))
+        self.comm = comm if comm is not None else SingleRank(torch.device("cpu"))
         self.device, self.rank, self.world_size = self.comm.device, self.comm.rank, self.comm.world_size
         self.events: list[str] = []
         self.cursors: list[int] = []
@@ -524,7 +528,7 @@ _NUM_BATCHES = (1, 5, 100)
 def _validate(rank: int, world: int) -> list[float]:
     import torch.distributed as dist
 
-    comm = Communicator(dist.group.WORLD if world > 1 else None, torch.device("cpu"))
+    comm = make_communicator(dist.group.WORLD if world > 1 else None, torch.device("cpu"))
     engine = cast(Engine, _CountingEngine(comm=comm))
     return [validation_loss(engine, validation_batches(_Source(), 7, num, rank, world)) for num in _NUM_BATCHES]
 

@@ -26,8 +26,9 @@ from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.setup import choose_device, make_communicator
 from dtrain.errors import ConfigError
+from dtrain.optim.adamw import AdamWRule
 from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
 from dtrain.tools.bench.operations.timing import measure_operations
 from dtrain.tools.bench.records import OperationResults, OperationTiming
@@ -67,7 +68,7 @@ def _measure(bench: CheckpointBenchConfig) -> list[OperationTiming]:
 
 
 def time_sizes(bench: CheckpointBenchConfig, device: torch.device, folder: Path) -> Iterator[OperationTiming]:
-    comm = Communicator(dist.group.WORLD if bench.ranks > 1 else None, device)
+    comm = make_communicator(dist.group.WORLD if bench.ranks > 1 else None, device)
     for megabytes in bench.sizes:
         yield from _time_size(comm, folder, megabytes * 10**6, bench.rounds)
     comm.release()
@@ -98,7 +99,7 @@ def _time_size(comm: Communicator, folder: Path, nbytes: int, rounds: int) -> It
 
 
 class State:
-    """About ``nbytes`` of masters and moments, this rank's shards; each rank holds an equal shard of every tensor."""
+    """About ``nbytes`` of masters and AdamW's states, this rank's shards; ranks hold equal shards of every tensor."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.comm = comm
@@ -106,7 +107,7 @@ class State:
         self.shards = tuple(
             self._shard(f"blocks.{number}.weight", kind, len(indices))
             for number, indices in enumerate(parameters)
-            for kind in ("master", "exp_avg", "exp_avg_sq")
+            for kind in ("master", *(spec.name for spec in AdamWRule.states))
         )
         self.nbytes = sum(shard.data.nbytes for shard in self.shards)
         self.snapshot = Snapshot(1, self.shards, {})
@@ -129,7 +130,7 @@ Save = Callable[[Path], tuple[float, float]]
 def save_cases(state: State) -> Mapping[str, Save]:
     comm, named, saver, snapshot = state.comm, state.named(), AsyncSaver(state.comm), state.snapshot
     # The peers need a group whose collectives run on the host, because they save from a thread.
-    group = dist.new_group(backend="gloo") if comm.world_size > 1 else None
+    group = dist.new_group(backend="gloo") if comm.process_group is not None else None
 
     def save(path: Path) -> tuple[float, float]:
         with _lease(comm, path):

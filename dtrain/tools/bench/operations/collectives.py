@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
-from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.communicator import Communicator, GradientSend
+from dtrain.distributed.host_memory import HostMemory
+from dtrain.distributed.setup import choose_device, make_communicator
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
 from dtrain.tools.bench.operations.timing import Operation, elapsed_ms, measure_operations
@@ -57,11 +58,12 @@ def communicators(device: torch.device) -> dict[str, Communicator]:
     """Returns a communicator for each transport: NCCL on GPUs, else sockets and, if it can be mapped, shared memory."""
     group = dist.group.WORLD
     if device.type == "cuda":
-        return {"nccl": Communicator(group, device)}
-    shared = Communicator(group, device)
-    shared.allocate(CHUNK, torch.float32)
-    transports = {"sockets": Communicator(group, device, shared_memory=False), "shared memory": shared}
-    return {name: comm for name, comm in transports.items() if name == "sockets" or comm.may_share}
+        return {"nccl": make_communicator(group, device)}
+    comms = {"sockets": make_communicator(group, device, shared_memory=False)}
+    shared = make_communicator(group, device)
+    if isinstance(shared, HostMemory) and shared.is_shared(shared.allocate(CHUNK, torch.float32)):
+        comms["shared memory"] = shared
+    return comms
 
 
 def _time_size(comms: Mapping[str, Communicator], size: int, rounds: int) -> Iterator[OperationTiming]:
@@ -98,15 +100,27 @@ def operations(comm: Communicator, numel: int) -> dict[str, Operation]:
         for row in rows[1:]:
             own_fp32.add_(row)
 
+    exchange = comm.gradient_exchange([GradientSend("bench", numel, torch.bfloat16, ((0, numel),))], 0)
+    weight = torch.ones((), device=comm.device)
+
+    def all_to_all() -> None:
+        exchange.begin(weight)
+        exchange.open(0)
+        handle = exchange.send(0)
+        add_up(handle.wait()[0])
+        handle.release()
+
+    def all_reduce() -> None:
+        comm.reduce_scatter_sum(own_fp32, fp32, label="bench").wait()
+        comm.all_gather(fp32, own_fp32, label="bench").wait()
+
     return {
         "all_gather BF16": Operation(lambda: comm.all_gather(bf16, own_bf16, label="bench").wait(), 2 * received),
-        "all_to_all BF16, sum FP32": Operation(
-            lambda: comm.all_to_all_single(bf16, add_up, label="bench").wait(), 2 * received
-        ),
+        "all_to_all BF16, sum FP32": Operation(all_to_all, 2 * received),
         "reduce_scatter FP32": Operation(
             lambda: comm.reduce_scatter_sum(own_fp32, fp32, label="bench").wait(), 4 * received
         ),
-        "all_reduce FP32": Operation(lambda: comm.all_reduce_sum(fp32, label="bench").wait(), 8 * received),
+        "all_reduce FP32": Operation(all_reduce, 8 * received),
     }
 
 

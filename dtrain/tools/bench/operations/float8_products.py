@@ -11,7 +11,7 @@ from dtrain.precision.float8.cast import E4M3, Quantized, quantize
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT, multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import CachedWeights
+from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.tools.bench.operations.timing import Operation, time_rounds
 from dtrain.tools.bench.records import LinearFormat, ProductTimes
 
@@ -69,7 +69,7 @@ def _linear(weight: Tensor, x: Tensor, gradient: Tensor, recipe: Recipe | None) 
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     if recipe is not None:
-        convert(linear, recipe, CachedWeights(recipe))
+        convert(linear, recipe, QuantizedWeight(recipe, Cache.UNTIL_WRITTEN))
     inputs = x.detach().requires_grad_()
 
     def run() -> None:

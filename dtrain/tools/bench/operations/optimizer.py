@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from dtrain.config.tool_schema import OptimizerSuiteConfig
 from dtrain.distributed.setup import choose_device
-from dtrain.optim.adamw import AdamW, UpdateScalars, UpdateSlice
-from dtrain.optim.flat import FlatAdamW
+from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.flat import FlatUpdate
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.tools.bench.records import OperationResults
@@ -20,7 +21,7 @@ _PARAMETER = 1024 * CHUNK
 """Elements of one parameter in torch's sequence: a matrix of 1024 x 1024."""
 
 _MAX_NORM = 1.0
-_RULE = AdamW(lr=1e-4, compile=False)
+_ADAMW = AdamW(lr=1e-4, compile=False)
 
 _DESCRIPTION = (
     "{numel:,} elements, BF16 weights, FP32 masters, {threads} on {device}. GB/s counts the bytes an element that must "
@@ -65,13 +66,13 @@ class OptimizerPhase:
             "torch fused, FP32 grads": Operation(self.torch_sequence("fused", torch.float32), bytes_34),
             "torch foreach, BF16 grads": Operation(self.torch_sequence("foreach", torch.bfloat16), bytes_30),
             "torch foreach, FP32 grads": Operation(self.torch_sequence("foreach", torch.float32), bytes_34),
-            "dtrain, blocked": Operation(self._dtrain(_RULE), bytes_34),
-            "dtrain, blocked, no norm": Operation(self._dtrain(_RULE, norm=False), bytes_30),
+            "dtrain, blocked": Operation(self._dtrain(_ADAMW), bytes_34),
+            "dtrain, blocked, no norm": Operation(self._dtrain(_ADAMW, norm=False), bytes_30),
         }
         if compiled:
-            rule = AdamW(lr=_RULE.lr, compile=True)
-            found["dtrain, compiled"] = Operation(self._dtrain(rule), bytes_34)
-            found["dtrain, compiled, no norm"] = Operation(self._dtrain(rule, norm=False), bytes_30)
+            record = AdamW(lr=_ADAMW.lr, compile=True)
+            found["dtrain, compiled"] = Operation(self._dtrain(record), bytes_34)
+            found["dtrain, compiled, no norm"] = Operation(self._dtrain(record, norm=False), bytes_30)
         return found
 
     def _bandwidths(self) -> dict[str, Operation]:
@@ -87,7 +88,7 @@ class OptimizerPhase:
         values, replicas = self.master.split(_PARAMETER), self.replica.split(_PARAMETER)
         grads = [grad.to(grad_dtype) for grad in self.main_grad.split(_PARAMETER)]
         optimizer = torch.optim.AdamW(
-            masters, lr=_RULE.lr, betas=_RULE.betas, eps=_RULE.eps, weight_decay=_RULE.weight_decay, **{kind: True}
+            masters, lr=_ADAMW.lr, betas=_ADAMW.betas, eps=_ADAMW.eps, weight_decay=_ADAMW.weight_decay, **{kind: True}
         )
         found_inf, inverse_scale = (torch.full((1,), value, device=self.device) for value in (0.0, 1.0))
 
@@ -105,11 +106,12 @@ class OptimizerPhase:
 
         return run
 
-    def _dtrain(self, rule: AdamW, *, norm: bool = True) -> Callable[[], None]:
-        """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatAdamW`."""
-        moments = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        part = UpdateSlice(True, self.master, self.main_grad, *moments, self.replica)
-        optimizer = FlatAdamW(rule, [[part]])
+    def _dtrain(self, record: AdamW, *, norm: bool = True) -> Callable[[], None]:
+        """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatUpdate`."""
+        rule = AdamWRule(record)
+        states = tuple(spec.like(self.master) for spec in rule.states)
+        part = UpdateSlice(True, self.master, self.main_grad, states, self.replica)
+        optimizer = FlatUpdate(rule, [[part]])
         one, zero = (torch.full((), value, device=self.device) for value in (1.0, 0.0))
 
         def decide() -> tuple[Tensor, Tensor]:
@@ -119,6 +121,6 @@ class OptimizerPhase:
 
         def run() -> None:
             divisor, found_inf = decide() if norm else (one, zero)
-            optimizer.update([0], UpdateScalars(rule.lr, 1, divisor, found_inf))
+            optimizer.update([0], UpdateScalars(record.lr, 1, divisor, found_inf))
 
         return run

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from dtrain.distributed.communicator import Communicator
-from dtrain.engine.interface import Culprit
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.engine.outcome import Culprit
 from dtrain.engine.vote.culprit import Finding, find_nonfinite, gather_findings, locate_bad_gradient, locate_bad_loss
 from dtrain.engine.vote.decide import DecodedDecision
-from dtrain.engine.vote.record import VoteRecord
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.sharding.layout import CHUNK, FlatLayout, ParamSpec, ShardInterval, flat_layouts
-
-RECORD = VoteRecord(3, 1, 2, 5, 0, 1e-3, 8.0, 0, 0, 2.0, 4.0, 100.0)
+from tests.helpers.vote_records import decoded, rank_records
 
 
 def decision(*ranks: dict[str, Any]) -> DecodedDecision:
-    return DecodedDecision("overflow", 1.0, 1.0, tuple(replace(RECORD, **values) for values in ranks))
+    return decoded("overflow", 1.0, 1.0, [rank_records(step=3, **values) for values in ranks])
 
 
 def layout(group: str, world: int = 2) -> FlatLayout:
@@ -84,7 +81,7 @@ def test_padding_is_nobodys_gradient() -> None:
 
 def test_findings_travel_as_they_are() -> None:
     own = findings({0: math.inf, CHUNK: math.nan})
-    assert gather_findings(Communicator(None, torch.device("cpu")), own) == own
+    assert gather_findings(SingleRank(torch.device("cpu")), own) == own
     assert len(own) == 2
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from dtrain.engine.interface import Culprit, StepOutcome
+from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.decide import DecodedDecision
-from dtrain.engine.vote.record import VoteRecord
-from dtrain.engine.vote.skips import Skip, SkipCounter, diagnose
+from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import NonFiniteError
 from dtrain.precision.loss_scale import LossScale, LossScaleState
+from tests.helpers.vote_records import decoded, rank_records
 
 NONE = LossScale("none").start()
 STATIC = LossScale.of(1024.0).start()
@@ -25,15 +24,9 @@ def outcome(reason: str | None, loss: float = 2.0, grad_norm: float = 1.0) -> St
     return StepOutcome(reason is None, reason, loss, grad_norm, 8.0, 1e-3, culprit, False)
 
 
-def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> Skip:
+def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> DecodedDecision:
     """A skipped step with four micro-batches on each rank, ``bad_losses`` of which are not finite."""
-    records = [
-        VoteRecord(
-            0, 0, 4, 0, 0, 1e-3, 8.0, 0, 0, 4.0, 8.0, 1.0, num_bad_losses=number, bad_micro_batch=min(number, 1) - 1
-        )
-        for number in bad_losses
-    ]
-    return Skip.of(outcome(reason), DecodedDecision(reason, 2.0, 1.0, tuple(records)))
+    return decoded(reason, 2.0, 1.0, [rank_records(num_micro_batches=4, num_bad_losses=n) for n in bad_losses])
 
 
 APPLIED = [outcome(None, 2.5), outcome(None, 2.2), outcome(None, 2.1)]
@@ -63,16 +56,16 @@ RISING_NORM = [*APPLIED, outcome(None, 2.0, 150.0)]
     ],
 )  # fmt: skip
 def test_diagnosis_names_the_likely_cause(
-    skips: list[Skip], applied: list[StepOutcome], scale: LossScaleState, expected: str
+    skips: list[DecodedDecision], applied: list[StepOutcome], scale: LossScaleState, expected: str
 ) -> None:
-    assert expected in diagnose(skips, applied, scale)
+    assert expected in counter(99, *applied, *skips).diagnose(scale)
 
 
-def counter(limit: int, *events: Any, scale: LossScaleState = NONE) -> SkipCounter:
+def counter(limit: int, *events: DecodedDecision | StepOutcome, scale: LossScaleState = NONE) -> SkipCounter:
     counted = SkipCounter(limit)
     for event in events:
-        if isinstance(event, Skip):
-            counted.skipped(event, scale)
+        if isinstance(event, DecodedDecision):
+            counted.skipped(outcome(event.reason), event, scale)
         else:
             counted.applied(event)
     return counted
@@ -86,7 +79,7 @@ def test_the_limit_is_met_by_skips_in_a_row_only() -> None:
     assert str(caught.value).startswith(
         "3 steps in a row were skipped (1 x empty, 2 x overflow); loss scale 8 -> 65536; last culprit: reduced gradient"
     )
-    assert str(caught.value).endswith(diagnose([bad, skip("empty"), bad], APPLIED[:1], DYNAMIC))
+    assert str(caught.value).endswith(counter(99, APPLIED[0], bad, skip("empty"), bad).diagnose(DYNAMIC))
 
 
 def test_a_skip_without_a_culprit_says_so() -> None:
@@ -98,9 +91,9 @@ def test_reset_drops_earlier_steps() -> None:
     counted = counter(3, *RISING_LOSS, skip("overflow"), skip("overflow"))
     counted.reset()
     for _ in range(2):
-        counted.skipped(skip("overflow"), DYNAMIC)
+        counted.skipped(outcome("overflow"), skip("overflow"), DYNAMIC)
     with pytest.raises(NonFiniteError, match="Wrong loss scale"):
-        counted.skipped(skip("overflow"), DYNAMIC)
+        counted.skipped(outcome("overflow"), skip("overflow"), DYNAMIC)
 
 
 def test_diagnosis_uses_the_latest_applied_steps_only() -> None:
@@ -113,5 +106,5 @@ def test_diagnosis_uses_the_latest_applied_steps_only() -> None:
 
 def test_a_loss_below_zero_is_no_sign_of_divergence() -> None:
     falling = [outcome(None, -2.0), outcome(None, -4.0), outcome(None, -5.0)]
-    assert "Wrong loss scale" in diagnose([skip("overflow")], falling, STATIC)
+    assert "Wrong loss scale" in counter(99, *falling, skip("overflow")).diagnose(STATIC)
     assert math.isfinite(falling[0].loss)

@@ -4,103 +4,93 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from dtrain.engine.vote.decide import REASONS, Decision, DecodedDecision, decide
 from dtrain.engine.vote.divergence import find_disagreement
-from dtrain.engine.vote.record import MUST_AGREE, NEVER, NUM_FIELDS, Observations, VoteRecord, fill, first_index, upload
+from dtrain.engine.vote.record import (
+    COLUMNS,
+    MUST_AGREE,
+    NEVER,
+    NUM_FIELDS,
+    NUM_HOST,
+    DeviceRecord,
+    HostRecord,
+    first_index,
+    upload,
+)
+from tests.helpers.vote_records import DEVICE_FIELDS, FLOATS, HOST_FIELDS, RankRecords, decoded, ranks_of, table
+from tests.helpers.vote_records import rank_records as record
 
 CPU = torch.device("cpu")
 any_float = st.floats(width=64, allow_nan=True, allow_infinity=True, allow_subnormal=True)
 any_int = st.integers(-1, 2**63 - 1)
-FLOATS = {f.name for f in fields(VoteRecord) if f.type == "float"}
-any_record = st.builds(VoteRecord, **{f.name: any_float if f.name in FLOATS else any_int for f in fields(VoteRecord)})
+FIELDS = (*HOST_FIELDS, *DEVICE_FIELDS)
+any_record = st.builds(record, **{name: any_float if name in FLOATS else any_int for name in FIELDS})
 ODD_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8000000ABCDEF))[0]
 
 
-def record(**values: Any) -> VoteRecord:
-    """A clean record of a rank with two micro-batches of weight 1 and loss 2."""
-    defaults = {
-        "step": 4,
-        "config_hash": 1 << 55,
-        "num_micro_batches": 2,
-        "schedule_hash": 77,
-        "data_cursor": 640,
-        "lr": 1e-3,
-        "loss_scale": 8.0,
-        "stop_requested": 0,
-        "save_failed": 0,
-        "sum_weights": 2.0,
-        "sum_weighted_loss": 4.0,
-        "sum_squares": 100.0,
-    }
-    return VoteRecord(**{**defaults, **values})
-
-
-def table(records: list[VoteRecord]) -> Tensor:
-    return torch.tensor([one.to_row() for one in records], dtype=torch.int64)
-
-
-def decode(records: list[VoteRecord], **options: Any) -> DecodedDecision:
+def decode(records: list[RankRecords], **options: Any) -> DecodedDecision:
     """The decision on ``records`` as the host decodes it."""
     rows = table(records)
-    return DecodedDecision.unpack(DecodedDecision.pack(decide(rows, **options), rows).tolist())
+    return DecodedDecision.unpack(decide(rows, **options).pack(rows).tolist())
+
+
+def disagreement(records: list[RankRecords]) -> tuple[str, int] | None:
+    return find_disagreement([one.host for one in records])
 
 
 def bits(value: float) -> bytes:
     return struct.pack("<d", value)
 
 
-def assert_same_bits(got: VoteRecord, sent: VoteRecord) -> None:
-    for field in fields(VoteRecord):
-        a, b = getattr(sent, field.name), getattr(got, field.name)
-        assert bits(a) == bits(b) if field.name in FLOATS else a == b, field.name
+def assert_same_bits(got: RankRecords, sent: RankRecords) -> None:
+    for name in FIELDS:
+        assert bits(got[name]) == bits(sent[name]) if name in FLOATS else got[name] == sent[name], name
+
+
+def from_row(row: list[int]) -> RankRecords:
+    return RankRecords(HostRecord.from_row(row[:NUM_HOST]), DeviceRecord.from_row(row[NUM_HOST:]))
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
 @given(any_record)
-def test_record_row_round_trip_keeps_every_bit(sent: VoteRecord) -> None:
+def test_record_row_round_trip_keeps_every_bit(sent: RankRecords) -> None:
     row = sent.to_row()
-    assert len(row) == NUM_FIELDS == len(fields(VoteRecord))
-    assert_same_bits(VoteRecord.from_row(torch.tensor(row, dtype=torch.int64).tolist()), sent)
+    assert len(row) == NUM_FIELDS == len(FIELDS)
+    assert_same_bits(from_row(torch.tensor(row, dtype=torch.int64).tolist()), sent)
 
 
-@given(any_record, any_record)
-def test_host_and_device_fill_one_record_row(known: VoteRecord, seen: VoteRecord) -> None:
-    host = {*MUST_AGREE, "stop_requested", "save_failed"}
-    device = [field.name for field in fields(VoteRecord) if field.name not in host]
-    floats = [getattr(seen, name) for name in device if name in FLOATS]
-    integers = [getattr(seen, name) for name in device if name not in FLOATS]
-    row = fill(known, Observations(torch.tensor(floats, dtype=torch.float64), torch.tensor(integers)))
-    assert row.dtype == torch.int64
-    expected = replace(known, **{name: getattr(seen, name) for name in device})
-    assert_same_bits(VoteRecord.from_row(row.tolist()), expected)
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_row_has_the_hosts_fields_then_the_devices(name: str) -> None:
+    """Each field stands in the column of its name, an integer as it is, a float as its bits."""
+    row = torch.tensor(record(**{name: 3}).to_row(), dtype=torch.int64)[COLUMNS[name]]
+    assert (row.view(torch.float64) if name in FLOATS else row).item() == 3
+    assert (COLUMNS[name] < NUM_HOST) is (name in HOST_FIELDS)
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS))
 def test_record_keeps_nan_payload(name: str) -> None:
     sent = record(**{name: ODD_NAN})
-    assert bits(getattr(VoteRecord.from_row(sent.to_row()), name)) == bits(ODD_NAN)
-    assert bits(getattr(decode([record(), sent]).records[1], name)) == bits(ODD_NAN)
+    assert bits(from_row(sent.to_row())[name]) == bits(ODD_NAN)
+    assert bits(ranks_of(decode([record(), sent]))[1][name]) == bits(ODD_NAN)
 
 
 def test_whole_numbers_in_float_fields_survive() -> None:
-    got = VoteRecord.from_row(record(loss_scale=1024, lr=1, sum_weights=3).to_row())
-    assert (got.loss_scale, got.lr, got.sum_weights) == (1024.0, 1.0, 3.0)
+    got = from_row(record(loss_scale=1024, lr=1, sum_weights=3).to_row())
+    assert (got["loss_scale"], got["lr"], got["sum_weights"]) == (1024.0, 1.0, 3.0)
 
 
 @given(st.lists(any_record, min_size=1, max_size=5))
-def test_decoded_decision_has_all_records(records: list[VoteRecord]) -> None:
-    for got, sent in zip(decode(records).records, records, strict=True):
+def test_decoded_decision_has_all_records(records: list[RankRecords]) -> None:
+    for got, sent in zip(ranks_of(decode(records)), records, strict=True):
         assert_same_bits(got, sent)
 
 
@@ -110,9 +100,9 @@ def test_decoded_decision_has_the_values_of_the_device(
 ) -> None:
     code = 0 if reason is None else 1 + REASONS.index(reason)
     values = torch.tensor([code, loss, norm, divisor], dtype=torch.float64)
-    got = DecodedDecision.unpack(DecodedDecision.pack(Decision(*values.unbind()), table([record()])).tolist())
+    got = DecodedDecision.unpack(Decision(*values.unbind()).pack(table([record()])).tolist())
     assert (got.reason, bits(got.loss), bits(got.grad_norm)) == (reason, bits(loss), bits(norm))
-    assert got.records == (record(),)
+    assert ranks_of(got) == [record()]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2**40)), min_size=1, max_size=8))
@@ -133,9 +123,9 @@ def test_upload_keeps_63_bits() -> None:
 
 
 @given(any_record, st.integers(1, 5))
-def test_equal_records_agree(one: VoteRecord, world: int) -> None:
-    copies = [VoteRecord.from_row(one.to_row()) for _ in range(world)]
-    assert find_disagreement(copies) is None
+def test_equal_records_agree(one: RankRecords, world: int) -> None:
+    copies = [from_row(one.to_row()) for _ in range(world)]
+    assert disagreement(copies) is None
     assert decode(copies).reason != "diverged"
 
 
@@ -143,17 +133,17 @@ def test_equal_records_agree(one: VoteRecord, world: int) -> None:
 @pytest.mark.parametrize("rank", [1, 3])
 def test_each_field_that_differs_is_found(name: str, rank: int) -> None:
     records = [record() for _ in range(4)]
-    expected = getattr(records[0], name)
+    expected = records[0][name]
     got = math.nextafter(expected, math.inf) if isinstance(expected, float) else expected + 1
-    records[rank] = replace(records[rank], **{name: got})
-    assert find_disagreement(records) == (name, rank)
+    records[rank] = record(**{name: got})
+    assert disagreement(records) == (name, rank)
     assert decode(records).reason == "diverged"
 
 
 @given(st.sampled_from(MUST_AGREE), any_record, any_record)
-def test_host_names_every_divergence_that_the_device_finds(name: str, one: VoteRecord, other: VoteRecord) -> None:
-    records = [one, replace(one, **{name: getattr(other, name)})]
-    found = find_disagreement(records)
+def test_host_names_every_divergence_that_the_device_finds(name: str, one: RankRecords, other: RankRecords) -> None:
+    records = [one, one.replaced(**{name: other[name]})]
+    found = disagreement(records)
     assert (found is not None) == (decode(records).reason == "diverged")
     assert found in (None, (name, 1))
 
@@ -161,23 +151,23 @@ def test_host_names_every_divergence_that_the_device_finds(name: str, one: VoteR
 @pytest.mark.parametrize(("first", "second"), [(1e-3, math.nan), (0.0, -0.0), (math.nan, ODD_NAN)])
 def test_learning_rates_that_differ_in_a_bit_diverge(first: float, second: float) -> None:
     records = [record(lr=first), record(lr=second)]
-    assert find_disagreement(records) == ("lr", 1)
+    assert disagreement(records) == ("lr", 1)
     assert decode(records).reason == "diverged"
 
 
 def test_earliest_disagreement_is_named() -> None:
     # a rank with another configuration also issues other collectives; the configuration is what explains it
-    assert find_disagreement([record(), record(schedule_hash=1, config_hash=2)]) == ("config_hash", 1)
+    assert disagreement([record(), record(schedule_hash=1, config_hash=2)]) == ("config_hash", 1)
 
 
 def test_fields_that_may_differ_are_no_disagreement() -> None:
-    free = {f.name for f in fields(VoteRecord)} - set(MUST_AGREE)
+    free = set(FIELDS) - set(MUST_AGREE)
     assert free == {
         "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
         "max_abs_grad", "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
     }  # fmt: skip
-    other = replace(record(), **{name: getattr(record(), name) + 1 for name in free})
-    assert find_disagreement([record(), other]) is None
+    other = record(**{name: record()[name] + 1 for name in free})
+    assert disagreement([record(), other]) is None
     assert decode([record(), other]).reason != "diverged"
 
 
@@ -201,7 +191,7 @@ def test_decision_to_apply_computed_by_hand() -> None:
     assert decision.loss.item() == 4.0  # 16 / 4
     assert decision.grad_norm.item() == 1.0  # sqrt(1024) / 32
     assert decision.grad_divisor.item() == 32.0  # loss scale 8 x weights 4
-    assert decode(BY_HAND) == DecodedDecision(None, 4.0, 1.0, tuple(BY_HAND))
+    assert decode(BY_HAND) == decoded(None, 4.0, 1.0, BY_HAND)
 
 
 @pytest.mark.parametrize(
@@ -305,31 +295,32 @@ voters = st.builds(
 )
 
 
-def reason_by_hand(records: list[VoteRecord]) -> str | None:
-    if any(getattr(r, name) != getattr(records[0], name) for r in records for name in MUST_AGREE):
+def reason_by_hand(records: list[RankRecords]) -> str | None:
+    if any(r[name] != records[0][name] for r in records for name in MUST_AGREE):
         return "diverged"
-    if any(r.bad_weight >= 0 for r in records):
+    devices = [r.device for r in records]
+    if any(device.bad_weight >= 0 for device in devices):
         return "bad_weight"
-    if any(r.num_bad_losses for r in records):
+    if any(device.num_bad_losses for device in devices):
         return "nonfinite_loss"
-    if not math.isfinite(sum(r.sum_squares for r in records)):
+    if not math.isfinite(sum(device.sum_squares for device in devices)):
         return "overflow"
-    return None if sum(r.sum_weights for r in records) > 0 else "empty"
+    return None if sum(device.sum_weights for device in devices) > 0 else "empty"
 
 
 @given(st.lists(voters, min_size=1, max_size=6))
-def test_every_rank_derives_the_same_decision(records: list[VoteRecord]) -> None:
-    packed = [DecodedDecision.pack(decide(table(records), max_grad_norm=0.5), table(records)) for _ in range(2)]
+def test_every_rank_derives_the_same_decision(records: list[RankRecords]) -> None:
+    packed = [decide(table(records), max_grad_norm=0.5).pack(table(records)) for _ in range(2)]
     assert packed[0].tolist() == packed[1].tolist(), "to the last bit"
     decision = DecodedDecision.unpack(packed[0].tolist())
     assert decision.reason == reason_by_hand(records)
-    assert decision.stop_requested == any(r.stop_requested for r in records)
+    assert decision.stop_requested == any(r["stop_requested"] for r in records)
 
 
 @given(
     st.lists(voters, min_size=1, max_size=6).flatmap(lambda r: st.tuples(st.just(r), st.permutations(range(len(r)))))
 )
-def test_decision_does_not_depend_on_the_order_of_ranks(case: tuple[list[VoteRecord], list[int]]) -> None:
+def test_decision_does_not_depend_on_the_order_of_ranks(case: tuple[list[RankRecords], list[int]]) -> None:
     records, order = case
     permuted = [records[rank] for rank in order]
     one, other = decode(records), decode(permuted)
@@ -338,6 +329,6 @@ def test_decision_does_not_depend_on_the_order_of_ranks(case: tuple[list[VoteRec
         divisors = [decide(table(rows)).grad_divisor.item() for rows in (records, permuted)]
         assert divisors[0] == divisors[1]
         assert one.grad_norm == pytest.approx(other.grad_norm, nan_ok=True)
-        size = sum(abs(r.sum_weighted_loss) for r in records)
+        size = sum(abs(r["sum_weighted_loss"]) for r in records)
         if math.isfinite(size) and divisors[0]:
-            assert abs(one.loss - other.loss) <= 1e-12 * size / (divisors[0] / records[0].loss_scale)
+            assert abs(one.loss - other.loss) <= 1e-12 * size / (divisors[0] / records[0]["loss_scale"])

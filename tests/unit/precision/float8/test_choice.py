@@ -172,7 +172,6 @@ def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyP
         ({"recipe": "row-wise"}, r"recipe must be one of tensorwise, rowwise; got 'row-wise'.*rowwise"),
         ({"emulate": "yes"}, r"emulate must be one of auto, True, False; got 'yes'"),
         ({"num_rows": 0}, r"num_rows must be at least 1; got 0"),
-        ({"recipe": "rowwise", "weight_scale": "delayed"}, r"weight_scale=delayed needs recipe=tensorwise"),
     ],
 )
 def test_invalid_options_are_refused(wrong: dict[str, object], message: str) -> None:

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dtrain
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
-from dtrain.precision.float8.cast import E4M3, E5M2, Quantized
+from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import CachedWeights, QuantizedWeights, UncachedWeights, WeightSource, dequantized
+from dtrain.precision.float8.weights import Bound, Cache, QuantizedWeight
 from tests.helpers import needs
 from tests.helpers.host_reads import forbidden
 
@@ -72,30 +72,23 @@ def in_double(weight: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, 
     return x @ weight.t(), grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
-class NativeLike(QuantizedWeights):
-    """A weight stored in FP8 only, as in the native engine: the parameter is NaN."""
-
-    def __init__(self, linear: nn.Linear, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.quantized = CachedWeights(recipe).copies(linear._parameters["weight"])
-        placeholder = torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(linear._parameters["weight"].shape)
-        linear._parameters["weight"] = nn.Parameter(placeholder)
-
-    def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        return self.quantized
-
-    def stored_copies(self) -> list[Tensor]:
-        return [copy.values for copy in self.quantized]
-
-    def dequantized(self, weight: Tensor) -> Tensor:
-        return dequantized("0.weight", weight, self.quantized[0])
+def bound(linear: nn.Linear, recipe: Recipe) -> QuantizedWeight:
+    """A weight stored in FP8 only, as in the native engine: the parameter becomes NaN."""
+    weight = linear._parameters["weight"]
+    copies = QuantizedWeight(recipe).copies(weight)[: 1 + recipe.rowwise]
+    placeholder = nn.Parameter(torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(weight.shape))
+    linear._parameters["weight"] = placeholder
+    quantized = QuantizedWeight(recipe, Bound("0.weight", placeholder, [copy.scale for copy in copies]))
+    quantized.bind([copy.values for copy in copies])
+    return quantized
 
 
-SOURCES: dict[str, Callable[[nn.Linear, Recipe], WeightSource]] = {
-    "local": lambda linear, recipe: UncachedWeights(recipe),
-    "cached": lambda linear, recipe: CachedWeights(recipe),
-    "native": NativeLike,
+CACHES: dict[str, Callable[[nn.Linear, Recipe], QuantizedWeight]] = {
+    "never": lambda linear, recipe: QuantizedWeight(recipe),
+    "until written": lambda linear, recipe: QuantizedWeight(recipe, Cache.UNTIL_WRITTEN),
+    "bound": bound,
 }
+every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
 
 # -- the numbers ---------------------------------------------------------------------------------------------------
@@ -143,17 +136,17 @@ def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, i
 
 
 @both_recipes
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@every_cache
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_all_weight_sources_give_the_same_bits(
-    recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource], emulate: bool
+def test_all_caches_give_the_same_bits(
+    recipe: Recipe, cache: Callable[[nn.Linear, Recipe], QuantizedWeight], emulate: bool
 ) -> None:
     needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     x, grad = normal(37, 50), normal(37, 20, seed=2)
     want = products(make(recipe, 50, 20), x, grad)
     linear = make(recipe, 50, 20)
-    linear.source = source(linear, recipe)
+    linear.quantized_weight = cache(linear, recipe)
     for _ in range(2):
         found = products(linear, x, grad)
         assert all(torch.equal(value.to(have.dtype), have) for value, have in zip(want, found, strict=True))
@@ -299,7 +292,7 @@ def test_only_fp8_is_saved_and_only_for_the_gradients_that_are_needed(
 ) -> None:
     saved: list[Tensor] = []
     linear = make(recipe, bias=True)
-    linear.source = CachedWeights(recipe)
+    linear.quantized_weight = QuantizedWeight(recipe, Cache.UNTIL_WRITTEN)
     linear.weight.requires_grad_("weight" in trained)
     x = normal(32, 80).requires_grad_("x" in trained)
     with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
@@ -354,19 +347,19 @@ def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate:
     needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     linear = make(recipe)
-    source = linear.source = CachedWeights(recipe)
+    weight = linear.quantized_weight = QuantizedWeight(recipe, Cache.UNTIL_WRITTEN)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     before = products(linear, x, grad)
-    cached = [tensor.data_ptr() for tensor in source.cached()]
+    cached = [tensor.data_ptr() for tensor in weight.cached()]
     # the copies, and the operands made from them: decoded or transposed
     bytes_kept = {(False, True): 1 + 4, (False, False): 1 + 1, (True, True): 2 + 8, (True, False): 2 + 1}
     want_bytes = linear.weight.numel() * bytes_kept[recipe.rowwise, emulate]
-    assert sum(tensor.nbytes for tensor in source.cached()) == want_bytes
+    assert sum(tensor.nbytes for tensor in weight.cached()) == want_bytes
     linear.weight.data.neg_()
     assert torch.equal(products(linear, x, grad)[0], before[0])
-    assert [tensor.data_ptr() for tensor in source.cached()] == cached
-    source.invalidate()
-    assert not source.cached()
+    assert [tensor.data_ptr() for tensor in weight.cached()] == cached
+    weight.invalidate()
+    assert not weight.cached()
     after = products(linear, x, grad)
     assert torch.equal(after[0], -before[0])
     assert torch.equal(after[1], -before[1])
@@ -375,13 +368,13 @@ def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate:
 def test_writes_that_pytorch_counts_are_seen() -> None:
     """Swapping weights for an evaluation, or clipping them after a step, needs no explicit invalidation."""
     linear = make(TENSORWISE)
-    source = linear.source = CachedWeights(TENSORWISE)
+    weight = linear.quantized_weight = QuantizedWeight(TENSORWISE, Cache.UNTIL_WRITTEN)
     x = normal(16, 80)
     before = linear(x)
-    cached = source.cached()[0]
+    cached = weight.cached()[0]
     with torch.no_grad():
         assert torch.equal(linear(x), before)
-        assert source.cached()[0] is cached
+        assert weight.cached()[0] is cached
         linear.weight.neg_()
         assert torch.equal(linear(x), -before)
         linear.load_state_dict({"weight": torch.zeros(48, 80)})
@@ -389,10 +382,10 @@ def test_writes_that_pytorch_counts_are_seen() -> None:
 
 
 @both_recipes
-@pytest.mark.parametrize("source", [UncachedWeights, CachedWeights])
-def test_functional_call_with_another_weight(recipe: Recipe, source: type[CachedWeights]) -> None:
+@pytest.mark.parametrize("cache", Cache)
+def test_functional_call_with_another_weight(recipe: Recipe, cache: Cache) -> None:
     linear = make(recipe)
-    linear.source = source(recipe)
+    linear.quantized_weight = QuantizedWeight(recipe, cache)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
     own = linear(x)
     for other in (linear.weight.detach().neg(), torch.zeros(48, 80)):  # where one lay, the next may lie
@@ -413,24 +406,49 @@ def test_functional_call_with_another_weight(recipe: Recipe, source: type[Cached
 def test_a_graph_older_than_an_invalidation_caches_nothing() -> None:
     """Its copies are freed afterwards; an operand cached for their address would be used for other copies."""
     linear = make(TENSORWISE)
-    source = linear.source = CachedWeights(TENSORWISE)
+    weight = linear.quantized_weight = QuantizedWeight(TENSORWISE, Cache.UNTIL_WRITTEN)
     x, grad = normal(16, 80).requires_grad_(), normal(16, 48, seed=2)
     want = products(linear, x, grad)
     y = linear(x)
-    source.invalidate()
+    weight.invalidate()
     (dx,) = torch.autograd.grad(y, x, grad)
     assert torch.equal(dx, want[1])
-    assert not source.cached()
+    assert not weight.cached()
 
 
 def test_copies_cast_in_evaluation_are_reused_in_training() -> None:
     linear = make(TENSORWISE)
-    linear.source = CachedWeights(TENSORWISE)
+    linear.quantized_weight = QuantizedWeight(TENSORWISE, Cache.UNTIL_WRITTEN)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     with torch.inference_mode():
         linear(x)
     found, want = products(linear, x, grad), products(make(TENSORWISE), x, grad)
     assert all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
+def test_a_sharded_weight_is_refused() -> None:
+    linear = make(TENSORWISE)
+    weight = linear.quantized_weight = bound(linear, TENSORWISE)
+    assert linear.weight.isfinite().all()
+    weight.bind([])
+    assert linear.weight.isnan().all()
+    with pytest.raises(ContractError, match=r"'0\.weight' is computed with while it is sharded; its group was not uns"):
+        linear(normal(16, 80))
+
+
+def test_operands_of_bound_copies_are_made_once_until_invalidated() -> None:
+    """The copies are the engine's: only the operands count as cached, and an invalidation keeps the copies."""
+    linear = make(TENSORWISE)
+    weight = linear.quantized_weight = bound(linear, TENSORWISE)
+    x, grad = normal(16, 80), normal(16, 48, seed=2)
+    want = products(linear, x, grad)
+    (operand,) = weight.cached()
+    assert operand.nbytes == 4 * 48 * 80, "decoded for the emulation, and transposed as a view"
+    products(linear, x, grad)
+    assert weight.cached()[0] is operand
+    weight.invalidate()
+    assert not weight.cached()
+    assert torch.equal(products(linear, x, grad)[1], want[1])
 
 
 # -- the module ----------------------------------------------------------------------------------------------------
@@ -439,7 +457,7 @@ def test_copies_cast_in_evaluation_are_reused_in_training() -> None:
 def test_weight_reads_as_a_tensor_with_gradients() -> None:
     linear = make(TENSORWISE)
     want = linear.weight.detach().clone()
-    linear.source = NativeLike(linear, TENSORWISE)
+    linear.quantized_weight = bound(linear, TENSORWISE)
     weight = linear.weight
     assert weight.dtype == torch.bfloat16
     assert decibels(weight, want.double()) > SQNR[E4M3]
@@ -461,16 +479,16 @@ def test_weight_reads_as_a_tensor_with_gradients() -> None:
 def test_hooks_and_freezing_of_a_dequantized_weight_are_refused(setting: Callable[[Tensor], object]) -> None:
     linear = make(TENSORWISE)
     setting(linear.weight)
-    linear.source = NativeLike(linear, TENSORWISE)
+    linear.quantized_weight = bound(linear, TENSORWISE)
     with pytest.raises(UsageError, match=r"a read-only copy; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
         setting(linear.weight)
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@every_cache
 @both_recipes
-def test_a_copy_owns_its_weight(recipe: Recipe, source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+def test_a_copy_owns_its_weight(recipe: Recipe, cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
     linear = make(recipe, bias=True)
-    linear.source = source(linear, recipe)
+    linear.quantized_weight = cache(linear, recipe)
     model = nn.Sequential(linear, nn.ReLU())
     x = normal(16, 80)
     want = model(x)
@@ -484,12 +502,12 @@ def test_a_copy_owns_its_weight(recipe: Recipe, source: Callable[[nn.Linear, Rec
     assert torch.equal(model(x), want)
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@every_cache
 def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(
-    source: Callable[[nn.Linear, Recipe], WeightSource],
+    cache: Callable[[nn.Linear, Recipe], QuantizedWeight],
 ) -> None:
     linear = make(TENSORWISE, bias=True)
-    linear.source = source(linear, TENSORWISE)
+    linear.quantized_weight = cache(linear, TENSORWISE)
     x = normal(16, 80).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y_fp8 = linear(x)
@@ -501,13 +519,13 @@ def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(
     assert linear._parameters["weight"].grad.isfinite().all()
 
 
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+@every_cache
 def test_autocast_of_another_dtype_is_refused_inside_an_engine(
-    source: Callable[[nn.Linear, Recipe], WeightSource],
+    cache: Callable[[nn.Linear, Recipe], QuantizedWeight],
 ) -> None:
     """With autocast off it computes in FP32 like any Linear; outside an engine autocast does not affect FP8."""
     linear = make(TENSORWISE, bias=True)
-    linear.source = source(linear, TENSORWISE)
+    linear.quantized_weight = cache(linear, TENSORWISE)
     x = normal(16, 80)
     y_fp8, want = linear(x), F.linear(x.float(), linear.weight.float(), linear.bias)
     off, half = torch.autocast("cpu", enabled=False), torch.autocast("cpu", dtype=torch.float16)
@@ -529,8 +547,8 @@ def test_autocast_of_another_dtype_is_refused_inside_an_engine(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_compiled_code_calls_a_float8_linear_uncompiled(source: Callable[[nn.Linear, Recipe], WeightSource]) -> None:
+@every_cache
+def test_compiled_code_calls_a_float8_linear_uncompiled(cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
     """A compiler must not trace its padding, cached tensors and hooks."""
     torch._dynamo.reset()
     recipe = Recipe(emulate=False)
@@ -538,7 +556,7 @@ def test_compiled_code_calls_a_float8_linear_uncompiled(source: Callable[[nn.Lin
     for backend in (None, "aot_eager"):
         block = nn.Sequential(make(recipe, 50, 50, bias=True), nn.Tanh(), make(recipe, 50, 50))
         for linear in (block[0], block[2]):
-            linear.source = source(linear, recipe)
+            linear.quantized_weight = cache(linear, recipe)
         parameters = [*block.parameters()]
         if backend is not None:
             block.forward = torch.compile(block.forward, backend=backend)

@@ -91,7 +91,6 @@ MISTAKES = [
     ("float8 bench.device=cpu bench.widths=[100]", "bench.widths: 100 is not a multiple of 64, the size of a head"),
     ("float8 bench.device=cpu bench.recipes=[rowise]", "'rowise'; did you mean 'rowwise'?"),
     ("float8 bench.device=cpu float8.recipes=[rowwise]", "unknown key 'float8.recipes'; did you mean 'bench.recipes'?"),
-    ("float8 bench.device=cpu float8.weight_scale=delayed", "needs recipe=tensorwise"),
     (
         "float8 bench.device=cpu float8.recipe=rowwise",
         "float8.recipe=rowwise has no effect here",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,11 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.distributed.communicator import Pending
-from dtrain.sharding import micro_batch_gradients
-from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
-from dtrain.sharding.micro_batch_gradients import MicroBatchGradientBuffers, MicroBatchGradientSpec
-from dtrain.sharding.ring_buffer import RingBuffer, RingSchedule, RingSlot
+from dtrain.distributed.communicator import CollectiveSchedule, GradientHandle, GradientSend
+from dtrain.distributed.host_memory import RingExchange
+from dtrain.distributed.ring import RingSchedule, RingSlot
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
@@ -37,6 +37,22 @@ def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -
         # exact: free after the latest send that used it, so a gradient opened in order never needs private memory
         assert slot.free_after == (earlier[-1] + schedule.window if earlier else -1)
         assert slot.free_after < number
+
+
+@settings(deadline=None, max_examples=200)
+@given(sizes, st.integers(0, 3), st.integers(1, 120))
+def test_a_gradient_that_is_opened_in_order_finds_its_slot(sizes: list[int], num_last: int, limit: int) -> None:
+    """A send finishes what frees the slot of the next gradient; the last ones are opened early and may not."""
+    num_last = min(num_last, len(sizes))
+    schedule = RingSchedule(sizes, num_last, limit)
+    finished = -1
+    for number in range(6 * len(sizes)):
+        if len(sizes) > 1 and number % len(sizes) < len(sizes) - num_last:
+            assert schedule.slot(number).free_after <= finished
+        first = schedule.finish_first(number)
+        assert first < number
+        finished = max(finished, first)
+        schedule.forget(number - 2 * schedule.window)
 
 
 def test_large_models_need_no_more_than_the_window() -> None:
@@ -91,92 +107,102 @@ class Interleaving:
             raise self.failures[0]
 
 
-class AllToAll(Pending):
-    """Complete when all ranks have posted theirs; then the shards are read, while other ranks run."""
+class Posted:
+    """An announced gradient; complete when all ranks have announced theirs, and read while other ranks run."""
 
-    def __init__(self, comm: Ranks, number: int, consume: Callable[[Sequence[Tensor]], None]) -> None:
-        super().__init__()
-        board = comm.board[number]
-        self.then(lambda: comm.interleaving.pause(comm.rank, lambda: len(board) == comm.world_size))
-        self.then(
-            lambda: consume([board[rank].view(comm.world_size, -1)[comm.rank] for rank in range(comm.world_size)])
-        )
+    def __init__(self, comm: Ranks, board: dict[int, tuple[Tensor, int]]) -> None:
+        self._comm = comm
+        self._board = board
+
+    def wait(self) -> tuple[list[Tensor], list[int]]:
+        comm = self._comm
+        comm.interleaving.pause(comm.rank, lambda: len(self._board) == comm.world_size)
+        tensors, weights = zip(*(self._board[rank] for rank in range(comm.world_size)), strict=True)
+        return list(tensors), list(weights)
 
 
 class Ranks:
     """A communicator whose ranks are interleaved threads."""
 
-    may_share = True
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, world_size: int, interleaving: Interleaving, board: list[dict[int, Tensor]]) -> None:
+    def __init__(
+        self, rank: int, world_size: int, interleaving: Interleaving, board: list[dict[int, tuple[Tensor, int]]]
+    ) -> None:
         self.rank, self.world_size, self.interleaving, self.board = rank, world_size, interleaving, board
-        self._issued = 0
+        self.schedule = CollectiveSchedule()
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
-
-    def is_shared(self, tensor: Tensor) -> bool:
-        return True
-
-    def all_to_all_single(self, flat: Tensor, consume: Callable[[Sequence[Tensor]], None], *, label: str) -> Pending:
-        while len(self.board) <= self._issued:
+    def announce(self, what: str, tensor: Tensor, weight: int) -> Posted:
+        number = self.schedule.num_issued - 1
+        while len(self.board) <= number:
             self.board.append({})
-        self.board[self._issued][self.rank] = flat
-        self._issued += 1
-        return AllToAll(self, self._issued - 1, consume)
+        self.board[number][self.rank] = (tensor, weight)
+        return Posted(self, self.board[number])
+
+
+CHUNK = 12  # elements, divisible by 2 and 3 ranks
+PADDING = 5  # at the end; a gap of one element lies in the middle
 
 
 def simulate(
     chunks: list[int], num_last: int, window_bytes: int, world: int, seed: int, micro_batches: int = 4
 ) -> None:
     """All ranks fill, send and check stamped gradients, in random order and at random speed."""
-    specs = []
+    sends = []
     for number, count in enumerate(chunks):
-        shape = (count * CHUNK - 5,)  # with padding, which must be zero
-        (layout,) = flat_layouts(f"g{number}", [ParamSpec("w", shape, torch.float32, True)], world)
-        specs.append(MicroBatchGradientSpec(layout, torch.float32))
-    interleaving, board = Interleaving(seed), list[dict[int, Tensor]]()
+        stop = count * CHUNK * world - PADDING
+        sends.append(GradientSend(f"g{number}", count * CHUNK * world, torch.float32, ((0, 3), (4, stop))))
+    interleaving, board = Interleaving(seed), list[dict[int, tuple[Tensor, int]]]()
 
     def program(rank: int) -> Callable[[], None]:
         rng = random.Random(1000 * seed + rank)
-        comm = Ranks(rank, world, interleaving, board)
-        with mock.patch.object(micro_batch_gradients, "MAX_BYTES_IN_FLIGHT", window_bytes):
-            gradients = MicroBatchGradientBuffers(comm, specs, num_last)  # type: ignore[arg-type]
-        pending: list[Pending] = []
+        comm: Any = Ranks(rank, world, interleaving, board)
+        schedule = RingSchedule([send.nbytes for send in sends], num_last, window_bytes)
+        memory = torch.full((schedule.capacity // 4,), torch.nan).view(torch.uint8)
+        exchange = RingExchange(comm, sends, memory, schedule)
+        in_flight: deque[tuple[GradientHandle, int, float, int]] = deque()
 
-        def launch(index: int, gradient: Tensor, stamp: int) -> None:
-            def consume(rows: Sequence[Tensor]) -> None:
-                whole = torch.zeros(specs[index].layout.numel)
-                whole[: chunks[index] * CHUNK - 5] = 1.0
-                for other, row in enumerate(rows):
-                    interleaving.pause(rank)
-                    start, stop = specs[index].layout.shard(rank)
-                    assert torch.equal(row, whole[start:stop] * (stamp + other / 16)), "overwritten before it was read"
+        def finish() -> None:
+            handle, index, stamp, micro_batch = in_flight.popleft()
+            rows, weights = handle.wait()
+            assert weights.tolist() == [micro_batch + other / 8 for other in range(world)]
+            whole = torch.zeros(sends[index].numel)
+            for start, stop in sends[index].filled:
+                whole[start:stop] = 1.0
+            shard = whole.view(world, -1)[rank]
+            for other, row in enumerate(rows):
+                interleaving.pause(rank)
+                assert torch.equal(row, shard * (stamp + other / 16)), "overwritten before it was read"
+            handle.release()
 
-            pending.append(gradients.buffers[index].send(gradient, consume))
+        def launch(index: int, stamp: float, micro_batch: int) -> None:
+            while in_flight and in_flight[0][0].number <= exchange.finish_first(index):
+                finish()
+            in_flight.append((exchange.send(index), index, stamp, micro_batch))
 
         def body() -> None:
             for micro_batch in range(micro_batches):
+                exchange.begin(torch.tensor(micro_batch + rank / 8))
                 order = list(range(len(chunks)))
                 order = order[len(order) - num_last :] + order[: len(order) - num_last]
                 if rng.random() < 0.3:
                     rng.shuffle(order)
-                opened: dict[int, Tensor] = {}
+                opened: set[int] = set()
                 launched = 0
                 for index in order:
-                    gradient = gradients.buffers[index].open()
+                    gradient = exchange.open(index)
                     interleaving.pause(rank)
-                    gradient[: chunks[index] * CHUNK - 5] = 1.0 + micro_batch * len(chunks) + index + rank / 16
-                    opened[index] = gradient
+                    for start, stop in sends[index].filled:
+                        gradient[start:stop] = 1.0 + micro_batch * len(chunks) + index + rank / 16
+                    opened.add(index)
                     while launched in opened and (index != order[-1] or launched < len(chunks)):
                         interleaving.pause(rank)
-                        launch(launched, opened.pop(launched), 1 + micro_batch * len(chunks) + launched)
+                        launch(launched, 1.0 + micro_batch * len(chunks) + launched, micro_batch)
                         launched += 1
-                    if pending and rng.random() < 0.3:
-                        pending.pop(0).wait()
-            for work in pending:
-                work.wait()
+                    if in_flight and rng.random() < 0.3:
+                        finish()
+            while in_flight:
+                finish()
 
         return body
 
@@ -206,11 +232,11 @@ def test_a_broken_rule_is_found(broken: str) -> None:
         slot = original(self, number)
         return RingSlot(slot.start, slot.stop, -1)
 
-    wait_for = RingBuffer._wait_for
+    finish_first = RingSchedule.finish_first
     if broken == "slots are free at once":
         patch = mock.patch.object(RingSchedule, "slot", free_at_once)
     else:
-        patch = mock.patch.object(RingBuffer, "_wait_for", lambda self, number: wait_for(self, number - 2))
+        patch = mock.patch.object(RingSchedule, "finish_first", lambda self, number: finish_first(self, number) - 2)
 
     def search() -> None:
         for seed in range(40):
@@ -218,3 +244,34 @@ def test_a_broken_rule_is_found(broken: str) -> None:
 
     with patch, pytest.raises(AssertionError, match="overwritten before it was read"):
         search()
+
+
+def exchange_of_two() -> RingExchange:
+    sends = [GradientSend(name, 16, torch.float32, ((0, 16),)) for name in "ab"]
+    schedule = RingSchedule([send.nbytes for send in sends], 0, 1)
+    comm: Any = Ranks(0, 1, Interleaving(0), [])
+    comm.interleaving.pause = lambda *_: None
+    exchange = RingExchange(comm, sends, torch.zeros(schedule.capacity, dtype=torch.uint8), schedule)
+    exchange.begin(torch.ones(()))
+    return exchange
+
+
+def test_a_send_that_breaks_the_rule_is_refused() -> None:
+    exchange = exchange_of_two()
+    for number in range(2):
+        exchange.open(number)
+        exchange.send(number)
+    exchange.open(0)
+    assert exchange.finish_first(0) >= 0
+    with pytest.raises(RuntimeError, match="send 2 starts before finish_first: 0 sends are finished"):
+        exchange.send(0)
+
+
+def test_sends_are_finished_in_their_order() -> None:
+    exchange = exchange_of_two()
+    handles = []
+    for number in range(2):
+        exchange.open(number)
+        handles.append(exchange.send(number))
+    with pytest.raises(RuntimeError, match="send 1 is released before send 0"):
+        handles[1].release()

@@ -1,0 +1,94 @@
+"""Buffers of micro-batch gradients in memory of this rank alone, and how many of them may be in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtrain.distributed.communicator import GradientExchange, GradientSend
+
+MAX_BYTES_IN_FLIGHT = 64 * 2**20
+"""Bytes of unreduced gradients that may be in flight before a rank waits for the oldest.
+
+Small ones gain from overlap, large ones must not pile up.
+"""
+
+
+class BufferPool:
+    """Flat buffers that the next gradient of the same layout reuses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[object, list[Tensor]] = {}
+
+    def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns a buffer that was given back under ``key``, or a new one of zeros.
+
+        A key that stands for the filled elements keeps the others zero, because its users write the same elements.
+        """
+        free = self._free.get((key, numel, dtype))
+        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def give(self, key: object, buffer: Tensor) -> None:
+        self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def idle(self) -> list[Tensor]:
+        return [buffer for free in self._free.values() for buffer in free]
+
+
+class PrivateExchange(GradientExchange):
+    """Base of the exchanges that send from memory of this rank alone.
+
+    Args:
+        sends: in the order in which they start.
+        device: where the gradients live.
+        num_buffers: buffers that a send holds, its own and those for what arrives.
+    """
+
+    def __init__(self, sends: Sequence[GradientSend], device: torch.device, num_buffers: int) -> None:
+        self._sends = sends
+        self.pool = BufferPool(device)
+        self.num_started = 0
+        self._opened: dict[int, Tensor] = {}
+        sizes = [num_buffers * send.nbytes for send in sends]
+        self._num_kept = [num_kept_in_flight(sizes, index) for index in range(len(sizes))]
+
+    def open(self, index: int) -> Tensor:
+        send = self._sends[index]
+        self._opened[index] = self.pool.take(send.filled, send.numel, send.dtype)
+        return self._opened[index]
+
+    def take_opened(self, index: int) -> tuple[GradientSend, Tensor, int]:
+        """Returns send ``index``, its buffer and its number, and counts it as started."""
+        number, self.num_started = self.num_started, self.num_started + 1
+        return self._sends[index], self._opened.pop(index), number
+
+    def finish_first(self, index: int) -> int:
+        # by the sizes alone, which are equal on all ranks, so that all wait for the same sends
+        number = next_number(self.num_started, index, len(self._sends))
+        return max(number - 1 - self._num_kept[index], -1)
+
+    def idle(self) -> list[Tensor]:
+        return self.pool.idle()
+
+
+def next_number(num_started: int, index: int, cycle: int) -> int:
+    """Returns the number of the next send of the flat buffer at ``index`` in the cycle."""
+    # sends go around in one order, so this one starts within a cycle from the next
+    return num_started + (index - num_started) % cycle
+
+
+def num_kept_in_flight(sizes: Sequence[int], index: int) -> int:
+    """Returns how many sends may be in flight when send ``index`` of a cycle of ``sizes`` starts.
+
+    At least one, so that two overlap; else as many as the limit holds, and at most a cycle.
+    """
+    count = total = 0
+    while count < len(sizes):
+        total += sizes[(index - 1 - count) % len(sizes)]
+        if count >= 1 and total > MAX_BYTES_IN_FLIGHT:
+            break
+        count += 1
+    return count

@@ -1,0 +1,266 @@
+"""Collectives over a process group: NCCL, or gloo through sockets.
+
+``reduce_scatter_sum`` on gloo is an all-to-all of the shards and a local sum in rank order: that takes half the time of
+gloo's own reduce-scatter, which blocks its caller and sums in the dtype of its input.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtrain.distributed.communicator import (
+    CollectiveSchedule,
+    Communicator,
+    GradientExchange,
+    GradientHandle,
+    GradientSend,
+    Handle,
+    byte_view,
+    require_fp32,
+)
+from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.errors import CommunicationError
+
+# torch 2.13 renames the two; dtrain supports torch from 2.11 on.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
+
+
+class ProcessGroup(Communicator):
+    """Collectives over ``group``.
+
+    Args:
+        group: two or more ranks.
+        device: where the tensors of the collectives live.
+        schedule: shared with the communicators of other axes; None: a new one.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
+    ) -> None:
+        self.process_group: dist.ProcessGroup | None = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.schedule = CollectiveSchedule() if schedule is None else schedule
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
+        what = self.schedule.record("all_gather", label, output)
+        return self._start(what, all_gather_single, byte_view(output), byte_view(shard))
+
+    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+        require_fp32("reduce_scatter_sum", flat)
+        if self.device.type == "cpu":
+            received = torch.empty_like(flat)
+            arrival = self.all_to_all_single(received, flat, label=label)
+            return _RowSum(arrival, received.view(self.world_size, -1).unbind(), output)
+        what = self.schedule.record("reduce_scatter_sum", label, flat)
+        return self._start(what, reduce_scatter_single, output, flat)
+
+    def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+        """Starts sending shard r of ``flat`` [world_size * n] to rank r; ``output`` gets this rank's of all ranks."""
+        what = self.schedule.record("all_to_all_single", label, flat)
+        return self._start(what, dist.all_to_all_single, output, flat)
+
+    def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
+        what = self.schedule.record("all_reduce_max", label, tensor)
+        return self._start(what, dist.all_reduce, tensor, dist.ReduceOp.MAX)
+
+    def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
+        what = self.schedule.record("broadcast", label, tensor)
+        if tensor.numel() > 0:
+            self._call(what, dist.broadcast, tensor, group_src=src)
+
+    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+        what = self.schedule.record("gather_rows", label, row)
+        rows = row.new_empty(self.world_size * row.numel())
+        self._call(what, all_gather_single, rows, row.contiguous())
+        return rows.view(self.world_size, row.numel())
+
+    def exchange_text(self, text: str) -> list[str]:
+        """Returns the text of every rank, in rank order; it is sent as padded UTF-8 bytes, never pickled."""
+        payload = text.encode()
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        sizes = self.gather_rows(size, label="text size").flatten().tolist()
+        if not max(sizes):  # a gather of no bytes would be a collective for nothing
+            return [""] * self.world_size
+        # without a list of Python numbers, which would hold the GIL while another thread trains
+        padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
+        rows = self.gather_rows(padded.to(self.device), label="text").cpu()
+        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
+
+    def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
+        return _AllToAllExchange(self, sends)
+
+    def over(self, group: dist.ProcessGroup) -> Communicator:
+        if dist.get_world_size(group) == 1:
+            return SingleRank(self.device, self.schedule)
+        return type(self)(group, self.device, self.schedule)
+
+    def sibling(self) -> Communicator:
+        group = self.process_group
+        assert group is not None
+        if group not in _siblings:
+            timeout = group._get_backend(self.device).options._timeout
+            with named_failure(f"rank {self.rank}: a second process group"):
+                second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
+            if not _siblings:
+                atexit.register(_end_siblings)
+            _siblings[group] = ProcessGroup(second, torch.device("cpu"))
+        return _siblings[group]
+
+    def release(self) -> None:
+        if self.process_group is not None and self.process_group in _siblings:
+            _siblings.pop(self.process_group).release()
+        self.process_group = None
+
+    def _call(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.flush()  # before anything else: backends match collectives by their order
+        with named_failure(f"rank {self.rank}: {what}"):
+            return collective(*args, group=self.process_group, **kwargs)
+
+    def _start(self, what: str, collective: Callable[..., Any], *args: Any) -> Handle:
+        return _WorkHandle(self._call(what, collective, *args, async_op=True), f"rank {self.rank}: {what}")
+
+
+class _WorkHandle:
+    """A collective of the backend."""
+
+    def __init__(self, work: Any, what: str) -> None:
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        work, self._work = self._work, None  # before the wait: a collective that failed is not waited for again
+        if work is not None:
+            with named_failure(self._what):
+                work.wait()
+
+
+class _RowSum:
+    """An all-to-all, and the sum of what arrives."""
+
+    def __init__(self, arrival: Handle, rows: Sequence[Tensor], output: Tensor) -> None:
+        self._arrival: Handle | None = arrival
+        self._rows = rows
+        self._output = output
+
+    def wait(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.wait()
+            sum_in_order(self._output, self._rows)
+            self._rows = []
+
+
+class _AllToAllExchange(PrivateExchange):
+    """The rows of an all-to-all are slices of the gradient, so weights go ahead of them, in an all-gather."""
+
+    def __init__(self, comm: ProcessGroup, sends: Sequence[GradientSend]) -> None:
+        super().__init__(sends, comm.device, 2)  # sent and received
+        self._comm = comm
+        self._weights = torch.empty(0)
+        self._weights_arrival: Handle | None = None
+
+    def begin(self, weight: Tensor) -> None:
+        if self._sends:
+            self._weights = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
+            self._weights_arrival = self._comm.all_gather(self._weights, weight.reshape(1), label="weights")
+
+    def send(self, index: int) -> GradientHandle:
+        send, gradient, number = self.take_opened(index)
+        received = self.pool.take("received", send.numel, send.dtype)
+        arrival = self._comm.all_to_all_single(received, gradient, label=send.label)
+        assert self._weights_arrival is not None, "begin has not been called"
+        return _ReceivedGradient(
+            self, number, (send, gradient, received), (self._weights_arrival, arrival), self._weights
+        )
+
+    def give_back(self, send: GradientSend, gradient: Tensor, received: Tensor) -> None:
+        self.pool.give(send.filled, gradient)
+        self.pool.give("received", received)
+
+
+class _ReceivedGradient(GradientHandle):
+    def __init__(
+        self,
+        exchange: _AllToAllExchange,
+        number: int,
+        buffers: tuple[GradientSend, Tensor, Tensor],
+        arrivals: tuple[Handle, Handle],
+        weights: Tensor,
+    ) -> None:
+        self.number = number
+        self._exchange = exchange
+        self._buffers = buffers
+        self._arrivals = arrivals
+        self._weights = weights
+
+    def wait(self) -> tuple[Sequence[Tensor], Tensor]:
+        for arrival in self._arrivals:
+            arrival.wait()
+        _, _, received = self._buffers
+        return received.view(len(self._weights), -1).unbind(), self._weights
+
+    def release(self) -> None:
+        self._exchange.give_back(*self._buffers)
+
+
+# by process group; torch keeps a group until all end, so one for each engine would pile up
+_siblings: WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+def _end_siblings() -> None:
+    """Destroys the siblings at exit: a gloo thread that holds the last tensor of a save would abort the interpreter.
+
+    A script that made the process group itself does not know of these. After an uncaught exception they stay, because
+    the other ranks may never answer; ``setup`` waits for their threads.
+    """
+    atexit.unregister(_end_siblings)
+    while _siblings and not hasattr(sys, "last_value"):
+        _, sibling = _siblings.popitem()
+        group, sibling.process_group = sibling.process_group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def named_failure(what: str) -> Iterator[None]:
+    """Names the collective that failed; the backends name an address at best."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise  # a failure of this rank alone, with a message of its own; a kernel's shows up in any later call
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "
+            f"ranks says why ({str(error).splitlines()[0][:200]})"
+        ) from error
+
+
+def sum_in_order(output: Tensor, rows: Sequence[Tensor]) -> None:
+    """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n], which may be one of them."""
+    first, *middle, last = rows
+    scratch = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
+    for start in range(0, output.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        total = first[block]
+        for row in middle:
+            total = torch.add(total, row[block], out=scratch[: total.numel()])
+        torch.add(total, last[block], out=output[block])

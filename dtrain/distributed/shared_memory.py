@@ -1,0 +1,156 @@
+"""Memory that the ranks of one host read from each other.
+
+A region is one anonymous file (``memfd_create``) for each rank, all of one size; every rank maps those of all ranks.
+The files have no name, so nothing stays behind however a process ends. They are opened through ``/proc/<pid>/fd/<n>``,
+which the kernel grants to processes of the same user.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from dtrain.errors import CommunicationError, DivergenceError
+
+
+class SharedMemory:
+    """The regions of all ranks, which are on one host; they live as long as this object.
+
+    Every rank calls the constructor and :meth:`allocate` in the same order. A failure on one rank is a failure on all,
+    and from then on nothing is allocated.
+
+    Args:
+        rank: rank of this process.
+        exchange_text: sends a text to all ranks and returns that of every rank.
+
+    Attributes:
+        unsupported_reason: why nothing can be allocated; empty if it can.
+    """
+
+    def __init__(self, rank: int, exchange_text: Callable[[str], list[str]]) -> None:
+        self._rank = rank
+        self._exchange_text = exchange_text
+        self._regions: list[list[UntypedStorage]] = []  # each by rank
+        self._numbers: dict[int, int] = {}  # region by the address of this rank's file in it
+        self.unsupported_reason = ""
+
+    def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
+        """Returns ``work()`` (plain JSON) of every rank, or None, with a reason, if it failed on one."""
+        values, self.unsupported_reason = _on_every_rank(work, self._exchange_text)
+        return None if self.unsupported_reason else values
+
+    def allocate(self, nbytes: int) -> UntypedStorage | None:
+        """Returns this rank's ``nbytes`` zeros of a new region, or None; see :attr:`unsupported_reason`."""
+        if self.unsupported_reason:
+            return None
+        descriptor = -1
+
+        def create() -> list[int]:
+            nonlocal descriptor
+            descriptor = os.memfd_create("dtrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.posix_fallocate(descriptor, 0, nbytes)  # fails now; touching pages that cannot be had would kill
+            # a rank that truncated its file would kill the readers
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return [os.getpid(), descriptor, os.fstat(descriptor).st_ino]
+
+        region: list[UntypedStorage] = []
+        try:
+            files = self._on_every_rank(create)
+            if files is None or self._on_every_rank(lambda: region.extend(_map(f, nbytes) for f in files)) is None:
+                return None
+        finally:
+            if descriptor >= 0:  # the others have opened it by now, and mappings outlive the descriptor
+                os.close(descriptor)
+        self._numbers[region[self._rank].data_ptr()] = len(self._regions)
+        self._regions.append(region)
+        return region[self._rank]
+
+    def release(self) -> None:
+        """Drops the regions; nothing more is allocated."""
+        self._regions.clear()
+        self._numbers.clear()
+        self.unsupported_reason = "it was released"
+
+    def find(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Returns (number of the region, byte offset) of a contiguous ``tensor``, or None if it lies elsewhere."""
+        number = self._numbers.get(tensor.untyped_storage().data_ptr())
+        if number is None or not tensor.is_contiguous():
+            return None
+        return number, int(tensor.storage_offset()) * tensor.element_size()
+
+    def read(self, rank: int, region: int, offset: int, like: Tensor) -> Tensor:
+        """Returns the 1-D tensor of ``rank`` at ``offset`` bytes, with the dtype and number of elements of ``like``."""
+        storage = self._regions[region][rank]
+        if offset + like.nbytes > storage.nbytes():
+            raise CommunicationError(
+                f"rank {rank} offers {like.nbytes} bytes at {offset} of region {region}, which has {storage.nbytes()}"
+            )
+        return torch.empty(0, dtype=like.dtype).set_(storage, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload,no-any-return]
+
+
+def compare_hosts(exchange_text: Callable[[str], list[str]], *, is_allowed: bool) -> str:
+    """Returns why the ranks cannot share memory, or nothing; a collective.
+
+    Raises:
+        DivergenceError: ``is_allowed`` differs between the ranks.
+    """
+    reports, reason = _on_every_rank(lambda: [is_allowed, _host_of_memory() if is_allowed else None], exchange_text)
+    for rank, (allowed, _) in enumerate(reports):
+        if allowed != reports[0][0]:
+            raise DivergenceError(
+                f"shared memory between ranks is allowed: {reports[0][0]} on rank 0, {allowed} on rank {rank}; give "
+                f"all ranks the same"
+            )
+    if not is_allowed:
+        return "it is not allowed"
+    if any(host != reports[0][1] for _, host in reports):
+        return "the ranks are on several hosts or in several containers"
+    return reason
+
+
+def _on_every_rank(work: Callable[[], Any], exchange_text: Callable[[str], list[str]]) -> tuple[list[Any], str]:
+    """Returns ``work()`` (plain JSON) of every rank, or nothing and a reason if it failed on one."""
+    try:
+        report = {"value": work()}
+    except (OSError, RuntimeError) as error:
+        report = {"error": str(error).splitlines()[0]}
+    reports = [json.loads(text) for text in exchange_text(json.dumps(report))]
+    for rank, other in enumerate(reports):
+        if "error" in other:
+            return [], f"rank {rank}: {other['error']}"
+    return [other["value"] for other in reports], ""
+
+
+def host_identity() -> list[str] | None:
+    """Returns a value that ranks have in common if they see the same processes; None if the system has none."""
+    try:
+        return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return None
+
+
+def _host_of_memory() -> list[str]:
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create")
+    host = host_identity()
+    if host is None:
+        raise OSError("this system does not identify the host in /proc")
+    return host
+
+
+def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
+    pid, descriptor, inode = file
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
+            raise OSError(f"/proc/{pid} is another process here")
+        return UntypedStorage.from_file(f"/proc/self/fd/{opened}", shared=True, nbytes=nbytes)  # type: ignore[return-value]
+    finally:
+        os.close(opened)

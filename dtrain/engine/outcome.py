@@ -1,0 +1,74 @@
+"""The outcome of a step, and the culprit of a skipped one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first loss or gradient that made a step fail.
+
+    Attributes:
+        rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
+            was found, or -1 if every element is finite and only the norm is not.
+        step: attempted steps before this one.
+        phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, if every
+            rank's own gradient was finite and only their sum is not.
+        micro_batch: local index of the micro-batch; None for a reduced gradient.
+        tensor: name of the parameter, the first in the order of backward; None for a loss.
+        start: its first element that is not finite, in row-major order.
+        stop: one past the last of them.
+        num_inf: infinite elements of its gradient, summed over ranks; 1 for an infinite loss.
+        num_nan: the same for NaN.
+        num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
+    """
+
+    rank: int
+    step: int
+    phase: str
+    micro_batch: int | None = None
+    tensor: str | None = None
+    start: int | None = None
+    stop: int | None = None
+    num_inf: int = 0
+    num_nan: int = 0
+    num_bad_losses: int = 0
+
+    def __str__(self) -> str:
+        where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
+        if self.phase == "forward loss":
+            kind = "NaN" if self.num_nan else "Inf"
+            return f"forward loss is {kind} {where} (losses of this step that are not finite: {self.num_bad_losses})"
+        if self.tensor is None:
+            return f"{self.phase}: every element is finite, but their norm overflows FP32"
+        counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
+        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}) {where}"
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of a step; the same value on every rank.
+
+    On a GPU a field is copied from the device when it is first read, so a loop that reads none never waits.
+
+    Attributes:
+        applied: whether the optimizer updated the masters.
+        reason: None if applied, else ``overflow``, ``nonfinite_loss`` or ``empty``.
+        loss: weighted mean over all micro-batches of all ranks.
+        grad_norm: global L2 norm of the unscaled gradient, before clipping.
+        loss_scale: the factor in the gradients of this step.
+        lr: learning rate of this step.
+        culprit: the cause, if the step was skipped for a non-finite number. The ranks search for it together: on a
+            GPU, if one rank reads it before its next forward, every other rank must read it too or take its next step.
+        stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
+    """
+
+    applied: bool
+    reason: str | None
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    lr: float
+    culprit: Culprit | None
+    stop_requested: bool

@@ -1,0 +1,25 @@
+"""The rule of each optimizer's record. An optimizer is added here: a frozen dataclass with ``lr``, and its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dtrain.errors import ConfigError
+from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.rule import Rule
+
+RULES: dict[type, Callable[[Any], Rule]] = {AdamW: AdamWRule}
+
+
+def rule_of(record: object) -> Rule:
+    """Returns the rule of an optimizer's hyper-parameters, decided for a device.
+
+    Raises:
+        ConfigError: no optimizer of dtrain has such a record.
+    """
+    make = RULES.get(type(record))
+    if make is None:
+        known = ", ".join(sorted(known.__name__ for known in RULES))
+        raise ConfigError(f"optimizer is {type(record).__name__}; expected one of {known}")
+    return make(record)

@@ -1,0 +1,218 @@
+"""A parameter group: the unit of sharding and communication, which owns its tensors on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.errors import UsageError
+from dtrain.optim.rule import UpdateSlice
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.precision.float8.cast import E4M3
+from dtrain.sharding.gradients import FlatGradient, ReductionQueue
+from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
+from dtrain.sharding.replicas import Replica
+
+MASTER, MAIN_GRAD = "master", "main_grad"
+
+
+@dataclass(frozen=True)
+class FlatBuffer:
+    """The trained parameters of one group with one replica dtype.
+
+    Attributes:
+        segment: the range of the flat buffer whose masters this rank holds.
+        replica: the compute replica.
+        master: FP32 [segment.numel]; an FP32 replica is its storage.
+        states: the optimizer's states by name, each [segment.numel].
+        gradient: the gradient; its main grad is [segment.numel].
+    """
+
+    segment: ArenaSegment
+    replica: Replica
+    master: Tensor
+    states: Mapping[str, Tensor]
+    gradient: FlatGradient
+
+    @property
+    def layout(self) -> FlatLayout:
+        return self.segment.layout
+
+    def update_slices(self) -> list[UpdateSlice]:
+        """Returns the segment, cut where the weight-decay class changes. FP8 replicas are cast after the update."""
+        is_cast = self.layout.dtype != E4M3 and not self.replica.shares_master
+        target = self.replica.local[0] if is_cast else None
+        return [
+            UpdateSlice(
+                decayed,
+                master=self.master[part],
+                main_grad=self.gradient.main_grad[part],
+                states=tuple(state[part] for state in self.states.values()),
+                replica=None if target is None else target[part],
+            )
+            for decayed, part in ((decayed, slice(start, stop)) for decayed, start, stop in self.segment.class_ranges())
+        ]
+
+    def cast_master(self) -> None:
+        """Casts the master into the replica, unless that is FP8 or the same storage."""
+        if self.layout.dtype != E4M3 and not self.replica.shares_master:
+            self.replica.local[0].copy_(self.master)
+
+    def values(self, kind: str) -> Tensor:
+        """Returns the master, the main grad or a state, [segment.numel]."""
+        return {MASTER: self.master, MAIN_GRAD: self.gradient.main_grad, **self.states}[kind]
+
+    def local_shards(self, kind: str) -> Iterator[TensorShard]:
+        """Yields all of ``kind`` that lies on this rank."""
+        for interval in self.segment.intervals():
+            yield tensor_shard(kind, interval, self.values(kind))
+
+    def owned_shards(self, kind: str, rank: int) -> Iterator[TensorShard]:
+        """Yields the shard that ``rank`` saves, so that all ranks cover each element once at every stage."""
+        own = self.segment.shard_of(self.values(kind), rank)
+        for interval in self.layout.intervals(*self.layout.shard(rank)):
+            yield tensor_shard(kind, interval, own)
+
+
+def tensor_shard(kind: str, interval: ShardInterval, values: Tensor) -> TensorShard:
+    """Returns ``interval``, whose offset counts from the beginning of ``values``."""
+    spec, data = interval.spec, values[interval.offset : interval.offset + interval.stop - interval.start]
+    return TensorShard(spec.name, kind, spec.shape, data.dtype, interval.start, interval.stop, data)
+
+
+@dataclass(frozen=True)
+class _Destination:
+    """Where the gradient of a parameter goes."""
+
+    name: str
+    gradient: FlatGradient
+    slot: int
+
+
+class ParameterGroup:
+    """The parameters of one unit of sharding, or of the root group, with all their tensors on this rank.
+
+    Args:
+        name: name of the unit's module; empty for the root group.
+        buffers: its trained parameters.
+        frozen: compute replicas of its frozen parameters, if these are sharded.
+
+    Attributes:
+        replicas: those of ``buffers``, then ``frozen``.
+        is_complete: whether the gradient of this micro-batch is complete, with zeros for what was missing.
+        num_forwards: forwards of the unit that are running.
+        is_unsharding: whether the all-gather of the replicas has started, or is done.
+        is_ready: whether the replicas are unsharded.
+    """
+
+    def __init__(self, name: str, buffers: Sequence[FlatBuffer], frozen: Sequence[Replica]) -> None:
+        self.name = name
+        self.buffers = buffers
+        self.replicas = [*(buffer.replica for buffer in buffers), *frozen]
+        self._destinations = [
+            _Destination(slot.spec.name, buffer.gradient, number)
+            for buffer in buffers
+            for number, slot in enumerate(buffer.layout.slots)
+        ]
+        self._missing: set[int] = set()
+        self.is_complete = True
+        self.num_forwards = 0
+        self.is_unsharding = False
+        self.is_ready = False
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for replica in self.replicas for name, p in replica.views.parameters.items()}
+
+    @property
+    def has_frozen(self) -> bool:
+        return len(self.replicas) > len(self.buffers)
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The trained parameters, in the order of :meth:`accumulate`'s numbers."""
+        return [p for buffer in self.buffers for p in buffer.replica.views.parameters.values()]
+
+    # -- replicas: only sharded ones are unsharded and resharded -----------------------------------------------------
+
+    @property
+    def may_be_read(self) -> bool:
+        """Whether the forward may read the parameters.
+
+        A unit's may be read only while its own forward runs, even if prefetch or a previous use has unsharded them.
+        """
+        return self.is_ready and (not self.name or self.num_forwards > 0)
+
+    def start_unshard(self) -> None:
+        """Starts the all-gathers of the replicas, once; all ranks call in the same order."""
+        if not self.is_unsharding:
+            self.is_unsharding = True
+            for replica in self.replicas:
+                replica.start_unshard()
+
+    def unshard(self) -> None:
+        """Makes the parameters readable; waits for the all-gathers."""
+        self.start_unshard()  # if no prefetch has
+        if not self.is_ready:
+            self.is_ready = True
+            for replica in self.replicas:
+                replica.unshard()
+
+    def reshard(self) -> None:
+        """Frees the unsharded replicas."""
+        self.is_unsharding = self.is_ready = False
+        for replica in self.replicas:
+            replica.reshard()
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_missing(self) -> int:
+        """Number of trained parameters that have given no gradient in this micro-batch."""
+        return len(self._missing)
+
+    def begin_micro_batch(self) -> None:
+        self._missing = set(range(len(self._destinations)))
+        self.is_complete = False
+
+    def accumulate(self, number: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
+        """Takes the gradient of trained parameter ``number`` from one micro-batch, the step's first or a later one.
+
+        Raises:
+            UsageError: the parameter has given a gradient in this micro-batch before.
+        """
+        destination = self._destinations[number]
+        if number not in self._missing:
+            raise UsageError(
+                f"'{destination.name}' got a second gradient in one micro-batch; reentrant activation checkpointing "
+                f"does this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        destination.gradient.receive(destination.slot, grad, weight, is_first=is_first)
+        self._missing.discard(number)
+
+    def complete(self, *, is_first: bool) -> Iterator[list[Tensor]]:
+        """Takes zeros for the missing gradients; yields the gradients of each flat buffer, views of it."""
+        self.is_complete = True
+        missing = [self._destinations[number] for number in sorted(self._missing)]
+        for buffer in self.buffers:
+            slots = [found.slot for found in missing if found.gradient is buffer.gradient]
+            yield buffer.gradient.complete(slots, is_first=is_first)
+
+    def reduce(self, queue: ReductionQueue) -> None:
+        """Starts the reduction of each flat buffer; all ranks call in the same order."""
+        for buffer in self.buffers:
+            queue.start(buffer.gradient)
+
+    # -- the update --------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Checks that the model still computes with this group's tensors.
+
+        Raises:
+            ContractError: naming the parameter that was frozen, replaced or written to.
+        """
+        for replica in self.replicas:
+            replica.views.check()

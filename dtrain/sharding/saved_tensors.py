@@ -1,0 +1,77 @@
+"""The tensors that autograd saves in a forward over sharded weights: views of an unsharded replica by reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.sharding.group import ParameterGroup
+from dtrain.sharding.replicas import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A flat buffer of an unsharded replica."""
+
+    group: ParameterGroup
+    replica: Replica
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensorRef:
+    """Reference to a view of an unsharded replica, which autograd saves instead of the view."""
+
+    copy: _Copy
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SavedTensors:
+    """Saves views as references, which are resolved when backward needs them.
+
+    Hooks on the outputs of modules would miss outputs that are not tensors, and activation checkpointing.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, _Copy] = {}  # by address
+
+    def add(self, group: ParameterGroup) -> None:
+        """Saves views of ``group``, which is unsharded, as references from now on."""
+        for replica in group.replicas:
+            for number, copy in enumerate(replica.copies):
+                self._copies[copy.data_ptr()] = _Copy(group, replica, number)
+
+    def remove(self, group: ParameterGroup) -> None:
+        """Forgets the addresses of ``group``, which may be given to other tensors once it is resharded."""
+        for replica in group.replicas:
+            for copy in replica.copies:
+                self._copies.pop(copy.data_ptr(), None)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Saves a view of an unsharded replica as a reference, any other tensor with its version."""
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
+            found = self._copies.get(tensor.untyped_storage().data_ptr())
+            # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
+            if found is not None and tensor.dtype == found.replica.layout.dtype:
+                return SavedTensorRef(found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        # detached: autograd would keep an output alive that holds its own graph; the version is shared
+        return tensor.detach(), tensor._version
+
+    def unpack(self, saved: Any) -> Tensor:
+        """Returns the tensor; the group of a reference must be unsharded."""
+        if isinstance(saved, SavedTensorRef):
+            copies = saved.copy.replica.copies
+            return copies[saved.copy.number].as_strided(saved.size, saved.stride, saved.offset)
+        tensor: Tensor
+        tensor, version = saved
+        if tensor._version != version:  # torch checks this only without hooks
+            raise RuntimeError(
+                f"a tensor that backward needs was modified in place: {tensor.dtype} {list(tensor.shape)} is at "
+                f"version {tensor._version}, and was at version {version} in the forward"
+            )
+        return tensor

@@ -1,0 +1,159 @@
+"""The transports behind one interface: the gradient exchange, and a second axis of a mesh."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
+from dtrain.distributed.host_memory import HostMemory
+from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.setup import make_communicator
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.errors import DivergenceError
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+CPU = torch.device("cpu")
+SENDS = [
+    GradientSend("a", 24, torch.bfloat16, ((0, 20),)),
+    GradientSend("b", 60, torch.float32, ((0, 7), (8, 60))),
+    GradientSend("c", 12, torch.float16, ((1, 12),)),
+]
+
+
+def value(rank: int, micro_batch: int, index: int) -> float:
+    return 1.0 + rank + 4 * micro_batch + 32 * index
+
+
+def exchange_gradients(comm: Communicator, num_early: int) -> list[tuple[int, list[Tensor], list[float]]]:
+    """Returns (index, shards, weights) of each send of four micro-batches with a weight for each rank."""
+    exchange = comm.gradient_exchange(SENDS, num_early)
+    got: list[tuple[int, list[Tensor], list[float]]] = []
+    in_flight: deque[GradientHandle] = deque()
+
+    def finish() -> None:
+        handle = in_flight.popleft()
+        shards, weights = handle.wait()
+        again, _ = handle.wait()
+        assert all(torch.equal(shard, other) for shard, other in zip(shards, again, strict=True))
+        got.append((handle.number % len(SENDS), [shard.clone() for shard in shards], weights.tolist()))
+        handle.release()
+
+    for micro_batch in range(4):
+        exchange.begin(torch.tensor(0.1 + comm.rank + 10 * micro_batch))
+        for index in [2, 0, 1] if num_early else [0, 1, 2]:
+            gradient = exchange.open(index)
+            for start, stop in SENDS[index].filled:
+                gradient[start:stop] = value(comm.rank, micro_batch, index)
+        for index in range(len(SENDS)):
+            while in_flight and in_flight[0].number <= exchange.finish_first(index):
+                finish()
+            in_flight.append(exchange.send(index))
+    while in_flight:
+        finish()
+    assert exchange.idle()
+    return got
+
+
+def check_gradients(got: list[tuple[int, list[Tensor], list[float]]], rank: int, world: int) -> None:
+    assert len(got) == 4 * len(SENDS)
+    for number, (index, shards, weights) in enumerate(got):
+        micro_batch, send = number // len(SENDS), SENDS[index]
+        assert weights == [float(torch.tensor(0.1 + other + 10 * micro_batch)) for other in range(world)]
+        for other, shard in enumerate(shards):
+            whole = torch.zeros(send.numel, dtype=send.dtype)
+            for start, stop in send.filled:
+                whole[start:stop] = value(other, micro_batch, index)
+            assert torch.equal(shard, whole.view(world, -1)[rank]), (number, other)
+
+
+def exchange_over(rank: int, world: int, shared: bool) -> list[str]:
+    comm = make_communicator(dist.group.WORLD if world > 1 else None, CPU, shared_memory=shared)
+    assert type(comm) is (SingleRank if world == 1 else HostMemory if shared else ProcessGroup)
+    comm.schedule.begin_step()
+    check_gradients(exchange_gradients(comm, 0), rank, world)
+    log = list(comm.schedule.log)
+    check_gradients(exchange_gradients(comm, 1), rank, world)
+    return log
+
+
+@pytest.mark.parametrize(("world", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
+def test_every_rank_gets_its_shards_and_the_weights_of_all(world: int, shared: bool) -> None:
+    logs = run_ranks(world, exchange_over, shared)
+    assert all(log == logs[0] for log in logs)
+    entries = [entry for entry in logs[0] if not entry.startswith("gather_rows")]  # of the ring's allocation
+    # in shared memory the weights lie in the ready messages
+    weights = [] if shared and world > 1 else [f"all_gather(weights, {world} x float32)"]
+    sends = [f"all_to_all_single({s.label}, {s.numel} x {str(s.dtype).removeprefix('torch.')})" for s in SENDS]
+    assert entries == [*weights, *sends] * 4
+
+
+def collectives_over_axes(rank: int, world: int, shared: bool) -> dict[str, Any]:
+    """All collectives over both axes of a 2 x 2 mesh, in flight together."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    axes = {name: comm.over(mesh.get_group(name)) for name in ("replicate", "shard")}
+    assert all(axis.schedule is comm.schedule for axis in axes.values())
+    got: dict[str, Any] = {}
+    handles = []
+    for name, axis in axes.items():
+        shard = axis.allocate(3, torch.float32).fill_(rank)
+        flat = axis.allocate(4, torch.float32)
+        flat.copy_(torch.arange(4.0) + 10 * rank)
+        maximum = torch.tensor([float(rank)])
+        got[name] = {"gather": torch.empty(6), "sum": torch.empty(2), "max": maximum}
+        handles.append(axis.all_gather(got[name]["gather"], shard, label=f"weights over {name}"))
+        handles.append(axis.reduce_scatter_sum(got[name]["sum"], flat, label=f"gradients over {name}"))
+        handles.append(axis.all_reduce_max(maximum, label="maximum"))
+    total = torch.tensor([1.0 + rank])
+    rows = comm.gather_rows(total, label="all four")
+    for handle in handles:
+        handle.wait()
+    for name, axis in axes.items():
+        source = torch.tensor([float(rank)])
+        axis.broadcast(source, label="from the first")
+        got[name] |= {"text": axis.exchange_text(f"rank {rank}"), "first": float(source)}
+        check_gradients(exchange_gradients(axis, 1), axis.rank, 2)
+    got["all"] = rows.flatten().tolist()
+    got["hash"] = comm.schedule.hash
+    got["in place"] = [isinstance(axis, HostMemory) for axis in axes.values()]
+    comm.barrier()
+    return got
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_collectives_over_two_axes_of_a_mesh(shared: bool) -> None:
+    results = run_ranks(4, collectives_over_axes, shared)
+    members = {"replicate": [(0, 2), (1, 3)], "shard": [(0, 1), (2, 3)]}
+    for rank, got in enumerate(results):
+        assert got["all"] == [1.0, 2.0, 3.0, 4.0]
+        assert got["hash"] == results[0]["hash"]
+        assert got["in place"] == [shared, shared]
+        for name, groups in members.items():
+            first, second = pair = next(pair for pair in groups if rank in pair)
+            found = got[name]
+            assert found["gather"].tolist() == [first] * 3 + [second] * 3
+            start = 2 * pair.index(rank)
+            assert found["sum"].tolist() == [2.0 * e + 10 * (first + second) for e in range(start, start + 2)]
+            assert found["max"].item() == second
+            assert found["text"] == [f"rank {first}", f"rank {second}"]
+            assert found["first"] == first
+
+
+def unequal_permission(rank: int, world: int) -> str:
+    with pytest.raises(DivergenceError) as caught:
+        make_communicator(dist.group.WORLD, CPU, shared_memory=rank != 1)
+    return str(caught.value)
+
+
+def test_ranks_that_allow_different_transports_are_an_error() -> None:
+    message = "shared memory between ranks is allowed: True on rank 0, False on rank 1; give all ranks the same"
+    assert run_ranks(3, unequal_permission) == [message] * 3
