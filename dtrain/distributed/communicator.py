@@ -156,8 +156,8 @@ class GradientExchange(Protocol):
         """
 
     @abstractmethod
-    def finish_first(self, index: int) -> int:
-        """Returns the number of the send that must be finished before send ``index`` may start; -1: none.
+    def finish_first(self) -> int:
+        """Returns the number of the send that must be finished before the next one starts; negative: none.
 
         It depends on the sends alone, so all ranks wait for the same ones.
         """

@@ -65,19 +65,12 @@ class PrivateExchange(GradientExchange):
         number, self.num_started = self.num_started, self.num_started + 1
         return self._sends[index], self._opened.pop(index), number
 
-    def finish_first(self, index: int) -> int:
+    def finish_first(self) -> int:
         # by the sizes alone, which are equal on all ranks, so that all wait for the same sends
-        number = next_number(self.num_started, index, len(self._sends))
-        return max(number - 1 - self._num_kept[index], -1)
+        return self.num_started - 1 - self._num_kept[self.num_started % len(self._sends)]
 
     def idle(self) -> list[Tensor]:
         return self.pool.idle()
-
-
-def next_number(num_started: int, index: int, cycle: int) -> int:
-    """Returns the number of the next send of the flat buffer at ``index`` in the cycle."""
-    # sends go around in one order, so this one starts within a cycle from the next
-    return num_started + (index - num_started) % cycle
 
 
 def num_kept_in_flight(sizes: Sequence[int], index: int) -> int:

@@ -25,7 +25,7 @@ from dtrain.distributed.communicator import (
     byte_view,
     require_fp32,
 )
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, BufferPool, next_number
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, BufferPool
 from dtrain.distributed.logging import logger
 from dtrain.distributed.process_group import ProcessGroup, all_gather_single, named_failure, sum_in_order
 from dtrain.distributed.ring import RingSchedule
@@ -233,7 +233,7 @@ class RingExchange(GradientExchange):
         self._schedule = schedule
         self._pool = BufferPool(comm.device)
         self._gaps = [_gaps(send) for send in sends]
-        self._private: dict[int, Tensor] = {}  # opened outside the ring, by index
+        self._opened: dict[int, tuple[int, Tensor | None]] = {}  # number and private memory, by index
         self._num_started = 0
         self._num_finished = 0
         self._weight = 0  # its bits
@@ -243,24 +243,27 @@ class RingExchange(GradientExchange):
 
     def open(self, index: int) -> Tensor:
         send = self._sends[index]
-        number = next_number(self._num_started, index, self._schedule.cycle)
+        # sends go around in one order, so this one starts within a cycle from the next
+        number = self._num_started + (index - self._num_started) % self._schedule.cycle
         if self._schedule.slot(number).free_after >= self._num_finished:
-            self._private[index] = self._pool.take(send.filled, send.numel, send.dtype)
-            return self._private[index]
+            private = self._pool.take(send.filled, send.numel, send.dtype)
+            self._opened[index] = number, private
+            return private
+        self._opened[index] = number, None
         gradient = self._slot(number, send)
         for start, stop in self._gaps[index]:  # other gradients have used this slot, and the owners sum the gaps too
             gradient[start:stop].zero_()
         return gradient
 
-    def finish_first(self, index: int) -> int:
-        return self._schedule.finish_first(next_number(self._num_started, index, self._schedule.cycle))
+    def finish_first(self) -> int:
+        return self._schedule.finish_first(self._num_started)
 
     def send(self, index: int) -> GradientHandle:
         send, number = self._sends[index], self._num_started
-        if self._schedule.finish_first(number) >= self._num_finished:
+        if self.finish_first() >= self._num_finished:
             raise RuntimeError(f"send {number} starts before finish_first: {self._num_finished} sends are finished")
-        gradient = self._slot(number, send)
-        private = self._private.pop(index, None)
+        opened, private = self._opened.pop(index)
+        gradient = self._slot(opened, send)
         if private is not None:
             gradient.copy_(private)
             self._pool.give(send.filled, private)

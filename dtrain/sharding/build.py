@@ -52,6 +52,7 @@ from dtrain.sharding.placement import Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica, ShardedReplica
+from dtrain.sharding.storage_pool import StoragePool
 from dtrain.sharding.unshard import UnshardScheduler
 
 
@@ -120,7 +121,12 @@ def build(model: nn.Module, contract: Contract, comm: Communicator, options: Sha
     scheduler = None
     if any(isinstance(replica, ShardedReplica) for group in groups for replica in group.replicas):
         scheduler = UnshardScheduler(
-            model, groups, comm, reshard_after_forward=options.reshard_after_forward, prefetch=options.prefetch
+            model,
+            groups,
+            comm,
+            replicas.pool,
+            reshard_after_forward=options.reshard_after_forward,
+            prefetch=options.prefetch,
         )
     scales = _scales(replicas.table, buffers, contract, comm)
     return ShardedModel(groups, arena, reducer, scales, scheduler, comm)
@@ -181,6 +187,7 @@ class _Replicas:
         self._comm = comm
         self._placements = placements
         self.table = ScaleTable(layouts, rowwise, comm.device)
+        self.pool = StoragePool(comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         separate = [placements.master.segment(layout, comm.rank) for layout in layouts if layout.dtype != torch.float32]
         numel = sum(segment.numel for segment in separate)
@@ -209,8 +216,10 @@ class _Replicas:
 
     def _replica(self, layout: FlatLayout) -> Replica:
         is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
-        replica = Replica if is_whole else ShardedReplica
-        return replica(layout, self._views(layout, is_whole), self._comm, self._placements)
+        views = self._views(layout, is_whole)
+        if is_whole:
+            return Replica(layout, views, self._comm, self._placements)
+        return ShardedReplica(layout, views, self._comm, self._placements, self.pool)
 
     def _views(self, layout: FlatLayout, is_whole: bool) -> ParameterViews:
         if layout.dtype != E4M3:

@@ -132,7 +132,7 @@ class RoundedGradient(AccumulatedGradient):
         self._weights = [Weight(torch.ones((), device=full.device), is_one=True)] * comm.world_size  # are in the sums
 
     def finish_first(self, number: int) -> int:
-        return self._exchange.finish_first(self._index)
+        return self._exchange.finish_first()
 
     def reduce(self) -> None:
         self._exchange.open(self._index).copy_(self._full)
@@ -190,7 +190,7 @@ class ExchangedGradient(FlatGradient):
         return views
 
     def finish_first(self, number: int) -> int:
-        return self._exchange.finish_first(self._index)
+        return self._exchange.finish_first()
 
     def reduce(self) -> None:
         self._views = []  # the next micro-batch takes another buffer while this one is read

@@ -12,6 +12,7 @@ from dtrain.errors import ContractError
 from dtrain.parameters.local_shards import require_trained
 from dtrain.sharding.layout import FlatLayout
 from dtrain.sharding.placement import Placements
+from dtrain.sharding.storage_pool import StoragePool
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -170,9 +171,24 @@ class Replica:
 class ShardedReplica(Replica):
     """Compute replica of which each rank holds its shard; the whole exists only while it is unsharded.
 
-    Every unshard allocates new copies, so tensors that a caller kept do not change. While the replica is sharded, the
-    copies are empty.
+    Every unshard takes memory that nobody holds, so tensors that a caller kept do not change. While the replica is
+    sharded, the copies are empty.
+
+    Args:
+        layout, views, comm, placements: as above.
+        pool: memory of the copies.
     """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        views: ParameterViews,
+        comm: Communicator,
+        placements: Placements,
+        pool: StoragePool,
+    ) -> None:
+        super().__init__(layout, views, comm, placements)
+        self._pool = pool
 
     def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
         self._pending: list[Handle] = []
@@ -186,7 +202,7 @@ class ShardedReplica(Replica):
     def start_unshard(self) -> None:
         with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
-            self.copies = [local.new_empty(self.layout.numel) for local in self.local]
+            self.copies = [self._pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
         self._pending = self._start_all_gather()
 
     def unshard(self) -> None:
@@ -198,6 +214,8 @@ class ShardedReplica(Replica):
         """Frees the whole flat buffer; waits for an all-gather in flight first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
+        for copy in self.copies:
+            self._pool.give(copy)
         with torch.inference_mode(False):
             self.copies = [local.new_empty(0) for local in self.local]
 

@@ -22,14 +22,15 @@ def trace(rank: int, world: int, stage: int) -> list[str]:
     events: list[str] = []
     for name, parameter in engine.module.named_parameters():
         parameter.register_hook(lambda _, name=name: events.append(f"grad {name}"))
-    for verb in ("all_to_all_single", "reduce_scatter_sum", "all_reduce_sum"):
-        original = getattr(engine.comm, verb)
+    schedule = engine.comm.schedule
+    record = schedule.record
 
-        def traced(*args: object, _original: object = original, **kwargs: object) -> object:
-            events.append(f"reduce {kwargs['label']}")
-            return _original(*args, **kwargs)  # type: ignore[operator]
+    def traced(op: str, label: str, tensor: torch.Tensor) -> str:
+        if op in ("all_to_all_single", "reduce_scatter_sum"):
+            events.append(f"reduce {label}")
+        return record(op, label, tensor)
 
-        setattr(engine.comm, verb, traced)
+    schedule.record = traced
     forward_backward(engine, run, 0)
     engine.step()
     return events

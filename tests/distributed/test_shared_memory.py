@@ -285,8 +285,9 @@ def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str,
         rng = random.Random(rank)
         engine = dtrain.initialize(Deep(), seed=0, comm=communicator(shared=shared), **options)
         assert isinstance(engine, NativeEngine)
-        assert (engine.state._gradient_buffers._ring_memory is not None) == shared
-        assert engine.comm.is_shared(engine.state.master) == (shared and "zero_stage" in options)
+        assert isinstance(engine.sharded._arena.exchange, RingExchange) == shared
+        master = next(engine.local_shards("master")).data
+        assert is_shared(engine.comm, master) == (shared and "zero_stage" in options)
         for step in range(6):
             order = list(range(8)) if step % 2 else [3, 1, 7, 0, 2, 6, 5, 4]
             for micro in engine.accumulate(range(3)):

@@ -54,7 +54,7 @@ def exchange_gradients(comm: Communicator, num_early: int) -> list[tuple[int, li
             for start, stop in SENDS[index].filled:
                 gradient[start:stop] = value(comm.rank, micro_batch, index)
         for index in range(len(SENDS)):
-            while in_flight and in_flight[0].number <= exchange.finish_first(index):
+            while in_flight and in_flight[0].number <= exchange.finish_first():
                 finish()
             in_flight.append(exchange.send(index))
     while in_flight:

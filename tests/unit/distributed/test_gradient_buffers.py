@@ -40,7 +40,7 @@ def test_number_in_flight_depends_on_the_sizes_alone(limit: int, numels: tuple[i
     for number in range(len(in_flight)):
         index = number % len(numels)
         made.open(index)
-        while handles and handles[0].number <= made.finish_first(index):
+        while handles and handles[0].number <= made.finish_first():
             handles.popleft().release()
         handles.append(made.send(index))
         assert handles[-1].number == number

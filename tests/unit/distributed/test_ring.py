@@ -176,7 +176,7 @@ def simulate(
             handle.release()
 
         def launch(index: int, stamp: float, micro_batch: int) -> None:
-            while in_flight and in_flight[0][0].number <= exchange.finish_first(index):
+            while in_flight and in_flight[0][0].number <= exchange.finish_first():
                 finish()
             in_flight.append((exchange.send(index), index, stamp, micro_batch))
 
@@ -262,7 +262,7 @@ def test_a_send_that_breaks_the_rule_is_refused() -> None:
         exchange.open(number)
         exchange.send(number)
     exchange.open(0)
-    assert exchange.finish_first(0) >= 0
+    assert exchange.finish_first() >= 0
     with pytest.raises(RuntimeError, match="send 2 starts before finish_first: 0 sends are finished"):
         exchange.send(0)
 
