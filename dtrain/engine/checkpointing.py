@@ -118,7 +118,6 @@ class Checkpointer:
                 "attempted_steps": engine.attempted_steps,
                 "applied_steps": self._finalizer.applied_steps,
                 "loss_scale": self._finalizer.scale.to_dict(),
-                **engine.saved_state(),
             },
             "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
             "data_cursor": engine.data_cursor,
@@ -198,7 +197,6 @@ class Checkpointer:
         _warn_of_other_bits(reader, engine)
         finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
         finalizer.skips.reset()  # skips before the load say nothing about the loaded weights
-        engine.restore_state(saved)  # the masters are filled by now, from which an engine may derive its state
         engine.data_cursor = int(reader.state["data_cursor"])
         seed = reader.state["rng"]["seed"]
         if seed is not None:  # an imported model has none

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 from weakref import WeakSet
 
 import torch
@@ -140,10 +139,3 @@ class StateEngine(Engine):
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
         for name, parameter in self.frozen.items():
             check_frozen(name, parameter, self.contract.replica_dtypes[name])
-
-    def saved_state(self) -> dict[str, Any]:
-        """Returns what a checkpoint's ``engine_state`` holds of this engine alone; plain values."""
-        return {}
-
-    def restore_state(self, saved: Mapping[str, Any]) -> None:
-        """Restores what :meth:`saved_state` returned, if ``saved`` has it; the masters are loaded by then."""
