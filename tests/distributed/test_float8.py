@@ -183,7 +183,7 @@ def skipped(rank: int, world: int, recipe: str) -> list[Any]:
     train(engine, [0, 1, 2])
 
     def state() -> dict[str, Tensor]:
-        kinds = {kind: arena for kind, arena in engine.state.storages().items() if kind in ("master", "moments")}
+        kinds = {kind: engine._held(kind) for kind in engine.saved_dtypes}
         return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | copies(engine)
 
     before = state()

@@ -82,8 +82,8 @@ def faults_of(engine: NativeEngine) -> list[Fault]:
 
 
 def snapshot(engine: NativeEngine) -> list[Tensor]:
-    storages = engine.state.storages()
-    return [tensor.clone() for kind in ("master", "moments", "compute") for tensor in storages[kind]]
+    trained = (tensor for kind in engine.saved_dtypes for tensor in engine._held(kind))
+    return [tensor.clone() for tensor in (*trained, *engine._storages()["compute"])]
 
 
 def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:

@@ -155,8 +155,8 @@ def attempt(engine: NativeEngine, kind: str) -> StepOutcome:
 
 
 def states(engine: NativeEngine) -> list[Tensor]:
-    storages = engine.state.storages()
-    return [tensor for kind in ("master", "moments", "compute") for tensor in storages[kind]]
+    trained = [tensor for kind in engine.saved_dtypes for tensor in engine._held(kind)]
+    return [*trained, *engine._storages()["compute"]]
 
 
 def test_on_cpu_a_step_is_finalized_at_once() -> None:
