@@ -21,7 +21,10 @@ class SampleSource(Protocol):
     def num_samples(self) -> int: ...
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
-        """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0."""
+        """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0.
+
+        Among them ``targets``: a target of -100 does not count in the loss.
+        """
 
 
 @dataclass(eq=False)
@@ -59,15 +62,15 @@ class BatchLoader:
 
 def validation_batches(
     source: SampleSource, micro_batch_size: int, num_batches: int, rank: int = 0, world_size: int = 1
-) -> Iterator[tuple[dict[str, Tensor], int]]:
+) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Yields this rank's share of the first ``num_batches`` micro-batches of ``source`` in a fixed shuffled order.
 
     Micro-batch ``m`` belongs to rank ``m % world_size``. No sample is used twice: a small source gives fewer
     micro-batches, and the last one may be smaller.
 
     Yields:
-        (micro-batch, weight): ``weight`` is its number of samples. All ranks get the same number of items, because a
-        forward may contain collectives. A rank without a micro-batch gets the first one again, with weight 0.
+        (micro-batch, whether it counts). All ranks get the same number of items, because a forward may contain
+        collectives. A rank without a micro-batch gets the first one again, which does not count.
     """
     total = min(num_batches, -(-source.num_samples // micro_batch_size))
     end = min(total * micro_batch_size, source.num_samples)
@@ -76,4 +79,4 @@ def validation_batches(
         start = index * micro_batch_size if index < total else 0
         ids = np.arange(start, min(start + micro_batch_size, end), dtype=np.int64)
         batch = source.batch(sample_ids(_VALIDATION_SEED, ids, source.num_samples))
-        yield batch, len(ids) if index < total else 0
+        yield batch, index < total

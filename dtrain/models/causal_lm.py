@@ -22,6 +22,7 @@ from dtrain.errors import ConfigError
 from dtrain.sharding.layout import round_up
 
 IGNORE_INDEX = -100
+"""A target that does not count in the loss."""
 
 _INIT_STD = 0.02
 
@@ -47,6 +48,11 @@ def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
     # not reduction="mean", which is NaN if all targets are ignored
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
     return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
+
+
+def num_targets(targets: Tensor) -> int:
+    """Returns how many of ``targets``, in host memory, count in the loss."""
+    return int((targets != IGNORE_INDEX).sum())
 
 
 def padded_vocab_size(vocab_size: int) -> int:

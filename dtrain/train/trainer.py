@@ -19,7 +19,8 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
-from dtrain.errors import CheckpointError, ModelError, NonFiniteError
+from dtrain.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
@@ -29,7 +30,7 @@ TOKENS = "tokens"
 """Key in a checkpoint's extra: tokens of the applied steps, whose batch sizes may have differed."""
 
 Outcome = TypeVar("Outcome")
-Validation = Callable[[], Iterator[tuple[dict[str, Tensor], int]]]
+Validation = Callable[[], Iterator[tuple[dict[str, Tensor], bool]]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class TrainingData:
 
     Attributes:
         loader: this rank's micro-batches, from the engine's data cursor on.
-        validation: returns a new iterator over this rank's validation micro-batches and their weights.
+        validation: returns a new iterator over this rank's validation micro-batches, and whether each one counts.
         tokens_per_step: tokens of one global batch.
         tokens_before: tokens on which the engine was trained before.
     """
@@ -138,12 +139,23 @@ class Trainer:
         engine = self._engine
         batch = next(self._data.loader)
         for micro in engine.accumulate(batch):
-            engine.backward(engine(**to_device(micro, engine.device)))
+            weight = self._weight(micro)
+            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
         if self._stop.requested:
             engine.request_stop()
         outcome = self._retry_if_stopping(engine.step)
         engine.data_cursor = self._data.loader.cursor
         return outcome
+
+    def _weight(self, micro: dict[str, Tensor]) -> float:
+        """Returns a weight in proportion to the targets that count, so that the global loss is the mean over them.
+
+        Divided by a micro-batch's tokens, the same number on all ranks: if every target counts, weights are exactly 1,
+        and no gradient need be multiplied.
+        """
+        data = self._data
+        num_tokens = data.tokens_per_step * data.loader.micro_batch_size / data.loader.global_batch_size
+        return num_targets(micro["targets"]) / num_tokens
 
     def _retry_if_stopping(self, action: Callable[[], Outcome]) -> Outcome:
         """Calls ``action``, and once more if it raises the failure of an earlier save while any rank wants to stop.
@@ -273,29 +285,38 @@ def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tenso
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], int]]) -> float:
-    """Weighted mean loss over the micro-batches of all ranks, of which each rank has the same number.
+def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], bool]]) -> float:
+    """Mean loss over the targets of all ranks' micro-batches, of which each rank has the same number.
 
     One small all-gather; the FP64 sum is in the order of the micro-batches, independent of the world size.
 
+    Args:
+        batches: micro-batches, and whether each one counts.
+
     Raises:
         ModelError: the model returns no loss.
+        ConfigError: there is no target that counts.
     """
     rows: list[Tensor] = []
     with engine.eval():
-        for micro, weight in batches:
+        for micro, counts in batches:
             output = engine(**to_device(micro, engine.device))
             loss = find_loss(output)
             if loss is None:
                 raise ModelError(
                     f"a model must return its loss in eval mode too; got a {type(output).__name__} without one"
                 )
+            weight = num_targets(micro["targets"]) if counts else 0
             # filled in on the device: new_tensor would copy the number there and wait
-            rows.append(torch.stack((loss.double() * weight, loss.new_full((), weight, dtype=torch.float64))))
+            total = loss.double() * weight if weight else loss.new_zeros((), dtype=torch.float64)  # not NaN x 0
+            rows.append(torch.stack((total, loss.new_full((), weight, dtype=torch.float64))))
     gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")
     # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
     totals, weights = gathered.view(engine.world_size, -1, 2).transpose(0, 1).reshape(-1, 2).unbind(1)
-    return float(sum(totals.tolist())) / float(sum(weights.tolist()))
+    num_counted = sum(weights.tolist())
+    if not num_counted:
+        raise ConfigError("no target of the validation data counts in the loss; check how the targets are masked")
+    return float(sum(totals.tolist()) / num_counted)
 
 
 def _due(step: int, every: int) -> bool:

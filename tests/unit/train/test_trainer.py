@@ -40,7 +40,8 @@ class _Source:
     num_samples = 50
 
     def batch(self, sample_ids: Any) -> dict[str, Tensor]:
-        return {"x": torch.from_numpy(np.asarray(sample_ids))}
+        x = torch.from_numpy(np.asarray(sample_ids))
+        return {"x": x, "targets": x}
 
 
 class _Stop(StopSignals):
@@ -84,11 +85,12 @@ class _CountingEngine:
     def accumulate(self, batch: list[Any]) -> Iterator[Any]:
         yield from batch
 
-    def __call__(self, x: Tensor) -> dict[str, Tensor]:
+    def __call__(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"loss": x.double().mean().float()}
 
-    def backward(self, output: dict[str, Tensor]) -> None:
+    def backward(self, output: dict[str, Tensor], *, weight: float) -> None:
         assert output["loss"].dim() == 0
+        assert weight == 1.0
 
     def request_stop(self) -> None:
         self._stop = True
@@ -135,7 +137,7 @@ class _CountingEngine:
         when_busy: str,
     ) -> Path | None:
         assert (config, retention) == ({"c": 1}, RETENTION)
-        assert extra == {"e": 1, "tokens": 1000 + 10 * (self.applied_steps - self.loaded_steps)}
+        assert extra == {"e": 1, "tokens": 1000 + _BATCH * (self.applied_steps - self.loaded_steps)}
         if when_busy == "skip" and self.is_saving():
             return None
         self._raise_failure()
@@ -188,14 +190,14 @@ def _train(
     elif stop_at is not None:
         backward = engine.backward
 
-        def interrupted(output: dict[str, Tensor]) -> None:
+        def interrupted(output: dict[str, Tensor], *, weight: float) -> None:
             stop.wanted = engine.attempted_steps + 1 >= stop_at
-            backward(output)
+            backward(output, weight=weight)
 
         engine.backward = interrupted  # type: ignore[method-assign]
     trainer = Trainer(
         cast(Engine, engine),
-        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=10, tokens_before=1000),
+        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=_BATCH, tokens_before=1000),
         TrainConfig(**config),
         SaveOptions(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
         stop=stop,
@@ -293,10 +295,10 @@ def _fails_in_step(engine: _CountingEngine, step: int) -> None:
     """Makes the running save fail in the backward of ``step``."""
     backward = engine.backward
 
-    def failing(output: dict[str, Tensor]) -> None:
+    def failing(output: dict[str, Tensor], *, weight: float) -> None:
         if engine.attempted_steps + 1 == step:
             engine.failure = _FAILURE
-        backward(output)
+        backward(output, weight=weight)
 
     engine.backward = failing  # type: ignore[method-assign]
 
@@ -347,10 +349,10 @@ def test_a_failing_run_leaves_no_thread(error: Exception, event: str) -> None:
     engine = _CountingEngine()
     backward = engine.backward
 
-    def broken(output: dict[str, Tensor]) -> None:
+    def broken(output: dict[str, Tensor], *, weight: float) -> None:
         if engine.attempted_steps == 4:
             raise error
-        backward(output)
+        backward(output, weight=weight)
 
     engine.backward = broken  # type: ignore[method-assign]
     with pytest.raises(type(error)) as raised:
@@ -390,9 +392,9 @@ def test_every_skip_is_logged_with_its_culprit() -> None:
     engine = _CountingEngine(skip=(2, 5))
     result, sink = _train(engine, steps=6, log_every=6, eval_every=0, save_every=0)
     assert [(m.step, m.applied, m.skipped_steps, m.tokens) for m in sink.steps] == [
-        (2, False, 1, 1010),
-        (5, False, 2, 1030),
-        (6, True, 2, 1040),
+        (2, False, 1, 1004),
+        (5, False, 2, 1012),
+        (6, True, 2, 1016),
     ]
     assert sink.steps[0].reason == "overflow"
     assert sink.steps[0].culprit == "reduced gradient of 'head'[2:5] not finite (3 NaN) on rank 1"
@@ -400,7 +402,7 @@ def test_every_skip_is_logged_with_its_culprit() -> None:
     assert (sink.steps[0].evidence["start"], sink.steps[0].evidence["num_nan"]) == (2, 3)
     assert sink.steps[2].culprit is None
     assert result.train_loss == 1 / 6
-    assert result.tokens == 1040
+    assert result.tokens == 1016
 
 
 _CADENCE = {"steps": 11, "log_every": 4, "eval_every": 6, "save_every": 9}
@@ -427,7 +429,7 @@ def test_a_stop_is_noticed_by_the_next_step(stop_at: int, last: int) -> None:
     engine = _CountingEngine(is_synchronous=False)
     result, _ = _train(engine, stop_at=stop_at, steps=9, log_every=4, eval_every=0, save_every=0)
     assert not result.finished
-    assert result.tokens == 1000 + 10 * last
+    assert result.tokens == 1000 + _BATCH * last
     assert engine.attempted_steps == last
     assert engine.events == [f"save {last}"]
 
@@ -451,8 +453,8 @@ def test_the_skip_that_ends_the_run_is_reported_once(where: str) -> None:
             return LazyOutcome(lambda: outcome, end)
         return end() if where == "step" else outcome
 
-    def ending_backward(output: dict[str, Tensor]) -> None:
-        backward(output)
+    def ending_backward(output: dict[str, Tensor], *, weight: float) -> None:
+        backward(output, weight=weight)
         if engine.attempted_steps == 3:
             end()
 
@@ -542,6 +544,6 @@ def test_validation_loss_has_the_same_bits_at_any_world_size() -> None:
 
 def test_a_model_without_a_loss_is_named() -> None:
     engine = _CountingEngine()
-    engine.__class__ = type("Lossless", (_CountingEngine,), {"__call__": lambda self, x: {"logits": x}})
+    engine.__class__ = type("Lossless", (_CountingEngine,), {"__call__": lambda self, x, targets: {"logits": x}})
     with pytest.raises(ModelError, match=r"must return its loss .*got a dict"):
         validation_loss(cast(Engine, engine), validation_batches(_Source(), 2, 1))
