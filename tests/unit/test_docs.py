@@ -29,11 +29,19 @@ def test_code_blocks_run(page: str) -> None:
     exec(compile(code, page, "exec"), {"__name__": page})  # noqa: S102 - the documents are ours
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of ``page`` may name, as GitHub forms it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=relative_name)
-def test_linked_files_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+def test_linked_files_and_headings_exist(page: Path) -> None:
+    for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http://", "https://")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+            linked = page.parent / target if target else page
+            assert linked.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=relative_name)
