@@ -203,10 +203,17 @@ class Communicator(Protocol):
         """
 
     @abstractmethod
-    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+    def reduce_scatter_sum(
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+    ) -> Handle:
         """Starts the sum of ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's shard. Both FP32.
 
         ``output`` may be this rank's slice of ``flat``, because no other rank reads that slice.
+
+        Args:
+            output, flat: see above.
+            label: name in messages.
+            dtype: to which each rank's part is rounded before it is sent; sums are FP32.
         """
 
     @abstractmethod

@@ -72,12 +72,15 @@ class HostMemory(ProcessGroup):
         what = self.schedule.record("all_gather", label, output)
         return _CopyRead(self.announce(what, byte_view(shard)), byte_view(output))
 
-    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+    def reduce_scatter_sum(
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+    ) -> Handle:
         if not self.is_shared(flat):
-            return super().reduce_scatter_sum(output, flat, label=label)
+            return super().reduce_scatter_sum(output, flat, label=label, dtype=dtype)
         require_fp32("reduce_scatter_sum", flat)
-        what = self.schedule.record("all_to_all_single", label, flat)
-        return _SumRead(self.announce(what, flat), output, self.rank)
+        # rounded by its reader, so in no memory of its own
+        what = self.schedule.record("all_to_all_single", label, torch.empty_like(flat, dtype=dtype, device="meta"))
+        return _SumRead(self.announce(what, flat), output, self.rank, dtype)
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if sends:
@@ -206,12 +209,13 @@ class _CopyRead(_Read):
 
 
 class _SumRead(_Read):
-    def __init__(self, announcement: Announcement, output: Tensor, rank: int) -> None:
+    def __init__(self, announcement: Announcement, output: Tensor, rank: int, dtype: torch.dtype) -> None:
         super().__init__(announcement, output)
         self._rank = rank
+        self._dtype = dtype
 
     def _use(self, tensors: list[Tensor]) -> None:
-        sum_in_order(self._output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors])
+        sum_in_order(self._output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors], self._dtype)
 
 
 class RingExchange(GradientExchange):

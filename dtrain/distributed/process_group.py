@@ -64,11 +64,13 @@ class ProcessGroup(Communicator):
         what = self.schedule.record("all_gather", label, output)
         return self._start(what, all_gather_single, byte_view(output), byte_view(shard))
 
-    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+    def reduce_scatter_sum(
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+    ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
-        if self.device.type == "cpu":
-            received = torch.empty_like(flat)
-            arrival = self.all_to_all_single(received, flat, label=label)
+        if self.device.type == "cpu" or dtype != torch.float32:  # else the backend would sum in ``dtype``
+            received = torch.empty_like(flat, dtype=dtype)
+            arrival = self.all_to_all_single(received, flat.to(dtype), label=label)
             return _RowSum(arrival, received.view(self.world_size, -1).unbind(), output)
         what = self.schedule.record("reduce_scatter_sum", label, flat)
         return self._start(what, reduce_scatter_single, output, flat)
@@ -165,7 +167,7 @@ class _RowSum:
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
             arrival.wait()
-            sum_in_order(self._output, self._rows)
+            sum_in_order(self._output, self._rows, self._rows[0].dtype)
             self._rows = []
 
 
@@ -254,13 +256,17 @@ def named_failure(what: str) -> Iterator[None]:
         ) from error
 
 
-def sum_in_order(output: Tensor, rows: Sequence[Tensor]) -> None:
-    """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n], which may be one of them."""
+def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n] FP32, which may be one of them.
+
+    Each row is rounded to ``dtype`` first, which does nothing if it is the row's own.
+    """
     first, *middle, last = rows
-    scratch = torch.empty(min(_BLOCK, output.numel()), dtype=output.dtype)
-    for start in range(0, output.numel(), _BLOCK):
-        block = slice(start, start + _BLOCK)
-        total = first[block]
+    size = min(_BLOCK, output.numel()) if output.device.type == "cpu" else output.numel()
+    scratch = torch.empty(size, dtype=output.dtype, device=output.device)
+    for start in range(0, output.numel(), size):
+        block = slice(start, start + size)
+        total = first[block].to(dtype).to(output.dtype)
         for row in middle:
-            total = torch.add(total, row[block], out=scratch[: total.numel()])
-        torch.add(total, last[block], out=output[block])
+            total = torch.add(total, row[block].to(dtype), out=scratch[: total.numel()])
+        torch.add(total, last[block].to(dtype), out=output[block])

@@ -46,7 +46,9 @@ class SingleRank(Communicator):
             output.copy_(shard)
         return Completed()
 
-    def reduce_scatter_sum(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+    def reduce_scatter_sum(
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+    ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
         self.schedule.record("reduce_scatter_sum", label, flat)
         if output.data_ptr() != flat.data_ptr():

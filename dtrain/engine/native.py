@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.config.engines import Native
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import MAIN_GRAD
@@ -21,8 +22,8 @@ from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars
 from dtrain.optim.rules import rule_of
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.build import ShardingOptions, grad_dtype
 from dtrain.sharding.build import build as build_sharded
+from dtrain.sharding.build import grad_dtype
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES, memory_formula
@@ -33,17 +34,10 @@ if TYPE_CHECKING:
 
 def build(request: EngineRequest) -> Engine:
     """Builds the engine; the model's trainable parameters become views of its compute replicas."""
-    step, options = request.step, request.engine
-    sharding = ShardingOptions(
-        STAGES[step.zero_stage],
-        step.reproducible,
-        options.groups,
-        options.unshard.keep_gathered,
-        options.unshard.reshard_after_forward,
-        options.unshard.prefetch,
-        rule_of(step.optimizer).states,
-    )
-    return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, sharding))
+    options = request.step.engine
+    assert isinstance(options, Native)
+    states = rule_of(request.step.optimizer).states
+    return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, options, states))
 
 
 class NativeEngine(StepEngine):

@@ -13,14 +13,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.distributed.communicator import Communicator, GradientSend
+from dtrain.config.engines import Native
+from dtrain.distributed.communicator import Communicator, GradientExchange, GradientSend
 from dtrain.distributed.gradient_buffers import num_kept_in_flight
 from dtrain.optim.rule import StateSpec
 from dtrain.parameters.groups import (
@@ -35,20 +35,13 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.weights import TransposeSet
 from dtrain.sharding.accumulate import RunningSum, TreeSum
-from dtrain.sharding.arena import Arena, split
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
-from dtrain.sharding.gradients import (
-    AccumulatedGradient,
-    ExchangedGradient,
-    FlatGradient,
-    ReductionQueue,
-    RoundedGradient,
-)
+from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient, ReductionQueue
 from dtrain.sharding.group import FlatBuffer, ParameterGroup
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
-from dtrain.sharding.placement import Placements
+from dtrain.sharding.placement import STAGES
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica, ShardedReplica
@@ -56,244 +49,195 @@ from dtrain.sharding.storage_pool import StoragePool
 from dtrain.sharding.unshard import UnshardScheduler
 
 
-@dataclass(frozen=True)
-class ShardingOptions:
-    """How a model is sharded.
-
-    Attributes:
-        placements: a row of the stage table.
-        reproducible: sum micro-batch gradients along the canonical tree.
-        units: see :func:`dtrain.parameters.groups.find_groups`.
-        keep_gathered: name patterns of modules and parameters that join the root group.
-        reshard_after_forward: see :class:`dtrain.sharding.unshard.UnshardScheduler`, as ``prefetch``.
-        states: the optimizer's states.
-    """
-
-    placements: Placements
-    reproducible: bool
-    units: str | Sequence[str]
-    keep_gathered: Sequence[str]
-    reshard_after_forward: bool
-    prefetch: int
-    states: Sequence[StateSpec]
-
-
-def build(model: nn.Module, contract: Contract, comm: Communicator, options: ShardingOptions) -> ShardedModel:
+def build(
+    model: nn.Module, contract: Contract, comm: Communicator, options: Native, states: Sequence[StateSpec]
+) -> ShardedModel:
     """Moves a model's trained parameters into flat buffers and FP32 masters; all ranks call.
 
     Args:
         model: on its device; its parameters become views of the replicas.
         contract: the replica dtype of every parameter.
         comm: the ranks that share the states.
-        options: how.
+        options: stage, units of sharding, reproducibility, and when stage 3 unshards and reshards.
+        states: the optimizer's states.
     """
-    trained, frozen = (_find_groups(model, contract, options, frozen=frozen) for frozen in (False, True))
-    decayed = decayed_names(model)
-    layouts = [layout for group in trained for layout in _layouts(group, contract, comm, decayed)]
-    segments = [options.placements.master.segment(layout, comm.rank) for layout in layouts]
-    rowwise = contract.policy.float8.recipe == "rowwise"
-    replicas = _Replicas(dict(model.named_parameters()), contract, comm, options.placements, layouts, rowwise)
-    stored = [replicas.trained(segment) for segment in segments]
-    arena, gradients = _gradients(segments, trained, contract, comm, options)
-    buffers = [
-        FlatBuffer(segment, replica, master, dict(zip(arena.states, states, strict=True)), gradient)
-        for segment, (replica, master), gradient, *states in zip(
-            segments, stored, gradients, *(split(state, segments) for state in arena.states.values()), strict=True
-        )
-    ]
-    kept = [replica for group in frozen for replica in replicas.frozen(group)]
-    order = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    names = sorted({group.name for group in (*trained, *frozen)}, key=order.index)
-    groups = [
-        ParameterGroup(
-            name,
-            [buffer for buffer in buffers if buffer.layout.group == name],
-            [replica for replica in kept if replica.layout.group == name],
-        )
-        for name in names
-    ]
-    groups = [group for group in groups if group.replicas]
-    by_name = {group.name: group for group in groups}
-    backward = [by_name[trained[index].name] for index in backward_order(trained)]
-    every_micro_batch = any(isinstance(gradient, ExchangedGradient) for gradient in gradients)
-    queue = ReductionQueue(len(buffers), arena.exchange, every_micro_batch=every_micro_batch)
-    reducer = GradientReducer(backward, queue)
+    builder = _Builder(model, contract, comm, options)
+    buffers, exchange = builder.buffers(states)
+    groups = builder.groups(buffers)
+    order = [builder.trained[index].name for index in backward_order(builder.trained)]
+    backward = sorted((group for group in groups if group.buffers), key=lambda group: order.index(group.name))
+    reducer = GradientReducer(backward, ReductionQueue(len(buffers), exchange))
     scheduler = None
     if any(isinstance(replica, ShardedReplica) for group in groups for replica in group.replicas):
+        reshards, prefetch = options.reshard_after_forward, options.prefetch
         scheduler = UnshardScheduler(
-            model,
-            groups,
-            comm,
-            replicas.pool,
-            reshard_after_forward=options.reshard_after_forward,
-            prefetch=options.prefetch,
+            model, groups, comm, builder.pool, reshard_after_forward=reshards, prefetch=prefetch
         )
-    scales = _scales(replicas.table, buffers, contract, comm)
-    return ShardedModel(groups, arena, reducer, scales, scheduler, comm)
+    return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm)
 
 
-# -- groups and layouts ----------------------------------------------------------------------------------------------
+class _Builder:
+    """Steps 1 to 3 of [Note: construction order].
 
-
-def _find_groups(
-    model: nn.Module, contract: Contract, options: ShardingOptions, *, frozen: bool
-) -> tuple[ParamGroup, ...]:
-    """Returns the groups of the trained or of the frozen parameters.
-
-    The FP32 parameters (norms) of mixed groups join the root group; of FP8 groups, the biases too. They are few and
-    small: a flat buffer of their own in every group would be mostly padding, and would double the number of
-    collectives.
+    Attributes:
+        trained: the groups of the trained parameters.
+        pool: memory of unsharded replicas.
     """
-    groups = find_groups(model, options.units, frozen=frozen)
-    dtypes = contract.replica_dtypes
-    moved = matching_parameters(model, options.keep_gathered)
-    for group in groups:
-        narrowest = min((dtypes[name] for name, _ in group.parameters), key=lambda dtype: dtype.itemsize)
-        moved |= {
-            name
-            for name, p in group.parameters
-            if dtypes[name] != narrowest and (dtypes[name] == torch.float32 or (narrowest == E4M3 and p.dim() < 2))
-        }
-    return move_to_root(groups, moved)
 
-
-def _layouts(
-    group: ParamGroup, contract: Contract, comm: Communicator, decayed: Collection[str]
-) -> tuple[FlatLayout, ...]:
-    specs = [
-        ParamSpec(name, tuple(p.shape), contract.replica_dtypes[name], name in decayed, p.requires_grad)
-        for name, p in group.parameters
-    ]
-    return flat_layouts(group.name, specs, comm.world_size)
-
-
-# -- replicas and masters --------------------------------------------------------------------------------------------
-
-
-class _Replicas:
-    """Makes the replicas and masters of one flat buffer after the other."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        contract: Contract,
-        comm: Communicator,
-        placements: Placements,
-        layouts: Sequence[FlatLayout],
-        rowwise: bool,
-    ) -> None:
-        self._parameters = parameters
+    def __init__(self, model: nn.Module, contract: Contract, comm: Communicator, options: Native) -> None:
+        self._model = model
         self._contract = contract
         self._comm = comm
-        self._placements = placements
-        self.table = ScaleTable(layouts, rowwise, comm.device)
-        self.pool = StoragePool(comm.device)
+        self._options = options
+        self._placements = STAGES[options.zero_stage]
+        self._parameters = dict(model.named_parameters())
+        self.trained = self._find_groups(frozen=False)
+        self._frozen = self._find_groups(frozen=True)
+        decayed = decayed_names(model)
+        self._layouts = [layout for group in self.trained for layout in self._layouts_of(group, decayed)]
+        self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
-        separate = [placements.master.segment(layout, comm.rank) for layout in layouts if layout.dtype != torch.float32]
-        numel = sum(segment.numel for segment in separate)
-        self._masters = split(torch.zeros(numel, dtype=torch.float32, device=comm.device), separate)
+        self.pool = StoragePool(comm.device)
 
-    def trained(self, segment: ArenaSegment) -> tuple[Replica, Tensor]:
-        """Returns the replica and the masters [segment.numel], with the parameters' unrounded values."""
-        replica = self._replica(segment.layout)
-        master = replica.local[0] if replica.shares_master else next(self._masters)
-        self._fill(master, segment)
-        replica.attach()
-        return replica, master
+    # -- groups and layouts ------------------------------------------------------------------------------------------
 
-    def frozen(self, group: ParamGroup) -> list[Replica]:
-        """Returns the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""
+    def _find_groups(self, *, frozen: bool) -> tuple[ParamGroup, ...]:
+        """Returns the groups of the trained or of the frozen parameters.
+
+        The FP32 parameters (norms) of mixed groups join the root group; of FP8 groups, the biases too. They are few and
+        small: a flat buffer of their own in every group would be mostly padding, and would double the number of
+        collectives.
+        """
+        groups = find_groups(self._model, self._options.sharding_units, frozen=frozen)
+        dtypes = self._contract.replica_dtypes
+        moved = matching_parameters(self._model, self._options.keep_gathered)
+        for group in groups:
+            narrowest = min((dtypes[name] for name, _ in group.parameters), key=lambda dtype: dtype.itemsize)
+            moved |= {
+                name
+                for name, p in group.parameters
+                if dtypes[name] != narrowest and (dtypes[name] == torch.float32 or (narrowest == E4M3 and p.dim() < 2))
+            }
+        return move_to_root(groups, moved)
+
+    def _layouts_of(self, group: ParamGroup, decayed: Collection[str] = ()) -> tuple[FlatLayout, ...]:
+        dtypes = self._contract.replica_dtypes
+        specs = [
+            ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed, p.requires_grad)
+            for name, p in group.parameters
+        ]
+        return flat_layouts(group.name, specs, self._comm.world_size)
+
+    def groups(self, buffers: Sequence[FlatBuffer]) -> list[ParameterGroup]:
+        """Returns the groups in the order of definition."""
+        frozen = [replica for group in self._frozen for replica in self._frozen_replicas(group)]
+        found = {layout.group for layout in (*self._layouts, *(replica.layout for replica in frozen))}
+        return [
+            ParameterGroup(
+                name,
+                [buffer for buffer in buffers if buffer.layout.group == name],
+                [replica for replica in frozen if replica.layout.group == name],
+            )
+            for name, _ in self._model.named_modules()
+            if name in found
+        ]
+
+    # -- replicas and masters ----------------------------------------------------------------------------------------
+
+    def _replica(self, layout: FlatLayout) -> Replica:
+        is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
+        if layout.dtype == E4M3:
+            recipe = self._contract.recipe
+            assert recipe is not None
+            transposes = self._transposes if is_whole else None
+            views: ParameterViews = Float8Views(layout, self._parameters, self._table, recipe, transposes)
+        else:
+            views = ParameterViews(layout, self._parameters)
+        if is_whole:
+            return Replica(layout, views, self._comm, self._placements)
+        return ShardedReplica(layout, views, self._comm, self._placements, self.pool)
+
+    def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
+        """Yields the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""
         plain = tuple((name, p) for name, p in group.parameters if type(p) is nn.Parameter and p.is_floating_point())
-        replicas = []
-        for layout in _layouts(ParamGroup(group.name, plain), self._contract, self._comm, ()) if plain else ():
+        for layout in self._layouts_of(ParamGroup(group.name, plain)):
             segment = self._placements.compute.segment(layout, self._comm.rank)
             if segment.numel < layout.numel:
                 replica = self._replica(layout)
                 self._fill(replica.local[0], segment)
                 replica.attach()
-                replicas.append(replica)
-        return replicas
-
-    def _replica(self, layout: FlatLayout) -> Replica:
-        is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
-        views = self._views(layout, is_whole)
-        if is_whole:
-            return Replica(layout, views, self._comm, self._placements)
-        return ShardedReplica(layout, views, self._comm, self._placements, self.pool)
-
-    def _views(self, layout: FlatLayout, is_whole: bool) -> ParameterViews:
-        if layout.dtype != E4M3:
-            return ParameterViews(layout, self._parameters)
-        recipe = self._contract.recipe
-        assert recipe is not None
-        return Float8Views(layout, self._parameters, self.table, recipe, self._transposes if is_whole else None)
+                yield replica
 
     def _fill(self, local: Tensor, segment: ArenaSegment) -> None:
         for interval in segment.intervals():
             source = self._parameters[interval.spec.name].detach().reshape(-1)[interval.start : interval.stop]
             local[interval.offset : interval.offset + source.numel()].copy_(source)
 
+    def buffers(self, states: Sequence[StateSpec]) -> tuple[list[FlatBuffer], GradientExchange | None]:
+        """Returns the flat buffers of the trained parameters, and the exchange of their gradients, if they are sent.
 
-def _scales(table: ScaleTable, buffers: Sequence[FlatBuffer], contract: Contract, comm: Communicator) -> Float8Scales:
-    float8 = [buffer for buffer in buffers if buffer.layout.dtype == E4M3]
-    shards = [Float8Shard(buffer.segment, buffer.master, buffer.replica.local) for buffer in float8]
-    # where every rank has all masters, it sees whole weights, so there is nothing to reduce
-    is_sharded = any(buffer.segment.numel < buffer.layout.numel for buffer in float8)
-    recipe = contract.recipe
-    return Float8Scales(table, shards, comm if is_sharded else None, compiled=recipe is not None and recipe.compile)
+        Masters, states and main grads of all buffers lie in one contiguous tensor each.
+        """
+        segments = [self._placements.master.segment(layout, self._comm.rank) for layout in self._layouts]
+        separate = [segment for segment in segments if segment.layout.dtype != torch.float32]  # [Note: FP32 replicas]
+        masters = iter(self._split(torch.zeros(sum(s.numel for s in separate), device=self._comm.device), separate))
+        stored = []
+        for segment in segments:
+            replica = self._replica(segment.layout)
+            master = replica.local[0] if replica.shares_master else next(masters)
+            self._fill(master, segment)  # the unrounded values, which the next line frees
+            replica.attach()
+            stored.append((replica, master))
+        numel = sum(segment.numel for segment in segments)
+        wholes = {s.name: torch.full((numel,), s.init, dtype=s.dtype, device=self._comm.device) for s in states}
+        parts = {name: self._split(whole, segments) for name, whole in wholes.items()}
+        gradients, exchange = self._gradients(segments)
+        return [
+            FlatBuffer(segment, *stored[n], {name: split[n] for name, split in parts.items()}, gradients[n])
+            for n, segment in enumerate(segments)
+        ], exchange
 
+    def _split(self, whole: Tensor, segments: Sequence[ArenaSegment]) -> Sequence[Tensor]:
+        return torch.split(whole, [segment.numel for segment in segments]) if segments else ()
 
-# -- gradients -------------------------------------------------------------------------------------------------------
+    def scales(self, buffers: Sequence[FlatBuffer]) -> Float8Scales:
+        float8 = [buffer for buffer in buffers if buffer.layout.dtype == E4M3]
+        shards = [Float8Shard(buffer.segment, buffer.master, buffer.replica.local) for buffer in float8]
+        # where every rank has all masters, it sees whole weights, so there is nothing to reduce
+        comm = self._comm if any(buffer.segment.numel < buffer.layout.numel for buffer in float8) else None
+        recipe = self._contract.recipe
+        return Float8Scales(self._table, shards, comm, compiled=recipe is not None and recipe.compile)
 
+    # -- gradients ---------------------------------------------------------------------------------------------------
 
-def _gradients(
-    segments: Sequence[ArenaSegment],
-    groups: Sequence[ParamGroup],
-    contract: Contract,
-    comm: Communicator,
-    options: ShardingOptions,
-) -> tuple[Arena, Sequence[FlatGradient]]:
-    """Returns the arena, and the gradient of each segment."""
-    order = [groups[index].name for index in backward_order(groups)]
-    backward = sorted(segments, key=lambda segment: order.index(segment.layout.group))
-    numel = sum(segment.numel for segment in segments)
-    states = {
-        state.name: torch.full((numel,), state.init, dtype=state.dtype, device=comm.device) for state in options.states
-    }
-    sends = {segment.layout.name: _send(segment.layout, contract) for segment in backward}
-    held = [options.placements.gradient.segment(segment.layout, comm.rank) for segment in segments]
-    is_whole = all(own.numel == own.layout.numel for own in held)
-    if options.reproducible or not is_whole:
+    def _gradients(self, segments: Sequence[ArenaSegment]) -> tuple[Sequence[FlatGradient], GradientExchange | None]:
+        comm, options = self._comm, self._options
+        order = [self.trained[index].name for index in backward_order(self.trained)]
+        backward = sorted(segments, key=lambda segment: order.index(segment.layout.group))
+        sends = [self._send(segment.layout) for segment in backward]
+        held = [self._placements.gradient.segment(segment.layout, comm.rank) for segment in segments]
+        if not options.reproducible and all(own.numel == own.layout.numel for own in held):
+            fulls = self._split(comm.allocate(sum(own.numel for own in held), torch.float32), held)
+            sizes = [4 * send.numel for send in sends]
+            return [
+                AccumulatedGradient(segment, comm, full, sends[n].dtype, num_kept_in_flight(sizes, n))
+                for segment, full, n in zip(segments, fulls, map(backward.index, segments), strict=True)
+            ], None
         # the root group, last in backward, is opened early
-        num_early = sum(segment.layout.group == order[-1] for segment in backward)
-        exchange = comm.gradient_exchange(list(sends.values()), num_early)
+        exchange = comm.gradient_exchange(sends, sum(segment.layout.group == order[-1] for segment in backward))
         is_gathered = any(segment.numel == segment.layout.numel for segment in segments)
-        # the other ranks read it only in the all-gather of the sums
+        # the other ranks read the main grads only in the all-gather of the sums
         allocate = comm.allocate if is_gathered else partial(torch.zeros, device=comm.device)
-        grads = allocate(numel, dtype=torch.float32)
+        main_grads = self._split(allocate(sum(s.numel for s in segments), dtype=torch.float32), segments)
         gradient_sum = TreeSum if options.reproducible else RunningSum
-        exchanged = [
+        return [
             ExchangedGradient(segment, comm, main_grad, exchange, backward.index(segment), gradient_sum)
-            for segment, main_grad in zip(segments, split(grads, segments), strict=True)
-        ]
-        return Arena(states, grads, exchange), exchanged
-    full = comm.allocate(sum(own.numel for own in held), torch.float32)
-    parts = list(zip(segments, split(full, held), strict=True))
-    is_sent = any(segment.layout.shard_numel < segment.layout.numel for segment in segments)
-    if is_sent and any(send.dtype != torch.float32 for send in sends.values()):
-        exchange = comm.gradient_exchange(list(sends.values()), 0)
-        rounded = [RoundedGradient(segment, comm, own, exchange, backward.index(segment)) for segment, own in parts]
-        return Arena(states, full, exchange), rounded
-    sizes = [own.nbytes for _, own in sorted(parts, key=lambda part: backward.index(part[0]))]
-    return Arena(states, full, None), [
-        AccumulatedGradient(segment, comm, own, num_kept_in_flight(sizes, backward.index(segment)))
-        for segment, own in parts
-    ]
+            for segment, main_grad in zip(segments, main_grads, strict=True)
+        ], exchange
 
-
-def _send(layout: FlatLayout, contract: Contract) -> GradientSend:
-    dtype = contract.policy.dtype_during_reduction(grad_dtype(layout, contract))
-    return GradientSend(layout.name, layout.numel, dtype, layout.extents)
+    def _send(self, layout: FlatLayout) -> GradientSend:
+        dtype = self._contract.policy.dtype_during_reduction(grad_dtype(layout, self._contract))
+        return GradientSend(layout.name, layout.numel, dtype, layout.extents)
 
 
 def grad_dtype(layout: FlatLayout, contract: Contract) -> torch.dtype:

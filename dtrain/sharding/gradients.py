@@ -3,7 +3,7 @@
 There are two kinds, chosen by the gradient's placement:
 
 - :class:`AccumulatedGradient` (REPLICATE): micro-batches accumulate in an unsharded FP32 buffer, whose sum is
-  reduce-scattered after the last one; or sent like the second kind, if it is rounded (:class:`RoundedGradient`).
+  reduce-scattered after the last one.
 - :class:`ExchangedGradient` (SHARD): every micro-batch's gradient is sent to the owners of its shards unreduced, in the
   replica dtype; each owner applies the weights and sums in FP32. That is half the bytes of FP32, it rounds nothing
   between ranks, and it allows the canonical order of reproducible runs.
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import GradientSum, RunningSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import ArenaSegment
 from dtrain.sharding.replicas import slot_views
 
@@ -46,12 +46,17 @@ class FlatGradient(ABC):
         self.main_grad = main_grad
         self.shard = segment.shard_of(main_grad, comm.rank)
 
+    @property
+    def storage(self) -> Tensor:
+        """What this rank holds of the gradient from one step to the next."""
+        return self.main_grad
+
     @abstractmethod
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         """Takes the gradient of parameter ``slot`` from one micro-batch, the step's first one or a later one."""
 
     @abstractmethod
-    def complete(self, missing: Collection[int], *, is_first: bool) -> list[Tensor]:
+    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
         """Takes zeros for the parameters ``missing``; returns the gradients of all, views of the buffer."""
 
     @abstractmethod
@@ -82,21 +87,29 @@ class AccumulatedGradient(FlatGradient):
     Args:
         segment, comm: as above.
         full: FP32 [layout.numel], zero in its padding; the main grad is this rank's range of it.
+        dtype: in which the sum is sent.
         num_kept: number of reductions that may be in flight when this one starts.
     """
 
-    def __init__(self, segment: ArenaSegment, comm: Communicator, full: Tensor, num_kept: int) -> None:
+    def __init__(
+        self, segment: ArenaSegment, comm: Communicator, full: Tensor, dtype: torch.dtype, num_kept: int
+    ) -> None:
         super().__init__(segment, comm, segment.of(full))
         self._full = full
+        self._dtype = dtype
         self._num_kept = num_kept
         self._views = slot_views(full, segment.layout)
         self._handle: Handle | None = None
+
+    @property
+    def storage(self) -> Tensor:
+        return self._full
 
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         # the first gradient of a step overwrites the last step's sum
         (assign_scaled if is_first else add_scaled)(self._views[slot], grad, weight)
 
-    def complete(self, missing: Collection[int], *, is_first: bool) -> list[Tensor]:
+    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
         if is_first:
             for slot in missing:
                 self._views[slot].zero_()
@@ -106,47 +119,13 @@ class AccumulatedGradient(FlatGradient):
         return number - 1 - self._num_kept
 
     def reduce(self) -> None:
-        self._handle = self._comm.reduce_scatter_sum(self.shard, self._full, label=self._layout.name)
+        self._handle = self._comm.reduce_scatter_sum(
+            self.shard, self._full, label=self._layout.name, dtype=self._dtype
+        )
 
     def finish_reduction(self) -> None:
         assert self._handle is not None
         self._handle.wait()
-
-
-class RoundedGradient(AccumulatedGradient):
-    """REPLICATE, with a reduce dtype below FP32: this rank's sum is rounded once; its shards' owners add in FP32.
-
-    Args:
-        segment, comm, full: as above.
-        exchange: send buffers.
-        index: number of the flat buffer in the exchange.
-    """
-
-    def __init__(
-        self, segment: ArenaSegment, comm: Communicator, full: Tensor, exchange: GradientExchange, index: int
-    ) -> None:
-        super().__init__(segment, comm, full, 0)
-        self._exchange = exchange
-        self._index = index
-        self._sum = RunningSum(self.shard)
-        self._weights = [Weight(torch.ones((), device=full.device), is_one=True)] * comm.world_size  # are in the sums
-
-    def finish_first(self, number: int) -> int:
-        return self._exchange.finish_first()
-
-    def reduce(self) -> None:
-        self._exchange.open(self._index).copy_(self._full)
-        self._sent = self._exchange.send(self._index)
-
-    def finish_reduction(self) -> None:
-        shards, _ = self._sent.wait()
-        self._sum.push(shards, self._weights)
-        self._sent.release()
-
-    def start_gather(self) -> Handle | None:
-        self._sum.finish()
-        # in FP32: the reduce dtype would save a third of the bytes, but round the sum a second time
-        return super().start_gather()
 
 
 class ExchangedGradient(FlatGradient):
@@ -183,7 +162,7 @@ class ExchangedGradient(FlatGradient):
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         self._opened()[slot].copy_(grad)  # unweighted: the product would be rounded to the reduce dtype
 
-    def complete(self, missing: Collection[int], *, is_first: bool) -> list[Tensor]:
+    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
         views = self._opened()
         for slot in missing:  # the buffer holds another gradient from before
             views[slot].zero_()
@@ -213,18 +192,16 @@ class ReductionQueue:
 
     Args:
         num_buffers: number of reductions of one micro-batch.
-        exchange: send buffers of the gradients, if they have any.
-        every_micro_batch: whether each micro-batch's gradients are reduced, instead of a rank's sum of them.
+        exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
 
     Attributes:
-        every_micro_batch: see above.
+        exchange: see above.
         weights: [world_size] of each micro-batch of this step that was exchanged.
     """
 
-    def __init__(self, num_buffers: int, exchange: GradientExchange | None, *, every_micro_batch: bool) -> None:
+    def __init__(self, num_buffers: int, exchange: GradientExchange | None) -> None:
         self._num_buffers = num_buffers
-        self._exchange = exchange
-        self.every_micro_batch = every_micro_batch
+        self.exchange = exchange
         self._num_started = 0
         self._in_flight: deque[tuple[int, FlatGradient]] = deque()  # with their numbers
         self.weights: list[Tensor] = []
@@ -233,9 +210,8 @@ class ReductionQueue:
         """Begins a micro-batch, the step's first or a later one."""
         if is_first:
             self.weights = []
-        # the weight of a sum is in it
-        if self._exchange is not None and (is_first or self.every_micro_batch):
-            self._exchange.begin(weight.value)
+        if self.exchange is not None:
+            self.exchange.begin(weight.value)
 
     def start(self, gradient: FlatGradient) -> None:
         """Starts the reduction of ``gradient``; finishes the oldest ones first if too many are in flight."""

@@ -14,7 +14,6 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import UsageError
 from dtrain.precision.float8.cast import E4M3
-from dtrain.sharding.arena import Arena
 from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.group import MAIN_GRAD, FlatBuffer, ParameterGroup, tensor_shard
 from dtrain.sharding.layout import CHUNK, FlatLayout
@@ -32,7 +31,6 @@ class ShardedModel:
 
     Args:
         groups: in the order of definition, the root group first.
-        arena: the tensors of which the groups' masters, states and main grads are views.
         reducer: reduces the gradients of the groups.
         scales: scales of the FP8 replicas.
         scheduler: unshards and reshards the groups; None: all replicas are whole.
@@ -48,7 +46,6 @@ class ShardedModel:
     def __init__(
         self,
         groups: Sequence[ParameterGroup],
-        arena: Arena,
         reducer: GradientReducer,
         scales: Float8Scales,
         scheduler: UnshardScheduler | None,
@@ -58,7 +55,6 @@ class ShardedModel:
         self.buffers = [buffer for group in groups for buffer in group.buffers]
         self.reducer = reducer
         self.scheduler = scheduler
-        self._arena = arena
         self._scales = scales
         self._comm = comm
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
@@ -246,11 +242,12 @@ class ShardedModel:
 
     def storages(self) -> dict[str, list[Tensor]]:
         """Returns the tensors that hold this rank's model states, by the kinds of ``engine.memory()``."""
+        exchange = self.reducer.queue.exchange
         replicas = [replica for group in self.groups for replica in group.replicas]
         trained = [buffer.replica for buffer in self.buffers]
         return {
             "compute": [*(tensor for replica in trained for tensor in replica.persistent), *self._scales.tensors],
             "unsharded": [tensor for replica in replicas for tensor in replica.unsharded],
-            "main_grad": [self._arena.grads],
-            "unreduced_grad": self._arena.unreduced(),
+            "main_grad": [buffer.gradient.storage for buffer in self.buffers],
+            "unreduced_grad": [] if exchange is None else exchange.idle(),
         }

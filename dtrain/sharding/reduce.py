@@ -54,7 +54,7 @@ class GradientReducer:
         self._is_first, self._is_finished = self._is_finished, False
         self.queue.begin_micro_batch(weight, is_first=self._is_first)
         self._micro_batch, self._weight = number, weight
-        self._reduces = last or self.queue.every_micro_batch
+        self._reduces = last or self.queue.exchange is not None
         self._next = 0
         for group in self.groups:
             group.begin_micro_batch()

@@ -52,7 +52,7 @@ class ReplicatedParameters:
             # shared memory on CPU: the ranks read each other's gradients
             main_grad = comm.allocate(layout.numel, torch.float32)
             segment = Placement.REPLICATE.segment(layout, comm.rank)
-            gradient = AccumulatedGradient(segment, comm, main_grad, num_kept=1)
+            gradient = AccumulatedGradient(segment, comm, main_grad, torch.float32, num_kept=1)
             for number, (slot, view) in enumerate(zip(layout.slots, slot_views(master, layout), strict=True)):
                 spec, parameter = slot.spec, parameters[slot.spec.name]
                 view.copy_(parameter.detach())
@@ -91,7 +91,7 @@ class ReplicatedParameters:
 
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
-        queue = ReductionQueue(len(self._gradients), None, every_micro_batch=False)
+        queue = ReductionQueue(len(self._gradients), None)
         for gradient in self._gradients:
             slots = range(len(gradient.complete((), is_first=True)))
             gradient.complete([slot for slot in slots if (gradient, slot) not in self._received], is_first=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.communicator import _named_failure
+from dtrain.distributed.process_group import named_failure
 from dtrain.distributed.setup import connect
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError, ConfigError, ContractError, ModelError, UsageError
@@ -36,6 +36,10 @@ def engine_on(model: nn.Module, stage: int = 2) -> NativeEngine:
     engine = dtrain.initialize(model, zero_stage=stage, precision="fp32", seed=0)
     assert isinstance(engine, NativeEngine)
     return engine
+
+
+def masters(engine: NativeEngine) -> Tensor:
+    return torch.cat([buffer.master for buffer in engine.sharded.buffers])
 
 
 def one_step(engine: NativeEngine) -> dtrain.StepOutcome:
@@ -109,7 +113,7 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
     engine = engine_on(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), stage)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
-    held = [weakref.ref(thing) for thing in (engine, engine.state, engine.module)]
+    held = [weakref.ref(thing) for thing in (engine, engine.sharded, engine.module)]
     del engine
     gc.collect()
     assert [reference() for reference in held] == [None] * 3
@@ -119,7 +123,7 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_negative_and_nonfinite_weights_are_refused(weight: float, as_tensor: bool) -> None:
     engine = engine_on(nn.Linear(8, 8))
-    before = engine.state.master.clone()
+    before = masters(engine)
 
     def step() -> None:
         loss = engine(torch.ones(2, 8)).square().mean()
@@ -130,17 +134,17 @@ def test_negative_and_nonfinite_weights_are_refused(weight: float, as_tensor: bo
         UsageError, match=r"the weight of micro-batch 0 (of step 0 on rank 0 )?is .*; expected a finite number >= 0"
     ):
         step()
-    assert torch.equal(before, engine.state.master)
+    assert torch.equal(before, masters(engine))
 
 
 def test_a_replica_replaced_is_noticed_before_the_update() -> None:
     engine = engine_on(nn.Linear(8, 8))
-    before = engine.state.master.clone()
+    before = masters(engine)
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.module.weight.data = engine.module.weight.data.clone()  # type: ignore[union-attr]
     with pytest.raises(ContractError, match="no longer lies in its flat buffer"):
         engine.step()
-    assert torch.equal(before, engine.state.master)
+    assert torch.equal(before, masters(engine))
 
 
 def test_the_culprit_names_the_micro_batch_that_was_meant() -> None:
@@ -292,9 +296,9 @@ def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_an_error_of_the_device_is_not_reported_as_a_dead_rank(error: type[RuntimeError]) -> None:
-    with pytest.raises(error), _named_failure("rank 0: all_gather"):
+    with pytest.raises(error), named_failure("rank 0: all_gather"):
         raise error("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(CommunicationError, match="another rank has died"), _named_failure("rank 0: all_gather"):
+    with pytest.raises(CommunicationError, match="another rank has died"), named_failure("rank 0: all_gather"):
         raise RuntimeError("connection reset")
 
 

@@ -28,14 +28,14 @@ def make_engine(precision: str, *, kernels: bool, **options: Any) -> NativeEngin
     if kernels:
         from dtrain.optim.tiled import TiledAdamW
 
-        engine._optimizer._kernel = TiledAdamW(RULE, engine.state.update_slices())
+        engine._optimizer._kernel = TiledAdamW(RULE, [buffer.update_slices() for buffer in engine.sharded.buffers])
         engine._fuse_vote()
     return engine
 
 
 def train(engine: NativeEngine, micro_batches: int, *, bad: tuple[int, int] | None = None) -> list[dtrain.StepOutcome]:
     """Trains; the gradient of the first weight of backward is Inf in step and micro-batch ``bad``."""
-    weight = dict(engine.module.named_parameters())[engine.state.backward_names[-1]]
+    weight = dict(engine.module.named_parameters())[engine.sharded.backward_names[-1]]
     outcomes = []
     for step in range(STEPS):
         for number, tokens in enumerate(engine.accumulate(list(batch(step, micro_batches)))):

@@ -28,12 +28,18 @@ def random_grads(number: int, seed: int, dtype: torch.dtype = torch.float32, num
     return list((torch.randn(number, numel, generator=generator) * sizes).to(dtype).unbind())
 
 
-def summed(gradient_sum: GradientSum, grads: list[Tensor], weights: list[float] | None = None) -> Tensor:
+def summed(kind: type[GradientSum], grads: list[Tensor], weights: list[float] | None = None) -> Tensor:
+    """Returns the main grad, which starts as NaN."""
+    main_grad = torch.full_like(grads[0], math.nan, dtype=torch.float32)
+    gradient_sum = kind(main_grad)
     for grad, weight in zip(grads, weights or [1.0] * len(grads), strict=True):
         gradient_sum.push([grad], [Weight(torch.tensor(weight))])
-    output = torch.full_like(grads[0], math.nan, dtype=torch.float32)
-    gradient_sum.finish(output)
-    return output
+    gradient_sum.finish()
+    return main_grad
+
+
+def running(grads: list[Tensor], weights: list[float]) -> Tensor:
+    return summed(RunningSum, grads, weights)
 
 
 def by_recursion(grads: list[Tensor]) -> Tensor:
@@ -48,7 +54,7 @@ def by_recursion(grads: list[Tensor]) -> Tensor:
 @given(st.integers(1, 70), seeds, dtypes)
 def test_is_the_balanced_tree(number: int, seed: int, dtype: torch.dtype) -> None:
     grads = random_grads(number, seed, dtype)
-    assert torch.equal(summed(TreeSum(), grads), by_recursion(grads))
+    assert torch.equal(summed(TreeSum, grads), by_recursion(grads))
 
 
 @few
@@ -56,12 +62,13 @@ def test_is_the_balanced_tree(number: int, seed: int, dtype: torch.dtype) -> Non
 def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int) -> None:
     """Micro-batch i of rank r has index i x world + r; the owner gets a row of every rank for each i."""
     grads = random_grads(per_rank * world, seed)
-    single = summed(TreeSum(), grads)
-    owner, output = TreeSum(), torch.empty(16)
+    single = summed(TreeSum, grads)
+    output = torch.full((16,), math.nan)
+    owner = TreeSum(output)
     for micro_batch in range(per_rank):
         rows = torch.stack([grads[micro_batch * world + rank] for rank in range(world)])
         owner.push(rows.unbind(), [ONE] * world)
-    owner.finish(output)
+    owner.finish()
     assert torch.equal(output, single)
 
 
@@ -69,16 +76,16 @@ def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int
 @given(st.integers(1, 40), st.integers(1, 15), seeds)
 def test_shards_of_the_gradients_sum_to_shards_of_the_sum(number: int, cut: int, seed: int) -> None:
     grads = random_grads(number, seed)
-    whole = summed(TreeSum(), grads)
-    parts = [summed(TreeSum(), [grad[part] for grad in grads]) for part in (slice(0, cut), slice(cut, 16))]
+    whole = summed(TreeSum, grads)
+    parts = [summed(TreeSum, [grad[part] for grad in grads]) for part in (slice(0, cut), slice(cut, 16))]
     assert torch.equal(torch.cat(parts), whole)
 
 
 def test_the_order_would_show() -> None:
     """A control: on the same grads a running sum has other bits, and so has the tree over another order."""
     grads = random_grads(24, 0)
-    assert not torch.equal(summed(TreeSum(), grads), summed(RunningSum(torch.empty(16)), grads))
-    assert not torch.equal(summed(TreeSum(), grads), summed(TreeSum(), grads[1:] + grads[:1]))
+    assert not torch.equal(summed(TreeSum, grads), summed(RunningSum, grads))
+    assert not torch.equal(summed(TreeSum, grads), summed(TreeSum, grads[1:] + grads[:1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -87,17 +94,8 @@ def test_small_addends_are_not_lost(kind: str, dtype: torch.dtype) -> None:
     big = 256.0 if dtype == torch.bfloat16 else 2048.0
     assert torch.tensor(big, dtype=dtype) + 1 == big, "in the reduced dtype each 1 would vanish"
     grads = [torch.full((4,), value, dtype=dtype) for value in (big, *[1.0] * 7)]
-    got = summed(TreeSum(), grads) if kind == "tree" else running(grads, [1.0] * 8)
+    got = summed(TreeSum, grads) if kind == "tree" else running(grads, [1.0] * 8)
     assert torch.equal(got, torch.full((4,), big + 7))
-
-
-def running(grads: list[Tensor], weights: list[float]) -> Tensor:
-    main_grad = torch.full_like(grads[0], math.nan, dtype=torch.float32)
-    gradient_sum = RunningSum(main_grad)
-    for grad, weight in zip(grads, weights, strict=True):
-        gradient_sum.push([grad], [Weight(torch.tensor(weight))])
-    gradient_sum.finish(main_grad)
-    return main_grad
 
 
 @few
@@ -138,24 +136,24 @@ def test_weights_of_one_are_known_only_in_host_memory() -> None:
 
 
 def test_nothing_pushed_is_zero() -> None:
-    for gradient_sum in (TreeSum(), RunningSum(torch.empty(4))):
-        output = torch.full((4,), math.nan)
-        gradient_sum.finish(output)
-        assert torch.equal(output, torch.zeros(4))
+    for kind in (TreeSum, RunningSum):
+        main_grad = torch.full((4,), math.nan)
+        kind(main_grad).finish()
+        assert torch.equal(main_grad, torch.zeros(4))
 
 
 def test_finish_starts_the_next_sum() -> None:
     first, second = random_grads(5, 1), random_grads(3, 2)
-    tree = TreeSum()
-    summed(tree, first)
-    assert torch.equal(summed(tree, second), by_recursion(second))
-    main_grad = torch.empty(16)
-    gradient_sum = RunningSum(main_grad)
-    for grads in (first, second):
-        for grad in grads:
-            gradient_sum.push([grad], [ONE])
-        gradient_sum.finish(main_grad)
-    assert torch.equal(main_grad, second[0] + second[1] + second[2])
+    for kind, want in ((TreeSum, by_recursion(second)), (RunningSum, second[0] + second[1] + second[2])):
+        main_grad = torch.full((16,), math.nan)
+        gradient_sum = kind(main_grad)
+        for grads in (first, second):
+            for grad in grads:
+                gradient_sum.push([grad], [ONE])
+            gradient_sum.finish()
+        assert torch.equal(main_grad, want)
+        gradient_sum.finish()
+        assert torch.equal(main_grad, torch.zeros(16)), "a step without a gradient keeps nothing of the last one"
 
 
 @few
@@ -170,7 +168,7 @@ def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: in
     for got in (
         assigned,
         added,
-        summed(TreeSum(), [grad], [weight]),
+        summed(TreeSum, [grad], [weight]),
         running([grad], [weight]),
         running([torch.zeros_like(grad), grad], [1.0, weight]),
     ):
@@ -182,7 +180,7 @@ def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: in
 def test_a_weight_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
     grad = torch.ones(4, dtype=torch.bfloat16)
     assert torch.tensor(257.0).bfloat16() == 256
-    assert torch.equal(summed(TreeSum(), [grad], [257.0]), torch.full((4,), 257.0))
+    assert torch.equal(summed(TreeSum, [grad], [257.0]), torch.full((4,), 257.0))
     # 65504 x 1000 is beyond FP16
     big = torch.full((4,), 65504.0, dtype=torch.float16)
     assert torch.equal(running([big], [1000.0]), torch.full((4,), 65504000.0))
@@ -191,7 +189,7 @@ def test_a_weight_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
 def test_gradients_are_not_changed() -> None:
     grads = random_grads(7, 3)
     before = [grad.clone() for grad in grads]
-    summed(TreeSum(), grads)
+    summed(TreeSum, grads)
     running(grads, [1.0] * 7)
     assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
 
@@ -206,7 +204,7 @@ def test_the_error_stays_under_the_bound_of_a_balanced_tree(number: int, seed: i
     depth_u = math.ceil(math.log2(number)) * 2.0**-24
     # the reference itself is a FP64 sum
     bound = (depth_u / (1 - depth_u) + number * 2.0**-53) * size
-    assert ((summed(TreeSum(), grads).double() - exact).abs() <= bound).all()
+    assert ((summed(TreeSum, grads).double() - exact).abs() <= bound).all()
 
 
 def test_a_running_sum_breaks_that_bound() -> None:
@@ -215,5 +213,5 @@ def test_a_running_sum_breaks_that_bound() -> None:
     grads = [torch.tensor([0.1])] * number
     exact = number * float(grads[0])
     bound = math.log2(number) * 2.0**-24 * exact
-    assert abs(float(summed(TreeSum(), grads)) - exact) <= bound
+    assert abs(float(summed(TreeSum, grads)) - exact) <= bound
     assert abs(float(running(grads, [1.0] * number)) - exact) > bound

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.sharding.arena import split
 from dtrain.sharding.layout import (
     ALIGNMENT,
     CHUNK,
-    ArenaLayout,
     ArenaSegment,
     FlatLayout,
     ParameterSlot,
@@ -21,6 +21,7 @@ from dtrain.sharding.layout import (
     flat_layouts,
     round_up,
 )
+from dtrain.sharding.placement import Placement
 
 REDUCED = torch.bfloat16
 worlds = st.integers(1, 8)
@@ -142,43 +143,54 @@ def test_intervals_of_any_range_map_each_element_to_its_parameter(
 
 @few
 @given(many_specs, worlds)
-def test_arena_segments_tile_and_map_back(specs: list[ParamSpec], world: int) -> None:
-    layouts = [*flat_layouts("a", specs, world), *flat_layouts("b", specs[::2], world)]
-    held: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for rank in range(world):
-        arena = ArenaLayout.of(layouts, rank, sharded=True)
-        cursor = 0
-        for segment, layout in zip(arena.segments, layouts, strict=True):
-            assert (segment.arena_start, segment.layout) == (cursor, layout)
-            assert (segment.flat_start, segment.flat_start + segment.numel) == layout.shard(rank)
-            cursor = segment.arena_stop
+def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: int) -> None:
+    for layout in flat_layouts("g", specs, world):
+        held: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
+        starts = {slot.spec.name: slot.start for slot in layout.slots}
+        flat = torch.arange(layout.numel)
+        for rank in range(world):
+            segment = Placement.SHARD.segment(layout, rank)
+            assert (segment.start, segment.stop) == layout.shard(rank)
+            local = segment.of(flat)
+            assert local.tolist() == list(range(*layout.shard(rank)))
+            assert torch.equal(segment.shard_of(local, rank), local)
             for interval in segment.intervals():
-                held.setdefault((layout.group, interval.spec.name), []).append((interval.start, interval.stop))
+                held[interval.spec.name].append((interval.start, interval.stop))
+                assert int(local[interval.offset]) == starts[interval.spec.name] + interval.start
             covered = sum(high - low for _, low, high in segment.class_ranges())
-            real = min(max(layout.real_numel - segment.flat_start, 0), segment.numel)
+            real = min(max(layout.real_numel - segment.start, 0), segment.numel)
             assert covered == real, "hyper-parameters for every chunk except padding at the end"
             assert all(low % CHUNK == 0 and high % CHUNK == 0 for _, low, high in segment.class_ranges())
             classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
-            found: list[bool] = []
-            for slot, low, high in segment.slot_ranges():
-                assert (low, low % ALIGNMENT) == (len(found), 0), "between weights, with the padding after each"
-                found += [slot.spec.decayed] * (high - low)
-            assert found == classes
-        assert arena.numel == cursor
-    for group, chosen in (("a", specs), ("b", specs[::2])):
-        for spec in chosen:
-            assert tiles(held.get((group, spec.name), []), spec.numel)
+            for slot in layout.slots:
+                low, high = max(slot.start, segment.start), min(slot.stop, segment.stop)
+                assert set(classes[low - segment.start : high - segment.start]) <= {slot.spec.decayed}
+        for slot in layout.slots:
+            assert tiles(held[slot.spec.name], slot.spec.numel)
 
 
 @few
 @given(many_specs, worlds, st.integers(0, 7))
-def test_a_replicated_arena_holds_the_whole_buffers(specs: list[ParamSpec], world: int, rank: int) -> None:
-    layouts = flat_layouts("g", specs, world)
-    arena = ArenaLayout.of(layouts, rank % world, sharded=False)
-    assert arena.numel == sum(layout.numel for layout in layouts)
-    for segment, layout in zip(arena.segments, layouts, strict=True):
-        assert (segment.flat_start, segment.numel) == (0, layout.numel)
+def test_a_replicated_segment_holds_the_whole_buffer(specs: list[ParamSpec], world: int, rank: int) -> None:
+    for layout in flat_layouts("g", specs, world):
+        segment = Placement.REPLICATE.segment(layout, rank % world)
+        assert (segment.start, segment.stop, segment.numel) == (0, layout.numel, layout.numel)
         assert segment.class_ranges() == tuple(c for c in layout.classes if c[1] < c[2])
+        assert segment.intervals() == layout.intervals(0, layout.numel)
+        shards = [segment.shard_of(torch.arange(layout.numel), other) for other in range(world)]
+        assert torch.equal(torch.cat(shards), torch.arange(layout.numel))
+
+
+@few
+@given(many_specs, worlds)
+def test_an_arena_is_split_into_its_segments(specs: list[ParamSpec], world: int) -> None:
+    layouts = [*flat_layouts("a", specs, world), *flat_layouts("b", specs[::2], world)]
+    segments = [Placement.SHARD.segment(layout, world - 1) for layout in layouts]
+    whole = torch.arange(sum(segment.numel for segment in segments))
+    parts = list(split(whole, segments))
+    assert [part.numel() for part in parts] == [segment.numel for segment in segments]
+    assert torch.equal(torch.cat([whole[:0], *parts]), whole)
+    assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_layout_by_hand() -> None:
@@ -202,13 +214,13 @@ def test_layout_by_hand() -> None:
         ("w", 1100, 1200, 0),
         ("v", 0, 14, 116),
     ]
-    assert ArenaSegment(reduced, 0, 1024, 2048).class_ranges() == ((True, 0, 1024), (False, 1024, 2048))
+    assert ArenaSegment(reduced, 1024, 3072).class_ranges() == ((True, 0, 1024), (False, 1024, 2048))
     assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
 
 
 def test_no_parameters_make_no_buffer() -> None:
     assert flat_layouts("g", [], 4) == ()
-    assert ArenaLayout.of([], 0, sharded=True).numel == 0
+    assert list(split(torch.empty(0), [])) == []
 
 
 @given(st.integers(0, 10**9), st.integers(1, 4096))

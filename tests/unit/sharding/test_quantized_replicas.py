@@ -15,7 +15,8 @@ from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.sharding import float8_casts
 from dtrain.sharding.float8_casts import Float8Shard, Rectangle, ScaleTable, rectangles
 from dtrain.sharding.float8_scales import Float8Scales
-from dtrain.sharding.layout import ArenaLayout, ParamSpec, flat_layouts
+from dtrain.sharding.layout import ParamSpec, flat_layouts
+from dtrain.sharding.placement import Placement
 
 CPU = torch.device("cpu")
 SHAPES = [(30, 90), (16, 700), (50, 17), (1, 16), (300, 1)]
@@ -62,7 +63,7 @@ class Ranks:
 
 
 class Shards:
-    """The arenas of all ranks in one process."""
+    """The shards of all ranks in one process."""
 
     def __init__(
         self,
@@ -78,16 +79,16 @@ class Shards:
         self.tables, self.scales, self.copies = [], [], []
         comm: Any = Ranks()
         for rank in range(world):
-            arena = ArenaLayout.of([self.layout], rank, sharded=True)
+            segment = Placement.SHARD.segment(self.layout, rank)
             table = ScaleTable([self.layout], rowwise, device)
-            master = torch.zeros(arena.numel, device=device)
-            copies = [torch.zeros(arena.numel, dtype=E4M3, device=device) for _ in range(table.num_copies)]
-            for interval in arena.segments[0].intervals():
+            master = torch.zeros(segment.numel, device=device)
+            copies = [torch.zeros(segment.numel, dtype=E4M3, device=device) for _ in range(table.num_copies)]
+            for interval in segment.intervals():
                 source = weights[int(interval.spec.name[1:])].reshape(-1)[interval.start : interval.stop]
                 master[interval.offset : interval.offset + source.numel()] = source
             self.tables.append(table)
             self.copies.append(copies)
-            shard = Float8Shard(arena.segments[0], master, copies)
+            shard = Float8Shard(segment, master, copies)
             self.scales.append(Float8Scales(table, [shard], comm, compiled=compiled))
 
     def refresh(self) -> None:
