@@ -7,28 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
+    from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
+    from dtrain.config.optim import AdamW
+    from dtrain.config.precision import Float8, LossScale
+    from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
     from dtrain.engine.initialize import initialize
     from dtrain.engine.interface import Engine
     from dtrain.engine.outcome import Culprit, StepOutcome
-    from dtrain.optim.adamw import AdamW
-    from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
-    from dtrain.precision.float8.options import Float8Options
-    from dtrain.precision.loss_scale import LossScale
     from dtrain.precision.policy import PrecisionPolicy
     from dtrain.precision.regions import full_precision
 
     __version__: str
 
 __all__ = [
+    "DDP",
+    "FSDP2",
     "WSD",
     "AdamW",
     "Constant",
     "Cosine",
     "Culprit",
+    "DeepSpeed",
     "Engine",
-    "Float8Options",
+    "Float8",
     "Linear",
     "LossScale",
+    "Native",
     "PrecisionPolicy",
     "Schedule",
     "StepOutcome",
@@ -40,13 +44,13 @@ __all__ = [
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
+    "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
+    "dtrain.config.optim": ("AdamW",),
+    "dtrain.config.precision": ("Float8", "LossScale"),
+    "dtrain.config.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
     "dtrain.engine.interface": ("Engine",),
     "dtrain.engine.outcome": ("Culprit", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
-    "dtrain.optim.adamw": ("AdamW",),
-    "dtrain.optim.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
-    "dtrain.precision.float8.options": ("Float8Options",),
-    "dtrain.precision.loss_scale": ("LossScale",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
     "dtrain.precision.regions": ("full_precision",),
 }

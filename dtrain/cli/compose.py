@@ -7,10 +7,10 @@ registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -24,8 +24,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from dtrain.cli.explain import unknown_key
 from dtrain.config.commands import PRIMARIES, TRAIN, Primary, Root
+from dtrain.config.fields import in_keys
 from dtrain.config.schema import GROUP_OPTIONS
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, nearest
 
 
 def config_folder() -> Path:
@@ -91,11 +92,12 @@ def open_loader(config_path: str | None = None, config_dir: str | None = None) -
 
 
 def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, overrides: Sequence[str]) -> Root:
-    """Composes one run as the frozen records of the schema; values are not checked yet.
+    """Composes one run as the frozen records of the schema, each of which checks itself.
 
     Raises:
         HydraException, OmegaConfBaseException, ValueError, OSError: wrong YAML or overrides; see ``explain``.
-        ConfigError: the primary YAML does not build on the schema, or an added key is unknown to it.
+        ConfigError: the primary YAML does not build on the schema, an added key is unknown to it, or a record refuses a
+            value.
     """
     composed = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
     HydraConfig.instance().set_config(composed)  # for interpolations such as ${hydra:runtime.cwd}
@@ -104,7 +106,8 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
     OmegaConf.set_struct(composed, False)
     composed.pop("hydra")
     _check_added_keys(composed, primary)
-    config: Root = _converted(OmegaConf.to_object(composed))
+    values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    config: Root = _build(composed, values)
     return config
 
 
@@ -122,19 +125,27 @@ def _check_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "")
             _check_added_keys(child, primary, f"{prefix}{key}.")
 
 
-def _converted(record: Any) -> Any:
-    """Converts what OmegaConf cannot represent: tuples, which it reads as lists, and keys of ``precision.rules``.
-
-    YAML reads the module name ``0`` as a number.
-    """
-    hints = get_type_hints(type(record))
-    changes: dict[str, Any] = {}
+def _build(node: DictConfig, values: Any, prefix: str = "") -> Any:
+    """Returns the record of a typed node, with the records inside it; ``prefix`` is the node's key and a dot."""
+    record: Any = OmegaConf.get_type(node)
+    _check_option(record, values, prefix)
+    arguments: dict[str, Any] = {}
     for item in fields(record):
-        value = getattr(record, item.name)
-        if is_dataclass(value):
-            changes[item.name] = _converted(value)
-        elif get_origin(hints[item.name]) is tuple:
-            changes[item.name] = tuple(value)
-        elif hints[item.name] == dict[Any, str]:
-            changes[item.name] = {str(key): entry for key, entry in value.items()}
-    return replace(record, **changes)
+        value = values[item.name]
+        if is_dataclass(item.default_factory):
+            value = _build(node[item.name], value, f"{prefix}{item.name}.")
+        elif isinstance(value, dict):
+            value = {str(key): entry for key, entry in value.items()}  # YAML reads the module name `0` as a number
+        arguments[item.name] = value
+    try:
+        return record(**arguments)
+    except ConfigError as error:
+        raise in_keys(error, record, prefix) from None
+
+
+def _check_option(record: type[Any], values: Any, prefix: str) -> None:
+    group, name = prefix.rstrip("."), values.get("name")
+    options = GROUP_OPTIONS.get(group, {})
+    if options and options.get(name) is not record:
+        hint = nearest(f"{group}={name}", [f"{group}={option}" for option in options])
+        raise ConfigError(f"{group}.name={name} does not choose an option; use {group}=OPTION{hint}")

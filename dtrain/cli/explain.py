@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import (
@@ -21,14 +20,13 @@ from omegaconf.errors import (
 )
 
 from dtrain.config.commands import PRIMARIES, TRAIN, Primary
+from dtrain.config.fields import type_name
 from dtrain.config.precision import unsupported_format_reason
 from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.errors import ConfigError, nearest
 
 FREE_GROUPS = ("experiment", "debug")
 """Groups that override others and have no keys of their own."""
-
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 def explain(error: Exception, primary: Primary[Any]) -> ConfigError:
@@ -104,11 +102,11 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException, primary: Primary
         name = wanted[1] if wanted else key
         return f"{key}={_interpolation(cause)}: '{name}' is not a key{_suggest(name, set(_keys(primary.schema)))}"
     if isinstance(cause, InterpolationValidationError):
-        return f"{key}={_interpolation(cause)} gives {cause.value}, which is not {_type_name(_expected_type(cause))}"
+        return f"{key}={_interpolation(cause)} gives {cause.value}, which is not {type_name(_expected_type(cause))}"
     if isinstance(cause, InterpolationResolutionError):
         return f"{key}={_interpolation(cause)} cannot be resolved: {_reason(cause)}"
     if isinstance(cause, ConfigTypeError) and "ListConfig" in str(cause):
-        return f"'{key}' is {_type_name(dict[str, str])}, not a list"
+        return f"'{key}' is {type_name(dict[str, str])}, not a list"
     if isinstance(cause, ConfigTypeError):
         return f"'{key}' cannot be removed: every key of the schema has a value"
     # OmegaConf names only the part of the key that failed; Hydra's message has the whole key
@@ -138,7 +136,7 @@ def _wrong_type(cause: OmegaConfBaseException, key: str) -> str:
     value = "null" if cause.value is None else cause.value
     if is_dataclass(hint):
         return f"{key}={value}: '{key}' is a group of keys; set one of {', '.join(_keys(hint, f'{key}.'))}"
-    return f"{key}={value} is not {_type_name(hint)}" if hint else f"{key}: {_one_line(str(cause))}"
+    return f"{key}={value} is not {type_name(hint)}" if hint else f"{key}: {_one_line(str(cause))}"
 
 
 def _expected_type(cause: OmegaConfBaseException) -> Any:
@@ -146,18 +144,6 @@ def _expected_type(cause: OmegaConfBaseException) -> Any:
         return get_type_hints(cause.object_type).get(str(cause.key))
     arguments = get_args(cause.ref_type)  # an element of a list or tuple
     return arguments[-1] if arguments else None
-
-
-def _type_name(hint: Any) -> str:
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join("null" if kind is type(None) else _type_name(kind) for kind in get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list of {len(get_args(hint))} numbers"
-    if get_origin(hint) is list:
-        return "a list"
-    if get_origin(hint) is dict:
-        return "a mapping {key: value}"
-    return _TYPE_NAMES.get(hint, str(hint))
 
 
 def unknown_key(key: str, schema: Any, primary: Primary[Any]) -> str:

@@ -1,11 +1,13 @@
-"""The table of what each engine can do: it checks configurations, fills the documents, and is tested to be true.
+"""The table of what each engine can do: it checks settings that cross records, and is tested to be true.
+
+What only one engine has is a field of its record (:mod:`dtrain.config.engines`).
 
 Nothing here imports torch, so that an unsupported configuration is refused at once, before any process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,7 +17,7 @@ from dtrain.config.fields import written
 from dtrain.errors import ConfigError, nearest
 
 Setting: TypeAlias = Any
-"""Value of one key: a name, a number, or a sequence of name patterns."""
+"""Value of one key: a name, a number, or true or false."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,12 @@ class Capabilities:
         return ""
 
     def values(self, key: str) -> tuple[Setting, ...]:
-        """The supported values of ``key``; empty: any."""
+        """The supported values of ``key``."""
         return self.supported[key].values if key in self.supported else SETTINGS[key]
 
     def supports(self, key: str, value: Setting) -> bool:
         """Whether the engine supports ``value`` for ``key``, all other keys aside."""
-        values = self.values(key)
-        return not values or value in values
+        return value in self.values(key)
 
 
 SETTINGS: dict[str, tuple[Setting, ...]] = {
@@ -99,25 +100,13 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "reproducible": (False, True),
     "reduce_dtype": ("auto", "fp32", "bf16", "fp16"),
     "compile": ("auto", False, True),
-    "offload": ("none", "cpu"),
-    "groups": (),
-    "grad_reduction": ("auto", "all_reduce", "reduce_scatter"),
-    "reshard_after_forward": (True, False),
-    "prefetch": (),
-    "keep_gathered": (),
 }
-"""Every key in which engines differ, with all values that any engine supports; empty: its reader checks it."""
+"""Every key of several engines in which they differ, with all values that any engine supports."""
 
-_NATIVE_ONLY = {
-    "compile": SupportedValues(
-        ("auto", False),
-        "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",
-    ),
-    "grad_reduction": SupportedValues(("auto",), "only the native engine has two ways to sum at stage 1"),
-    "prefetch": SupportedValues((1,), "the library decides how far ahead weights are unsharded"),
-    "keep_gathered": SupportedValues(((),), "the library decides which weights stay unsharded"),
-}
-_NO_OFFLOAD = SupportedValues(("none",), "masters and moments lie on the rank's own device")
+_FUSED_UPDATE = SupportedValues(
+    ("auto", False),
+    "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",
+)
 _FP32_REDUCTION = SupportedValues(
     ("auto", "fp32"), "its gradients are summed by the collective, and sums are always FP32"
 )
@@ -128,24 +117,19 @@ CAPABILITIES: dict[str, Capabilities] = {
         weights="compute dtype, norms FP32, FP8 modules FP8",
         held="quantized",
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
-        supported={"offload": _NO_OFFLOAD},
     ),
     "fsdp2": Capabilities(
         summary="PyTorch's fully_shard",
         weights="compute dtype, norms FP32",
         accumulation="over the ranks, each micro-batch",
-        supported=_NATIVE_ONLY
-        | {
+        supported={
+            "compile": _FUSED_UPDATE,
             "zero_stage": SupportedValues((2, 3), "fully_shard shards gradients and masters always"),
             "reproducible": SupportedValues(
                 (False,),
                 "it sums each micro-batch over the ranks first, in an order that depends on the number of ranks",
             ),
             "reduce_dtype": _FP32_REDUCTION,
-            "offload": _NO_OFFLOAD,
-            "reshard_after_forward": SupportedValues(
-                (True,), "zero_stage decides it: 2 keeps the weights until backward, 3 frees them"
-            ),
         },
     ),
     "deepspeed": Capabilities(
@@ -155,8 +139,8 @@ CAPABILITIES: dict[str, Capabilities] = {
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
         weighting="the loss",
         package="deepspeed",
-        supported=_NATIVE_ONLY
-        | {
+        supported={
+            "compile": _FUSED_UPDATE,
             "precision": SupportedValues(
                 ("auto", "fp32", "tf32", "bf16", "fp16"), "ZeRO holds all weights in one dtype, without scales"
             ),
@@ -167,17 +151,11 @@ CAPABILITIES: dict[str, Capabilities] = {
                 (False,), "DeepSpeed sums buckets in an order that depends on the number of ranks"
             ),
             "reduce_dtype": _FP32_REDUCTION,
-            "groups": SupportedValues(("auto",), "DeepSpeed shards flat buffers and parameters, not groups of modules"),
-            "reshard_after_forward": SupportedValues((True,), "DeepSpeed frees weights at stage 3 by its own rules"),
         },
         unsupported=(
             UnsupportedCombination(
                 {"precision": "fp16", "device_type": "cpu"},
                 "DeepSpeed refuses FP16 on CPUs, except a few with FP16 arithmetic",
-            ),
-            UnsupportedCombination(
-                {"zero_stage": 0, "offload": "cpu"},
-                "DeepSpeed offloads only what ZeRO shards, and stage 0 shards nothing",
             ),
         ),
     ),
@@ -186,17 +164,14 @@ CAPABILITIES: dict[str, Capabilities] = {
         weights="FP32, cast by autocast in each forward",
         held="fp32",
         accumulation="on each rank",
-        supported=_NATIVE_ONLY
-        | {
+        supported={
+            "compile": _FUSED_UPDATE,
             "zero_stage": SupportedValues((0,), "every rank holds the whole model and its optimizer state"),
             "reproducible": SupportedValues(
                 (False,),
                 "each rank sums its own micro-batches first, so the order depends on the number of ranks",
             ),
             "reduce_dtype": _FP32_REDUCTION,
-            "offload": _NO_OFFLOAD,
-            "groups": SupportedValues(("auto",), "DistributedDataParallel forms its own buckets"),
-            "reshard_after_forward": SupportedValues((True,), "nothing is sharded"),
         },
     ),
 }
@@ -204,6 +179,17 @@ CAPABILITIES: dict[str, Capabilities] = {
 
 
 def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
+    """Checks that an engine supports some settings, and that this machine has what it needs.
+
+    Raises:
+        ConfigError: as :func:`check_support`; or a requirement of the engine is not installed.
+    """
+    check_support(engine, format_key=format_key, **settings)
+    if missing_requirement := CAPABILITIES[engine].missing_requirement:
+        raise ConfigError(f"engine={engine} {missing_requirement}")
+
+
+def check_support(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
     """Checks that an engine supports some settings.
 
     Args:
@@ -213,25 +199,41 @@ def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Se
             device is chosen, is omitted.
 
     Raises:
-        ConfigError: an unknown engine or value; an unsupported value, with the reason and the alternatives; or a
-            requirement of the engine that is not installed.
+        ConfigError: an unknown engine or value; or an unsupported value, with the reason and the alternatives.
     """
     if engine not in CAPABILITIES:
         raise ConfigError(f"engine '{engine}' is not one of {', '.join(CAPABILITIES)}{nearest(engine, CAPABILITIES)}")
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     capabilities = CAPABILITIES[engine]
-    for key, value in given.items():
-        known = SETTINGS[key]
-        if known and value not in known:
-            hint = nearest(value, known) if isinstance(value, str) else ""
-            raise ConfigError(f"{format_key(key)}={value} is not one of {', '.join(map(written, known))}{hint}")
+    for key, value in settings.items():
+        if value not in SETTINGS[key]:
+            hint = nearest(value, SETTINGS[key]) if isinstance(value, str) else ""
+            raise ConfigError(f"{format_key(key)}={value} is not one of {', '.join(map(written, SETTINGS[key]))}{hint}")
         if not capabilities.supports(key, value):
             raise _unsupported(engine, {key: value}, capabilities.supported[key].reason, format_key)
     for combination in capabilities.unsupported:
-        if all(key in given and given[key] == value for key, value in combination.settings.items()):
+        if combination.settings.items() <= settings.items():
             raise _unsupported(engine, combination.settings, combination.reason, format_key)
-    if missing_requirement := capabilities.missing_requirement:
-        raise ConfigError(f"engine={engine} {missing_requirement}")
+
+
+def check_engine(
+    engine: str,
+    precision: str,
+    rules: Iterable[str],
+    *,
+    compiles: bool | str = "auto",
+    format_key: Callable[[str], str] = str,
+) -> None:
+    """Checks that an engine supports a precision with the formats of its rules, and the compiled update.
+
+    Args:
+        precision: the name of a policy; one of the user's own is not known here.
+
+    Raises:
+        ConfigError: as :func:`check`.
+    """
+    names = {"precision": precision} if precision in SETTINGS["precision"] else {}
+    for name in dict.fromkeys(("fp32", *rules)):
+        check(engine, format_key=format_key, **names, rules=name, compile=compiles)
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:
@@ -250,9 +252,8 @@ def _unsupported(
     key, value = next(iter(settings.items()))
     values = [other for other in CAPABILITIES[engine].values(key) if other != value]
     words = " with ".join(f"{format_key(name)}={written(setting)}" for name, setting in settings.items())
-    name = format_key(key)
-    uses = [f"{name}={_listed(values)}"] if values and () not in values else [f"no {name}"]
-    uses += [f"engine={_listed(others)}"] if (others := supporting_engines(settings)) else []
+    uses = [f"{format_key(key)}={listed(values)}"]
+    uses += [f"engine={listed(others)}"] if (others := supporting_engines(settings)) else []
     return ConfigError(f"engine={engine} cannot do {words}: {reason}; use {', or '.join(uses)}")
 
 
@@ -260,59 +261,7 @@ def _release(number: str) -> tuple[int, ...]:
     return tuple(int(part) for part in number.split(".")[:2])
 
 
-def _listed(values: Any) -> str:
+def listed(values: Any) -> str:
+    """The values in words: ``fp32, bf16 or fp16``."""
     *most, last = map(written, values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def table() -> list[tuple[str, ...]]:
-    """Rows that compare the engines: a title, and a cell for each of :data:`CAPABILITIES`."""
-    engines = CAPABILITIES.values()
-
-    def yes_or_no(key: str, value: Setting) -> list[str]:
-        return ["yes" if engine.supports(key, value) else "no" for engine in engines]
-
-    return [
-        ("what it is", *(engine.summary for engine in engines)),
-        ("`zero_stage`", *(", ".join(map(str, engine.values("zero_stage"))) for engine in engines)),
-        ("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
-        ("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
-        ("weights in a forward", *(engine.weights for engine in engines)),
-        ("micro-batches summed in FP32", *(engine.accumulation for engine in engines)),
-        ("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
-        ("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
-        ("`reproducible`", *yes_or_no("reproducible", True)),
-        ("`groups` by name patterns", *yes_or_no("groups", ("*",))),
-        ("`optim.compile`", *yes_or_no("compile", True)),
-        ("`offload`", *("cpu, stages 1 to 3" if engine.supports("offload", "cpu") else "no" for engine in engines)),
-        ("checkpoints", *("from any engine, any number of ranks" for _ in engines)),
-        ("needs torch from", *(engine.torch for engine in engines)),
-        ("needs a package", *(engine.package or "no" for engine in engines)),
-    ]
-
-
-def reasons() -> list[tuple[str, str, str]]:
-    """Triples (engine, ``key=value``, reason) of everything that an engine does not support."""
-    rows = []
-    for name, capabilities in CAPABILITIES.items():
-        for key, supported in capabilities.supported.items():
-            refused = [value for value in SETTINGS[key] if value not in supported.values]
-            rows.append((name, f"{key}={_listed(refused)}" if refused else key, supported.reason))
-        for combination in capabilities.unsupported:
-            words = " with ".join(f"{key}={written(value)}" for key, value in combination.settings.items())
-            rows.append((name, words, combination.reason))
-    return rows
-
-
-def _dtypes(values: tuple[Setting, ...]) -> str:
-    return ", ".join(value for value in values if value != "auto")
-
-
-def _precisions(engine: Capabilities) -> str:
-    excluded = [
-        combination.settings["precision"]
-        for combination in engine.unsupported
-        if combination.settings.get("device_type") == "cpu"
-    ]
-    names = _dtypes(tuple(name for name in engine.values("precision") if name not in excluded))
-    return f"{names}; {', '.join(excluded)} on GPUs" if excluded else names

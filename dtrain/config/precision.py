@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from dtrain.config.fields import above, at_least, group, one_of, setting, similar
+from dtrain.config.fields import CheckedRecord, above, at_least, check_field, group, one_of, setting, shown, similar
 from dtrain.errors import ConfigError
 
 RULE_FORMATS = ("fp32", "bf16", "fp16", "fp8")
@@ -36,19 +36,25 @@ def check_rules(rules: Iterable[tuple[str, str]]) -> None:
             raise ConfigError(f"precision rule '{pattern}': {reason or hint}")
 
 
+def float8_rule_error(precision: str) -> ConfigError:
+    return ConfigError(
+        f"an fp8 rule under precision={precision}: FP8 products return BF16, so the rest computes in BF16; "
+        f"use precision=fp8 or bf16"
+    )
+
+
+MODES = ("auto", "none", "static", "dynamic", "calibrated")
+
+
 @dataclass(frozen=True)
-class LossScaleConfig:
+class LossScale(CheckedRecord):
     """The loss scale of FP16."""
 
     mode: str = one_of(
-        "auto",
-        "none",
-        "static",
-        "dynamic",
-        "calibrated",
+        *MODES,
         doc="How the scale is chosen; auto: dynamic if anything computes in FP16, otherwise none.",
     )
-    init: float = at_least(65536.0, 2.0**-24, "First scale; in mode static the only one.")
+    init: float = above(65536.0, 0.0, "First scale; in mode static the only one.")
     growth_factor: float = at_least(2.0, 1.0, "Factor by which the scale grows.")
     backoff_factor: float = above(0.5, 0.0, "Factor by which the scale shrinks after an overflow.", maximum=1.0)
     growth_interval: int = at_least(2000, 1, "Steps without an overflow before the scale grows.")
@@ -60,9 +66,40 @@ class LossScaleConfig:
         8.0, 1.0, "Safety factor of mode calibrated: scale x largest gradient x margin is at most 65,504."
     )
 
+    def _check(self) -> None:
+        if self.mode not in ("none", "static") and not self.min <= self.init <= self.max:
+            raise ConfigError(f"{self._entry('init')} must lie between {self._entry('min')} and {self._entry('max')}")
+
+    @staticmethod
+    def of(value: LossScale | str | float) -> LossScale:
+        """Returns what ``initialize(loss_scale=...)`` accepts as a record: a mode, or a number (static)."""
+        if isinstance(value, LossScale):
+            return value
+        if isinstance(value, str):
+            return LossScale(check_field(LossScale, "mode", value, "loss_scale"))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return LossScale("static", init=check_field(LossScale, "init", value, "loss_scale"))
+        raise ConfigError(
+            f"loss_scale={shown(value)} is not a mode ({', '.join(MODES)}), a number, or a dtrain.LossScale; dtrain "
+            f"scales the loss in engine.backward and needs no GradScaler"
+        )
+
+    def used(self, *, has_fp16: bool) -> set[str]:
+        """The names of the settings that have an effect; ``has_fp16``: whether anything may compute in FP16."""
+        if self.mode == "none" or (self.mode == "auto" and not has_fp16):
+            return {"mode"}
+        if self.mode == "static":
+            return {"mode", "init"}
+        names = {item.name for item in fields(self)}
+        return names if self.mode == "calibrated" else names - CALIBRATION
+
+
+CALIBRATION = {"calibration_steps", "margin"}
+"""Settings of mode ``calibrated``."""
+
 
 @dataclass(frozen=True)
-class Float8Config:
+class Float8(CheckedRecord):
     """FP8 matrix products; used if the precision or a rule is fp8. docs/precision.md describes the recipes."""
 
     recipe: str = one_of("tensorwise", "rowwise", doc="One scale per tensor, or one per row and column.")
@@ -84,12 +121,34 @@ class Float8Config:
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
+class PrecisionConfig(CheckedRecord):
     """Formats in which the model computes. Masters and optimizer state are always FP32. See docs/precision.md."""
 
     name: str = one_of("auto", "fp32", "tf32", "bf16", "fp16", "fp8", doc="")
     rules: dict[Any, str] = setting(
         {}, "Formats by module: {name pattern: fp32 | bf16 | fp16 | fp8}; the last pattern that matches decides."
     )
-    loss_scale: LossScaleConfig = group(LossScaleConfig)
-    float8: Float8Config = group(Float8Config)
+    loss_scale: LossScale = group(LossScale)
+    float8: Float8 = group(Float8)
+
+    def _check(self) -> None:
+        check_rules(self.rules.items())
+        by_rule = "fp8" in self.rules.values()
+        if by_rule and self.name not in ("auto", "bf16", "fp8"):
+            raise float8_rule_error(self.name)
+        if not by_rule and self.name != "fp8":
+            self._check_unused("float8", self.float8, set(), "and no fp8 rule; remove it, or set precision=fp8")
+        scale = self.loss_scale
+        used = scale.used(has_fp16=self.name in ("fp16", "auto") or "fp16" in self.rules.values())
+        mode = self._key("loss_scale.mode")
+        for known, fix in ((used | CALIBRATION, "dynamic"), (used, "calibrated")):
+            rest = f"and {mode}={scale.mode}; remove it, or set {mode}={fix}"
+            self._check_unused("loss_scale", scale, known, rest)
+
+    def _check_unused(self, name: str, record: CheckedRecord, used: set[str], rest: str) -> None:
+        for item in fields(record):
+            value = getattr(record, item.name)
+            if item.name not in used and value != item.default:
+                raise ConfigError(
+                    f"{self._key(name)}.{item.name}={value} is not used with precision={self.name} {rest}"
+                )

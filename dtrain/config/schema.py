@@ -1,8 +1,8 @@
-"""The typed schema of a run: one frozen dataclass per Hydra group.
+"""The typed schema of a run: one frozen record per Hydra group.
 
-YAML under ``conf/`` only picks and overrides these defaults. Constraints on one field are in its metadata
-(``config.fields``); constraints between fields are in ``cli.checks``. Nothing here imports torch, so that
-``dtrain train --help`` answers at once.
+YAML under ``conf/`` only picks and overrides these defaults. Every record checks itself (``config.fields``); what
+crosses records is in ``cli.checks``. The records of scripts too are in ``config.{engines,optim,precision,schedule}``.
+Nothing here imports torch, so that ``dtrain train --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.config.fields import above, at_least, between, group, one_of, setting
+from dtrain.config.engines import ENGINES, EngineConfig, Native
+from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, option, setting
+from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import PrecisionConfig
+from dtrain.config.schedule import WSD, Constant, Cosine, Linear, ScheduleConfig
+from dtrain.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(CheckedRecord):
     """Length of the run, batch sizes, and how often it logs, validates and saves."""
 
     steps: int = at_least(200, 1, "Steps to attempt; skipped steps count.")
@@ -31,69 +35,6 @@ class TrainConfig:
     sample_tokens: int = at_least(160, 0, "Length of the text sample written at the end; 0: none.")
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """Engine that runs the training step. `dtrain doctor engines` compares what they can do."""
-
-    name: str = "native"
-    zero_stage: int = between(
-        2, 0, 3, "What is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also weights."
-    )
-    reproducible: bool = setting(False, "Compute equal bits at any number of ranks and any stage.")
-    reduce_dtype: str = one_of(
-        "auto",
-        "fp32",
-        "bf16",
-        "fp16",
-        doc="Dtype of gradients during reduction; sums are FP32. auto: as they are computed, or FP32 if a rank sums "
-        "its micro-batches first; engines other than native use FP32.",
-    )
-    max_consecutive_skips: int = at_least(50, 1, "Skipped steps in a row after which the run ends with a diagnosis.")
-
-
-@dataclass(frozen=True)
-class NativeEngineConfig(EngineConfig):
-    """dtrain's own engine: sharded FP32 masters, gradients sent in the replica dtype, one vote per step."""
-
-    name: str = "native"
-    grad_reduction: str = one_of(
-        "auto",
-        "all_reduce",
-        "reduce_scatter",
-        doc="At stage 1, the collective that sums gradients; auto: reduce_scatter.",
-    )
-    reshard_after_forward: bool = setting(
-        True, "At stage 3, free a group's weights after its forward; false: only after its backward."
-    )
-    prefetch: int = at_least(1, 0, "At stage 3, number of groups unsharded ahead of their use.")
-    keep_gathered: list[str] = setting(
-        [], "At stage 3, name patterns of modules or parameters that stay unsharded throughout a step."
-    )
-
-
-@dataclass(frozen=True)
-class FSDP2EngineConfig(EngineConfig):
-    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps unsharded weights until backward, 3 frees them."""
-
-    name: str = "fsdp2"
-
-
-@dataclass(frozen=True)
-class DeepSpeedEngineConfig(EngineConfig):
-    """DeepSpeed's ZeRO with dtrain's vote."""
-
-    name: str = "deepspeed"
-    offload: str = one_of("none", "cpu", doc="Memory that holds masters and moments: the rank's device, or the host's.")
-
-
-@dataclass(frozen=True)
-class DDPEngineConfig(EngineConfig):
-    """PyTorch's DistributedDataParallel: FP32 weights on every rank, cast by autocast."""
-
-    name: str = "ddp"
-    zero_stage: int = between(0, 0, 3, EngineConfig.__dataclass_fields__["zero_stage"].metadata["doc"])
-
-
 DEFAULT_FACTORY = "dtrain.models.transformer:build"
 GPT2_FACTORY = "dtrain.models.gpt2:build"
 VOCAB_MULTIPLE = 64
@@ -103,7 +44,7 @@ FACTORY_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(CheckedRecord):
     """Model to train: a transformer, GPT-2, or the module that your own factory returns. See docs/models.md."""
 
     name: str = "tiny"
@@ -125,12 +66,48 @@ class ModelConfig:
     norm_eps: float = at_least(1e-5, 0.0, "Term added to the variance in norms.")
     args: dict[str, Any] = setting({}, "Free keys for a factory of your own.")
 
+    def _check(self) -> None:
+        if not FACTORY_FORM.fullmatch(self.factory):
+            raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
+        if self.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
+            return
+        if self.args:
+            raise ConfigError(
+                f"{self._key('args')}.{next(iter(self.args))} is for a {self._key('factory')} of your own; the "
+                "built-in one takes none"
+            )
+        heads = self._entry("num_heads")
+        if self.hidden_dim % self.num_heads:
+            raise ConfigError(f"{self._entry('hidden_dim')} does not divide by {heads}; each head takes the same share")
+        if self.factory == GPT2_FACTORY:
+            self._check_gpt2()
+            return
+        head_dim = self.hidden_dim // self.num_heads
+        if head_dim % 2:
+            raise ConfigError(
+                f"{self._entry('hidden_dim')} / {heads} gives heads of odd dim {head_dim}; rotary position embedding "
+                "rotates pairs, so make it even"
+            )
+        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{heads} does not divide by {self._entry('num_kv_heads')}; each key-value head serves the same number "
+                "of heads"
+            )
+
+    def _check_gpt2(self) -> None:
+        for name in ("num_kv_heads", "rope_theta"):
+            if getattr(self, name) != ModelConfig.__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"{self._entry(name)} is not used with {self._key('factory')}={GPT2_FACTORY}, which has no grouped "
+                    "queries and learned positions; remove it"
+                )
+
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(CheckedRecord):
     """Text to train on, as byte tokens. See docs/data.md."""
 
-    name: str = "stdlib"
+    name: str = option("stdlib")
     validation_percent: float = between(
         5.0, 0.0, 50.0, "Percentage of files held out for validation, by a hash of the relative path."
     )
@@ -140,100 +117,33 @@ class DataConfig:
 class StdlibDataConfig(DataConfig):
     """Source text of the running Python's standard library: real text, no download."""
 
-    name: str = "stdlib"
+    name: str = option("stdlib")
 
 
 @dataclass(frozen=True)
 class TextDataConfig(DataConfig):
     """Any text files."""
 
-    name: str = "text"
+    name: str = option("text")
     files: str = setting("", "Glob of the files, such as '/data/**/*.txt'; required.")
 
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """AdamW on the FP32 masters (Loshchilov and Hutter, 2019)."""
-
-    name: str = one_of("adamw", doc="")
-    lr: float = at_least(1e-3, 0.0, "Peak learning rate.")
-    betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the two moments, each in [0, 1).")
-    eps: float = at_least(1e-8, 0.0, "Term added to the denominator.")
-    weight_decay: float = at_least(0.1, 0.0, "Decoupled weight decay; norms and biases are not decayed.")
-    max_grad_norm: float | None = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
-    compile: bool | str = one_of(
-        "auto",
-        True,
-        False,
-        doc="Compile the update (on a GPU norm and vote too), which takes seconds; auto: on a GPU with a compiler.",
-    )
+    def _check(self) -> None:
+        if not self.files:
+            raise ConfigError(f"data=text needs {self._key('files')}, a glob such as data.files='/data/**/*.txt'")
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
-    """Learning rate as a function of applied steps, over train.steps."""
-
-    name: str = "cosine"
-    warmup_steps: int | None = at_least(
-        None, 0, "Steps of linear warm-up; null: a tenth of train.steps, rounded down, at most 20."
-    )
-
-    def resolve_warmup_steps(self, total_steps: int) -> int:
-        """Warm-up steps of a run of ``total_steps``.
-
-        null stays null in ``config.yaml``: a run resumed with other ``train.steps`` follows the new number, as the
-        rest of its schedule does.
-        """
-        return min(20, total_steps // 10) if self.warmup_steps is None else self.warmup_steps
-
-
-_MIN_RATIO = "Share of the peak learning rate that is left at the end."
-
-
-@dataclass(frozen=True)
-class CosineConfig(ScheduleConfig):
-    """Linear warm-up, then half a cosine down to ``min_ratio`` of the peak."""
-
-    name: str = "cosine"
-    min_ratio: float = between(0.1, 0.0, 1.0, _MIN_RATIO)
-
-
-@dataclass(frozen=True)
-class LinearConfig(ScheduleConfig):
-    """Linear warm-up, then a straight line down to ``min_ratio`` of the peak."""
-
-    name: str = "linear"
-    min_ratio: float = between(0.1, 0.0, 1.0, _MIN_RATIO)
-
-
-@dataclass(frozen=True)
-class ConstantConfig(ScheduleConfig):
-    """Linear warm-up, then the peak until the end."""
-
-    name: str = "constant"
-
-
-@dataclass(frozen=True)
-class WSDConfig(ScheduleConfig):
-    """Warm-up, stable, decay: the last ``decay_steps`` fall in a straight line to ``min_ratio`` of the peak."""
-
-    name: str = "wsd"
-    decay_steps: int = at_least(40, 1, "Steps of the decay at the end.")
-    min_ratio: float = between(0.0, 0.0, 1.0, _MIN_RATIO)
-
-
-@dataclass(frozen=True)
-class TrackerConfig:
+class TrackerConfig(CheckedRecord):
     """Service that gets the metrics too; ``metrics.jsonl`` is always written."""
 
-    name: str = "none"
+    name: str = option("none")
 
 
 @dataclass(frozen=True)
 class WandbConfig(TrackerConfig):
     """Weights & Biases: online when logged in, offline otherwise, never a prompt; rank 0 only."""
 
-    name: str = "wandb"
+    name: str = option("wandb")
     project: str = setting("dtrain", "Project on Weights & Biases.")
     entity: str | None = setting(None, "Team or user; null: the default of your login.")
     run_name: str | None = setting(None, "Name of the run; null: that of the run directory.")
@@ -251,11 +161,11 @@ class WandbConfig(TrackerConfig):
 class TensorboardConfig(TrackerConfig):
     """TensorBoard event files in the run directory; needs ``pip install tensorboard``."""
 
-    name: str = "tensorboard"
+    name: str = option("tensorboard")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(CheckedRecord):
     """Saving and retention of checkpoints. See docs/checkpoints.md."""
 
     asynchronous: bool = setting(
@@ -273,9 +183,17 @@ class CheckpointConfig:
     )
     save_at_end: bool = setting(True, "Save after the last step.")
 
+    def _check(self) -> None:
+        if self.when_busy == "skip" and not self.asynchronous:
+            asynchronous = self._key("asynchronous")
+            raise ConfigError(
+                f"{self._entry('when_busy')} works only with {asynchronous}=true: a synchronous save has ended before "
+                f"the next one is due; remove it, or set {asynchronous}=true"
+            )
+
 
 @dataclass(frozen=True)
-class LaunchConfig:
+class LaunchConfig(CheckedRecord):
     """Processes, device, threads and timeouts on this machine."""
 
     num_processes: int | str | None = at_least(
@@ -290,9 +208,15 @@ class LaunchConfig:
         True, "CPU ranks of one host read each other's buffers; false, or if they cannot: sockets, with the same bits."
     )
 
+    def _check(self) -> None:
+        if isinstance(self.num_processes, str) and self.num_processes != "auto":
+            raise ConfigError(
+                f"{self._entry('num_processes')} must be a number, auto (one a GPU), or null (this process)"
+            )
+
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(CheckedRecord):
     """One training run, resolved and checked; ``config.yaml`` in the run directory holds it."""
 
     run_dir: str | None = setting(None, "Directory of everything the run writes; null: `runs/<date>_<time>`.")
@@ -302,26 +226,27 @@ class RunConfig:
         "auto: continue from the newest checkpoint of run_dir that verifies; none: do not; or a checkpoint's path.",
     )
     train: TrainConfig = group(TrainConfig)
-    engine: EngineConfig = group(NativeEngineConfig, EngineConfig.__doc__ or "")
+    engine: EngineConfig = group(Native, EngineConfig.__doc__ or "")
     precision: PrecisionConfig = group(PrecisionConfig)
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
     optim: OptimConfig = group(OptimConfig)
-    schedule: ScheduleConfig = group(CosineConfig, ScheduleConfig.__doc__ or "")
+    schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
     tracker: TrackerConfig = group(TrackerConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     launch: LaunchConfig = group(LaunchConfig)
 
+    def _check(self) -> None:
+        if self.run_dir == "":
+            raise ConfigError("run_dir is empty; name a folder, or leave it null for runs/<date>_<time>")
+        if self.resume == "":
+            raise ConfigError("resume is empty; it is auto, none, or the path of a checkpoint")
+
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
-    "engine": {
-        "native": NativeEngineConfig,
-        "fsdp2": FSDP2EngineConfig,
-        "deepspeed": DeepSpeedEngineConfig,
-        "ddp": DDPEngineConfig,
-    },
+    "engine": {**ENGINES},
     "data": {"stdlib": StdlibDataConfig, "text": TextDataConfig},
-    "schedule": {"cosine": CosineConfig, "linear": LinearConfig, "constant": ConstantConfig, "wsd": WSDConfig},
+    "schedule": {"cosine": Cosine, "linear": Linear, "constant": Constant, "wsd": WSD},
     "tracker": {"none": TrackerConfig, "wandb": WandbConfig, "tensorboard": TensorboardConfig},
 }
 """Groups whose options have different keys: option name -> its schema. All other groups have one schema."""

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtrain.config.fields import above, at_least, between, group, one_of, setting
-from dtrain.config.precision import Float8Config, PrecisionConfig
-from dtrain.config.schema import (
-    CosineConfig,
-    DataConfig,
-    DDPEngineConfig,
-    DeepSpeedEngineConfig,
-    FSDP2EngineConfig,
-    LaunchConfig,
-    ModelConfig,
-    NativeEngineConfig,
-    OptimConfig,
-    RunConfig,
-    ScheduleConfig,
-    StdlibDataConfig,
-    TrainConfig,
-)
+from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
+from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, setting
+from dtrain.config.optim import OptimConfig
+from dtrain.config.precision import Float8, PrecisionConfig
+from dtrain.config.schedule import Cosine, ScheduleConfig
+from dtrain.config.schema import DataConfig, LaunchConfig, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
 
 _RANKS = "Ranks, as processes on this machine."
 _THREADS = "PyTorch threads of a rank."
@@ -32,7 +21,7 @@ _STAGE = "ZeRO stage of the native engine."
 
 
 @dataclass(frozen=True)
-class MeasurementConfig:
+class MeasurementConfig(CheckedRecord):
     """Keys of every suite that starts ranks."""
 
     ranks: int = at_least(1, 1, _RANKS)
@@ -105,7 +94,7 @@ class Float8BenchConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
-class OptimizerBenchConfig:
+class OptimizerBenchConfig(CheckedRecord):
     """The optimizer phase against torch's sequence of passes, and against the memory's bandwidth."""
 
     numel: int = at_least(50_000_000, 1024, "Elements; rounded to whole chunks of 1,024.")
@@ -133,7 +122,7 @@ class CheckpointBenchConfig(MeasurementConfig):
 
 
 @dataclass(frozen=True)
-class SuiteConfig:
+class SuiteConfig(CheckedRecord):
     """One run of a suite of ``dtrain bench`` that trains a model."""
 
     seed: int = at_least(0, 0, "Seed of weights and samples.")
@@ -161,26 +150,26 @@ class VoteSuiteConfig(SuiteConfig):
 @dataclass(frozen=True)
 class Float8SuiteConfig(SuiteConfig):
     bench: Float8BenchConfig = group(Float8BenchConfig)
-    float8: Float8Config = group(Float8Config)  # bench.recipes replaces its recipe
+    float8: Float8 = group(Float8)  # bench.recipes replaces its recipe
 
 
 @dataclass(frozen=True)
-class OptimizerSuiteConfig:
+class OptimizerSuiteConfig(CheckedRecord):
     bench: OptimizerBenchConfig = group(OptimizerBenchConfig)
 
 
 @dataclass(frozen=True)
-class CollectivesSuiteConfig:
+class CollectivesSuiteConfig(CheckedRecord):
     bench: CollectivesBenchConfig = group(CollectivesBenchConfig)
 
 
 @dataclass(frozen=True)
-class CheckpointSuiteConfig:
+class CheckpointSuiteConfig(CheckedRecord):
     bench: CheckpointBenchConfig = group(CheckpointBenchConfig)
 
 
 @dataclass(frozen=True)
-class ParityConfig:
+class ParityConfig(CheckedRecord):
     """Engines to compare with the FP32 oracle, over how many steps, and the permitted deviation."""
 
     engines: list[str] | None = setting(
@@ -202,17 +191,17 @@ class ParityConfig:
 
 
 @dataclass(frozen=True)
-class EngineSettings:
+class EngineSettings(CheckedRecord):
     """Keys of every engine, each under its name."""
 
-    native: NativeEngineConfig = group(NativeEngineConfig)
-    fsdp2: FSDP2EngineConfig = group(FSDP2EngineConfig)
-    deepspeed: DeepSpeedEngineConfig = group(DeepSpeedEngineConfig)
-    ddp: DDPEngineConfig = group(DDPEngineConfig)
+    native: Native = group(Native)
+    fsdp2: FSDP2 = group(FSDP2)
+    deepspeed: DeepSpeed = group(DeepSpeed)
+    ddp: DDP = group(DDP)
 
 
 @dataclass(frozen=True)
-class ParitySuiteConfig:
+class ParitySuiteConfig(CheckedRecord):
     run_dir: str | None = setting(None, "Directory of the report; null: `runs/parity-<date>_<time>`.")
     seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
     parity: ParityConfig = group(ParityConfig)
@@ -221,7 +210,7 @@ class ParitySuiteConfig:
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
     optim: OptimConfig = group(OptimConfig)
-    schedule: ScheduleConfig = group(CosineConfig, ScheduleConfig.__doc__ or "")
+    schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
 
     def training(self, engine: str) -> RunConfig:
         parity = self.parity
@@ -245,7 +234,7 @@ class ParitySuiteConfig:
 
 
 @dataclass(frozen=True)
-class AcceptConfig:
+class AcceptConfig(CheckedRecord):
     """Keys of ``dtrain accept``. It has no model: each part takes shapes that fit the device."""
 
     minutes: float = above(25.0, 0.0, "Minutes for all chosen parts; each gets its share, at most 8.")

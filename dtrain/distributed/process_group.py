@@ -262,7 +262,8 @@ def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype) -> 
     Each row is rounded to ``dtype`` first, which does nothing if it is the row's own.
     """
     first, *middle, last = rows
-    size = min(_BLOCK, output.numel()) if output.device.type == "cpu" else output.numel()
+    numel = max(output.numel(), 1)
+    size = min(_BLOCK, numel) if output.device.type == "cpu" else numel
     scratch = torch.empty(size, dtype=output.dtype, device=output.device)
     for start in range(0, output.numel(), size):
         block = slice(start, start + size)

@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 
+from dtrain.config.engines import EngineConfig
+from dtrain.config.optim import AdamW
+from dtrain.config.schedule import Schedule
 from dtrain.distributed.communicator import Communicator
-from dtrain.optim.adamw import AdamW
-from dtrain.optim.schedule import Schedule
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Options of a step; equal on all ranks.
+    """Settings of a step; equal on all ranks.
 
     Attributes:
+        engine: the record of the chosen engine.
         max_grad_norm: clipping threshold of the global norm, or None.
-        reproducible: whether sums are formed in canonical order.
-        max_consecutive_skips: number of skipped steps in a row that ends the run.
     """
 
+    engine: EngineConfig
     optimizer: AdamW
     schedule: Schedule
     max_grad_norm: float | None
-    zero_stage: int
-    reproducible: bool
-    max_consecutive_skips: int
 
+    @property
+    def zero_stage(self) -> int:
+        return self.engine.zero_stage
 
-@dataclass(frozen=True)
-class UnshardOptions:
-    """When sharded groups are unsharded and resharded."""
+    @property
+    def reproducible(self) -> bool:
+        return self.engine.reproducible
 
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-    keep_gathered: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options of some engines only; :mod:`dtrain.config.capabilities` refuses them for the others.
-
-    Attributes:
-        groups: units of sharding, see :func:`dtrain.parameters.groups.find_groups`.
-        grad_reduction: ``auto``, ``all_reduce`` or ``reduce_scatter``: how stage 1 sums gradients (native).
-        unshard: when stage 3 unshards and reshards groups (native).
-        offload: ``none``, or ``cpu`` for masters and moments in host memory (deepspeed).
-    """
-
-    groups: str | Sequence[str] = "auto"
-    grad_reduction: str = "auto"
-    unshard: UnshardOptions = field(default_factory=UnshardOptions)
-    offload: str = "none"
+    @property
+    def max_consecutive_skips(self) -> int:
+        return self.engine.max_consecutive_skips
 
 
 @dataclass(frozen=True)
@@ -82,7 +65,6 @@ class EngineRequest:
     contract: Contract
     comm: Communicator
     step: StepOptions
-    engine: EngineOptions
     loss_scale: LossScaleState
     identity: RunIdentity
     config_text: str

@@ -1,55 +1,27 @@
-"""AdamW: its hyper-parameters, and its rule."""
+"""AdamW's rule; its hyper-parameters are :class:`dtrain.config.optim.AdamW`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from dtrain.config.optim import AdamW
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
 from dtrain.optim.rule import Rule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
 from dtrain.precision.hardware import has_compiler
 
 
-@dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, algorithm 2).
+def on_device(optimizer: AdamW, device: torch.device) -> AdamW:
+    """Returns the hyper-parameters with ``compile`` decided for ``device``.
 
-    Attributes:
-        lr: peak learning rate; a schedule scales it.
-        betas: decay rates of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled; not applied to parameters of one dimension or none (norms, biases).
-        compile: whether the update is compiled, on a GPU also the norm and the vote, which takes seconds at the start;
-            ``auto``: on a GPU with a compiler for all that the update writes.
+    A CPU takes the fused kernel, which is within a fifth of the compiled update and starts at once.
     """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    compile: bool | str = "auto"
-
-    def __post_init__(self) -> None:
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"AdamW betas must be two numbers from 0 to below 1; got {self.betas}")
-        for name in ("lr", "eps", "weight_decay"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"AdamW {name} must be at least 0; got {getattr(self, name)}")
-        if not isinstance(self.compile, bool) and self.compile != "auto":
-            raise ConfigError(f"AdamW compile must be True, False or 'auto'; got {self.compile!r}")
-
-    def on(self, device: torch.device) -> AdamW:
-        """Returns the same with ``compile`` decided for ``device``.
-
-        A CPU takes the fused kernel, which is within a fifth of the compiled update and starts at once.
-        """
-        if self.compile != "auto":
-            return self
-        return replace(self, compile=device.type == "cuda" and has_compiler(device))
+    if optimizer.compile != "auto":
+        return optimizer
+    return replace(optimizer, compile=device.type == "cuda" and has_compiler(device))
 
 
 class AdamWRule(Rule):
@@ -59,14 +31,14 @@ class AdamWRule(Rule):
     is compiled, an arena is updated by tensor code on a CPU and by a Triton kernel on a GPU.
 
     Args:
-        record: hyper-parameters, with ``compile`` decided (see :meth:`AdamW.on`).
+        record: hyper-parameters, with ``compile`` decided (see :func:`on_device`).
     """
 
     states = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))
 
     def __init__(self, record: AdamW) -> None:
         if not isinstance(record.compile, bool):
-            raise ValueError("AdamW.compile is 'auto'; call AdamW.on(device) first")
+            raise ValueError("AdamW.compile is 'auto'; call on_device first")
         self._record = record
         self.is_compiled = record.compile
 

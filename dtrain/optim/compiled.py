@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from dtrain.config.optim import AdamW
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamW
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 
 

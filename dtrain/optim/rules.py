@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dtrain.config.optim import AdamW
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.adamw import AdamWRule
 from dtrain.optim.rule import Rule
 
 RULES: dict[type, Callable[[Any], Rule]] = {AdamW: AdamWRule}

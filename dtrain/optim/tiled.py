@@ -9,11 +9,11 @@ from itertools import accumulate
 
 import torch
 
+from dtrain.config.optim import AdamW
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, TILE, adamw
 from dtrain.kernels.tiles import TileTable
-from dtrain.optim.adamw import AdamW
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 
 

@@ -23,13 +23,13 @@ class ParamGroup:
 
 
 def find_groups(
-    model: nn.Module, groups: str | Sequence[str] = "auto", *, frozen: bool = False
+    model: nn.Module, sharding_units: str | Sequence[str] = "auto", *, frozen: bool = False
 ) -> tuple[ParamGroup, ...]:
     """Returns the parameter groups of ``model`` in definition order; the root group comes first, if it has parameters.
 
     Args:
         model: the model.
-        groups: ``auto``: each element of an outermost ``ModuleList`` or ``Sequential``; or name patterns
+        sharding_units: ``auto``: each element of an outermost ``ModuleList`` or ``Sequential``; or name patterns
             (``fnmatch``) of modules. Parameters that no unit holds or that two units share are in the root group.
         frozen: group the frozen parameters instead of the trained ones.
 
@@ -40,7 +40,7 @@ def find_groups(
     chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is not frozen]
     _check_overlaps(model)
     # a parameter counts for each of its names, so that one that two units share has two owners
-    units = _auto_units(model) if groups == "auto" else _matched_units(model, groups)
+    units = find_units(model, sharding_units)
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(_unit_of(name, units))
@@ -136,13 +136,16 @@ def _auto_units(model: nn.Module) -> list[str]:
     return units
 
 
-def _matched_units(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
+def find_units(model: nn.Module, sharding_units: str | Sequence[str]) -> list[str]:
+    """Returns the names of the modules that are sharded as units, see :func:`find_groups`."""
+    if sharding_units == "auto":
+        return _auto_units(model)
     names = [name for name, _ in model.named_modules() if name]
     matched: list[str] = []
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+    for pattern in [sharding_units] if isinstance(sharding_units, str) else sharding_units:
         found = fnmatch.filter(names, pattern)
         if not found:
-            raise ConfigError(f"groups pattern '{pattern}' matches no module{nearest(pattern, names)}")
+            raise ConfigError(f"sharding_units pattern '{pattern}' matches no module{nearest(pattern, names)}")
         matched += found
     # a unit inside another one would share its parameters, so the outer one wins
     return [name for name in names if name in matched and not _unit_of(name, matched)]

@@ -12,96 +12,25 @@ from typing import Any
 
 import torch
 
+from dtrain.config.precision import LossScale
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
 
-MODES = ("auto", "none", "static", "dynamic", "calibrated")
 _LARGEST_FP16 = 65504.0
 
 
-@dataclass(frozen=True)
-class LossScale:
-    """Settings of loss scaling.
+def resolve_loss_scale(rule: LossScale, compute_dtype: torch.dtype) -> LossScale:
+    """Returns ``rule`` with ``auto`` resolved for ``compute_dtype``; logs if ``calibrated`` has no effect.
 
-    Attributes:
-        mode: ``none`` (1), ``static`` (always ``init``), ``dynamic`` (grows and backs off), ``calibrated`` (chosen once
-            from measured gradients, see :class:`LossScaleState`), or ``auto``: dynamic if the compute dtype is FP16,
-            else none, because BF16 and FP32 have enough range for gradients.
-        init: first scale.
-        growth_factor: factor after ``growth_interval`` steps in a row without overflow.
-        backoff_factor: factor after an overflow.
-        growth_interval: steps without overflow before the scale grows.
-        hysteresis: overflows since the last growth before the scale backs off; 1 backs off immediately.
-        min: lower bound of the dynamic and the calibrated scale.
-        max: upper bound of both.
-        calibration_steps: number of applied steps whose gradients are measured.
-        margin: factor by which gradients may exceed the measured ones before they overflow FP16; at least 1.
+    ``auto`` is dynamic for FP16, else none, because BF16 and FP32 have enough range for gradients.
     """
-
-    mode: str = "auto"
-    init: float = 65536.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    hysteresis: int = 1
-    min: float = 2.0**-14
-    max: float = 2.0**24
-    calibration_steps: int = 10
-    margin: float = 8.0
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"loss scale mode '{self.mode}' is not one of {', '.join(MODES)}")
-        if not 0 < self.min <= self.init <= self.max < math.inf:
-            raise ConfigError(
-                f"loss scale needs 0 < min <= init <= max, all finite; got {self.min:g}, {self.init:g}, {self.max:g}"
-            )
-        if not 1 <= self.growth_factor < math.inf or not 0 < self.backoff_factor <= 1:
-            raise ConfigError(
-                f"loss scale needs growth_factor >= 1 and 0 < backoff_factor <= 1; "
-                f"got {self.growth_factor:g} and {self.backoff_factor:g}"
-            )
-        if self.growth_interval < 1 or self.hysteresis < 1:
-            raise ConfigError(
-                f"loss scale needs growth_interval and hysteresis of at least 1; "
-                f"got {self.growth_interval} and {self.hysteresis}"
-            )
-        if self.calibration_steps < 1 or not 1 <= self.margin < math.inf:
-            raise ConfigError(
-                f"loss scale needs calibration_steps and margin of at least 1, the margin finite; "
-                f"got {self.calibration_steps} and {self.margin:g}"
-            )
-
-    @staticmethod
-    def of(value: LossScale | str | float) -> LossScale:
-        """Converts what ``initialize(loss_scale=...)`` accepts: a record, a mode, or a number (static)."""
-        if isinstance(value, LossScale):
-            return value
-        if isinstance(value, str):
-            return LossScale(mode=value)
-        scale = float(value)
-        return LossScale(mode="static", init=scale, min=min(scale, LossScale.min), max=max(scale, LossScale.max))
-
-    def resolved(self, compute_dtype: torch.dtype) -> LossScale:
-        """Returns the settings with ``auto`` resolved for ``compute_dtype``; logs if ``calibrated`` has no effect."""
-        if self.mode == "calibrated" and compute_dtype != torch.float16:
-            logger.info(
-                f"loss scale mode 'calibrated' has no effect: it keeps gradients in the range of FP16, and these are "
-                f"{compute_dtype}, which has the range of FP32; loss_scale=none gives the same result"
-            )
-        if self.mode != "auto":
-            return self
-        return replace(self, mode="dynamic" if compute_dtype == torch.float16 else "none")
-
-    def start(self) -> LossScaleState:
-        """Returns the state before the first step.
-
-        Raises:
-            ConfigError: the mode is still ``auto``.
-        """
-        if self.mode == "auto":
-            raise ConfigError("loss scale mode 'auto' must be resolved for a compute dtype before it starts")
-        return LossScaleState(self, 1.0 if self.mode == "none" else self.init, 0, self.hysteresis)
+    if rule.mode == "calibrated" and compute_dtype != torch.float16:
+        logger.info(
+            f"loss scale mode 'calibrated' has no effect: it keeps gradients in the range of FP16, and these are "
+            f"{compute_dtype}, which has the range of FP32; loss_scale=none gives the same result"
+        )
+    if rule.mode != "auto":
+        return rule
+    return replace(rule, mode="dynamic" if compute_dtype == torch.float16 else "none")
 
 
 @dataclass(frozen=True)
@@ -127,6 +56,12 @@ class LossScaleState:
     max_abs_grad: float = 0.0
     num_measured: int = 0
     is_calibrated: bool = False
+
+    @staticmethod
+    def of(rule: LossScale) -> LossScaleState:
+        """Returns the state before the first step of a rule whose mode is not ``auto`` (:func:`resolve_loss_scale`)."""
+        assert rule.mode != "auto", rule
+        return LossScaleState(rule, 1.0 if rule.mode == "none" else rule.init, 0, rule.hysteresis)
 
     @property
     def is_calibrating(self) -> bool:

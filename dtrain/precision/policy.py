@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from dtrain.config.precision import check_rules, unsupported_format_reason
-from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.config.fields import check_field
+from dtrain.config.precision import Float8, PrecisionConfig, check_rules, float8_rule_error, unsupported_format_reason
+from dtrain.errors import ConfigError, ModelError
 from dtrain.precision.float8.choice import Float8Decision
-from dtrain.precision.float8.options import Float8Options
+from dtrain.precision.float8.options import resolve_float8
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that an FP32 master represents exactly. A frozen parameter of another dtype keeps its dtype."""
 
-NAMES = ("auto", "fp32", "tf32", "bf16", "fp16", "fp8")
-REDUCE_NAMES = ("auto", "fp32", "bf16", "fp16")
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 _COMPUTE = {
     "fp32": torch.float32,
     "tf32": torch.float32,
@@ -60,7 +60,7 @@ class PrecisionPolicy:
     rules: tuple[tuple[str, str], ...] = ()
     tf32: bool = False
     reason: str = ""
-    float8: Float8Options = field(default_factory=Float8Options)
+    float8: Float8 = field(default_factory=Float8)
     decisions: tuple[Float8Decision, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,28 +79,45 @@ class PrecisionPolicy:
             )
         check_rules(self.rules)
         if self.uses_float8 and self.name != "auto" and self.compute_dtype != torch.bfloat16:
-            raise ConfigError(
-                f"an fp8 rule under precision={self.name}: FP8 products give BF16, so all else computes in BF16 too; "
-                f"use precision=fp8 or bf16"
-            )
+            raise float8_rule_error(self.name)
 
     @staticmethod
-    def named(
-        name: str, *, rules: Mapping[str, str] | None = None, float8: Float8Options | None = None
-    ) -> PrecisionPolicy:
-        """Returns the policy ``name`` of :data:`NAMES`; ``rules`` is format by name pattern.
+    def of(value: PrecisionPolicy | str | torch.dtype) -> PrecisionPolicy:
+        """Returns what ``initialize(precision=...)`` accepts as a policy: its name, or the dtype that it computes in.
+
+        Raises:
+            ConfigError: as :meth:`named`; or a dtype that no policy computes in.
+        """
+        if isinstance(value, PrecisionPolicy):
+            return value
+        if isinstance(value, torch.dtype):
+            if value not in _NAMES:
+                raise ConfigError(
+                    f"precision={value} is not one of {', '.join(map(str, _NAMES))}; masters are FP32 in any case"
+                )
+            value = _NAMES[value]
+        return PrecisionPolicy.named(value)
+
+    @staticmethod
+    def named(name: str, *, rules: Mapping[str, str] | None = None, float8: Float8 | None = None) -> PrecisionPolicy:
+        """Returns the policy ``name``; ``rules`` is format by name pattern.
 
         Raises:
             ConfigError: the name or a format is unknown, or a rule says ``fp8`` but the compute dtype is not BF16.
         """
-        if name not in NAMES:
-            raise ConfigError(unsupported_format_reason(name) or f"unknown precision '{name}'{nearest(name, NAMES)}")
+        try:
+            check_field(PrecisionConfig, "name", name, "precision")
+        except ConfigError:
+            if isinstance(name, str) and (reason := unsupported_format_reason(name)):
+                raise ConfigError(f"precision={name}: {reason}") from None
+            raise
+        rules = check_field(PrecisionConfig, "rules", rules or {}, "rules")
         return PrecisionPolicy(
             name,
             _COMPUTE.get(name, torch.float32),
-            rules=tuple((rules or {}).items()),
+            rules=tuple(rules.items()),
             tf32=name == "tf32",
-            float8=float8 or Float8Options(),
+            float8=check_field(PrecisionConfig, "float8", float8 or Float8(), "float8"),
         )
 
     def on(self, device: torch.device) -> PrecisionPolicy:
@@ -110,7 +127,7 @@ class PrecisionPolicy:
             ConfigError: the device has no TF32, or no FP8 and ``emulate=False``; or ``auto`` does not become BF16
                 although a rule says ``fp8``.
         """
-        if self.uses_float8 and (float8 := self.float8.on(device)) != self.float8:
+        if self.uses_float8 and (float8 := resolve_float8(self.float8, device)) != self.float8:
             return replace(self, float8=float8).on(device)
         if self.name == "auto":
             name, reason = _choose(device)
@@ -128,10 +145,8 @@ class PrecisionPolicy:
             reduces_every_micro_batch: whether each micro-batch's gradient is sent, instead of the rank's FP32 sum.
 
         Raises:
-            ConfigError: the name is unknown, or the dtype loses precision without saving bytes.
+            ConfigError: the dtype loses precision without saving bytes.
         """
-        if name not in REDUCE_NAMES:
-            raise ConfigError(f"unknown reduce dtype '{name}'{nearest(name, REDUCE_NAMES)}")
         # micro-batch gradients have the compute dtype already; a rank's FP32 sums would be rounded
         if name == "auto":
             dtype = self.reduce_dtype or (self.compute_dtype if reduces_every_micro_batch else torch.float32)

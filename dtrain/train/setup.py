@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +15,8 @@ from torch import nn
 
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import agreed, config_hash
-from dtrain.config.schema import (
-    CosineConfig,
-    LaunchConfig,
-    LinearConfig,
-    NativeEngineConfig,
-    RunConfig,
-    ScheduleConfig,
-    WSDConfig,
-)
+from dtrain.config.engines import FSDP2, Native
+from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
@@ -31,13 +24,9 @@ from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamW
-from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
-from dtrain.parameters.groups import matching_parameters
+from dtrain.parameters.groups import find_units, matching_parameters
 from dtrain.precision.contract import earlier_decisions, resolve
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import REDUCED_SUMS
-from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.throughput import num_cores
 
@@ -108,28 +97,22 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 def make_policy(config: RunConfig) -> PrecisionPolicy:
     precision = config.precision
     num_rows = precision.float8.num_rows or config.train.micro_batch_size * config.model.max_seq_len
-    float8 = Float8Options(**(asdict(precision.float8) | {"num_rows": num_rows}))
+    float8 = replace(precision.float8, num_rows=num_rows)
     return PrecisionPolicy.named(precision.name, rules=precision.rules, float8=float8)
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
     """Raises ``ConfigError`` for a pattern of module names that matches nothing in ``model``."""
     resolve(make_policy(config), model)
-    if isinstance(config.engine, NativeEngineConfig):
+    if isinstance(config.engine, Native):
         matching_parameters(model, config.engine.keep_gathered)
+    if isinstance(config.engine, (Native, FSDP2)):
+        find_units(model, config.engine.sharding_units)
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
     """Checks the precision of ``config`` on ``device``; raises as :func:`dtrain.engine.initialize.resolve_policy`."""
-    engine = config.engine
-    resolve_policy(
-        engine.name,
-        make_policy(config),
-        device,
-        zero_stage=engine.zero_stage,
-        reproducible=engine.reproducible,
-        reduce_dtype=engine.reduce_dtype,
-    )
+    resolve_policy(config.engine, make_policy(config), device)
 
 
 def make_engine(
@@ -137,37 +120,17 @@ def make_engine(
 ) -> Engine:
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
-    optim, scale, engine = config.optim, config.precision.loss_scale, config.engine
-    # keys of one engine have the names of its arguments
-    own = {item.name: getattr(engine, item.name) for item in fields(engine) if item.name != "name"}
     return initialize(
         model,
-        optimizer=AdamW(
-            lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, compile=optim.compile
-        ),
-        schedule=make_schedule(config.schedule, config.train.steps),
-        engine=engine.name,
+        optimizer=config.optim.optimizer,
+        schedule=config.schedule.over(config.train.steps),
+        engine=config.engine,
         precision=policy,
-        # a static scale need not lie between the bounds of a dynamic one
-        loss_scale=LossScale.of(scale.init) if scale.mode == "static" else LossScale(**asdict(scale)),
-        max_grad_norm=optim.max_grad_norm,
+        loss_scale=config.precision.loss_scale,
+        max_grad_norm=config.optim.max_grad_norm,
         seed=config.seed,
         comm=comm,
-        **own,
     )
-
-
-def make_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
-    warmup_steps = config.resolve_warmup_steps(total_steps)
-    match config:
-        case CosineConfig():
-            return Cosine(warmup_steps, total_steps, config.min_ratio)
-        case LinearConfig():
-            return Linear(warmup_steps, total_steps, config.min_ratio)
-        case WSDConfig():
-            return WSD(warmup_steps, total_steps, config.decay_steps, config.min_ratio)
-        case _:
-            return Constant(warmup_steps)
 
 
 def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:

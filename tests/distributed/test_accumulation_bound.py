@@ -47,7 +47,7 @@ def main_grads(rank: int, world: int, stage: int, reproducible: bool) -> Tensor 
     for number, weight in engine.accumulate(zip(numbers, WEIGHTS, strict=True)):
         engine.backward(engine(micro_batch(number)), weight=weight)
     engine.finish_gradients()  # type: ignore[attr-defined]
-    full = [grad.clone() for _, grad in engine.state.full_main_grads()]  # type: ignore[attr-defined]
+    full = [grad.clone() for _, grad in engine.full_state("main_grad")]  # type: ignore[attr-defined]
     engine.step()
     return full[0] if rank == 0 else None
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.config.precision import LossScale
 from dtrain.engine.step import StepEngine
-from dtrain.precision.loss_scale import LossScale, LossScaleState
+from dtrain.precision.loss_scale import LossScaleState
 from tests.engines.helpers import state_digests
 from tests.helpers.ranks import run_ranks
 

@@ -11,6 +11,7 @@ import torch
 import dtrain
 from dtrain.engine.vote.record import MUST_AGREE
 from dtrain.errors import DivergenceError
+from dtrain.precision.loss_scale import LossScaleState
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 from tests.helpers.zoo import make
@@ -38,7 +39,7 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
         elif field == "data_cursor":
             engine.data_cursor = 16
         elif field == "loss_scale":
-            engine._finalizer.scale = dtrain.LossScale.of(8.0).start()
+            engine._finalizer.scale = LossScaleState.of(dtrain.LossScale.of(8.0))
         elif field == "config_hash":
             engine._config_hash += 1
             finalizer = engine._finalizer

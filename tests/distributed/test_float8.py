@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.distributed.setup import make_communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.options import Float8Options
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.helpers import unshard_models
@@ -384,7 +384,7 @@ def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
 
 def measured(rank: int, world: int) -> dict[tuple[str, int], Any]:
     def policy(recipe: str) -> Any:
-        return dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(recipe=recipe))
+        return dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe=recipe))
 
     cases = [("tensorwise", 0), ("tensorwise", 3), ("rowwise", 2), ("rowwise", 3)]
     return {(recipe, stage): measure(WideStack, stage, policy(recipe)) for recipe, stage in cases}

@@ -12,8 +12,8 @@ from torch import nn
 
 import dtrain
 from dtrain.cli.resolve import compose
+from dtrain.config.precision import Float8
 from dtrain.errors import DivergenceError
-from dtrain.precision.float8.options import Float8Options
 from dtrain.train.run import run_training
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
@@ -24,7 +24,7 @@ RULES = {
     **{"blocks.0": "fp16", "head": "fp32", "blocks.1.ffn": "fp32", "blocks.1.ffn.0": "bf16"},
     **{"norm": "fp16", "blocks.0.ffn_norm": "bf16", "blocks.1.attention_norm": "bf16"},  # by their own names
 }
-TIMED = Float8Options(choice="timed", num_rows=32)
+TIMED = Float8(choice="timed", num_rows=32)
 
 
 def build() -> nn.Module:
@@ -82,7 +82,7 @@ def test_rank_0_times_for_all_ranks() -> None:
 
 def differs(rank: int, world: int) -> str:
     recipe = ("tensorwise", "rowwise")[rank]
-    policy = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(recipe=recipe))
+    policy = dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe=recipe))
     with pytest.raises(DivergenceError) as raised:
         dtrain.initialize(build(), precision=policy, engine="native", seed=0)
     return str(raised.value)

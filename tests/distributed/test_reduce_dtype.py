@@ -36,7 +36,7 @@ def summed(rank: int, world: int, stage: int, precision: str, reduce_dtype: str)
     for value in engine.accumulate(GRADIENTS[rank::world]):
         engine.backward(engine(torch.full((8,), value)))
     engine.finish_gradients()
-    ((_, gradient),) = engine.state.full_main_grads()
+    ((_, gradient),) = engine.full_state("main_grad")
     assert torch.equal(gradient, gradient[0].expand(8))
     return engine.contract.to_dict()["reduce"], float(gradient[0])
 

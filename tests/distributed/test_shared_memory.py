@@ -94,6 +94,12 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     own = full[rank * NUMEL : (rank + 1) * NUMEL]
     comm.reduce_scatter_sum(own, full, label="rs in place").wait()
     got["reduce-scatter in place"] = own.clone()
+    rounded = fill(comm, world * NUMEL, torch.float32, 7)
+    comm.reduce_scatter_sum(output, rounded, label="rounded", dtype=torch.bfloat16).wait()
+    assert comm.schedule.log[-1] == f"all_to_all_single(rounded, {world * NUMEL} x bfloat16)"
+    assert torch.equal(rounded, numbers(rank, world * NUMEL, 7)), "what is sent is rounded, not the gradient itself"
+    got["reduce-scatter in BF16"] = output.clone()
+    comm.reduce_scatter_sum(torch.empty(0), comm.allocate(0, torch.float32), label="empty").wait()
     tensors = [fill(comm, world * NUMEL, torch.float32, seed) for seed in (4, 5, 6)]
     all_reduce(comm, *tensors)
     got["all-reduce"] = torch.cat(tensors)
@@ -108,6 +114,9 @@ def test_same_bits_as_sockets(world: int) -> None:
         assert through_sockets[rank].keys() == in_place[rank].keys()
         for name, tensor in through_sockets[rank].items():
             assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
+    for rank in range(world):
+        rows = [numbers(other, world * NUMEL, 7).bfloat16().float().view(world, -1)[rank] for other in range(world)]
+        assert torch.equal(in_place[rank]["reduce-scatter in BF16"], sum(rows[1:], rows[0]))
     total = torch.stack([numbers(rank, world * NUMEL, 4) for rank in range(world)]).sum(0)
     assert torch.allclose(in_place[0]["all-reduce"][: world * NUMEL], total, rtol=1e-4, atol=1e-2)
 
@@ -285,7 +294,7 @@ def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str,
         rng = random.Random(rank)
         engine = dtrain.initialize(Deep(), seed=0, comm=communicator(shared=shared), **options)
         assert isinstance(engine, NativeEngine)
-        assert isinstance(engine.sharded._arena.exchange, RingExchange) == shared
+        assert isinstance(engine.sharded.reducer.queue.exchange, RingExchange) == shared
         master = next(engine.local_shards("master")).data
         assert is_shared(engine.comm, master) == (shared and "zero_stage" in options)
         for step in range(6):

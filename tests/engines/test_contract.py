@@ -28,7 +28,8 @@ WORLD = 2
 def lower_a_moment(engine: Any) -> None:
     """Replaces a moment by a BF16 copy of it, wherever this engine keeps it."""
     if engine.name == "native":
-        engine.state.states["exp_avg"] = engine.state.states["exp_avg"].bfloat16()
+        states: Any = engine.sharded.buffers[0].states
+        states["exp_avg"] = states["exp_avg"].bfloat16()
     elif engine.name == "deepspeed":
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
+from dtrain.config.precision import Float8
 from dtrain.distributed.setup import disconnect
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.float8.weights import Cache
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines.float8_model import FLOAT8, Float8Model, batch, start, train_step
@@ -43,7 +43,7 @@ ENGINES = [
     if engine.supports("precision", "fp8")
     for stage in engine.values("zero_stage")
 ]
-ROWWISE = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise"))
+ROWWISE = PrecisionPolicy.named("fp8", float8=Float8(recipe="rowwise"))
 WORLD = 2
 
 
@@ -172,7 +172,7 @@ def test_infinity_before_a_saturating_cast_is_skipped_by_every_engine() -> None:
 def test_host_reads_nothing_in_a_step(engine: tuple[str, int], recipe: str) -> None:
     """With the operations that a GPU would run."""
     needs.row_scales_on_cpu(rowwise=recipe == "rowwise")
-    as_on_a_gpu = Float8Options(recipe, emulate=False, choice="all")  # timed, BF16 would win on a CPU
+    as_on_a_gpu = Float8(recipe, emulate=False, choice="all")  # timed, BF16 would win on a CPU
     made = start(*engine, PrecisionPolicy.named("fp8", float8=as_on_a_gpu))
     assert made.contract.float8_modules
     like_a_gpu(cast(Any, made))

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.config.schema import ModelConfig
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.models import build_model
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding import unshard
+from dtrain.sharding import saved_tensors
 from tests.fake.collectives import Collectives, fake_world
 from tests.fake.device import DEVICE, FakeDevice, fake_cuda
 from tests.fake.launches import HAS_TRITON, Launch, recorded_launches
@@ -88,7 +88,7 @@ def fake_engine(
     model: Callable[[], nn.Module] | None = None,
     config: ModelConfig = CONFIG,
     precision: str = "bf16",
-    float8: Float8Options | None = None,
+    float8: Float8 | None = None,
     **options: Any,
 ) -> Iterator[FakeRank]:
     """Yields rank 0 of ``world_size`` with an engine of ``options``; by default of a language model of two blocks."""
@@ -96,7 +96,7 @@ def fake_engine(
         built = model() if model is not None else build_model(config, VOCAB, seed=0)
     policy = PrecisionPolicy.named(precision)
     # the default times products on the device
-    policy = replace(policy, float8=float8 or Float8Options(choice="all", compile=HAS_TRITON))
+    policy = replace(policy, float8=float8 or Float8(choice="all", compile=HAS_TRITON))
     settings = {"optimizer": dtrain.AdamW(compile="auto" if HAS_TRITON else False), "seed": 0, **options}
     with ExitStack() as stack:
         device = stack.enter_context(fake_cuda())
@@ -104,6 +104,6 @@ def fake_engine(
         launches = stack.enter_context(recorded_launches(device, collectives))
         stack.enter_context(mock.patch.object(Readback, "post", _post_applied))
         # stage 3 saves a plain tensor by reference, and leaves alone those of a user's own class
-        stack.enter_context(mock.patch.object(unshard, "Tensor", FakeTensor))
+        stack.enter_context(mock.patch.object(saved_tensors, "Tensor", FakeTensor))
         engine = dtrain.initialize(on_fake_device(built), comm=comm, precision=policy, **settings)
         yield FakeRank(engine, collectives, launches, device)

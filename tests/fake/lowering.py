@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dtrain.precision.float8.options import Float8Options
+from dtrain.config.precision import Float8
 from tests.fake.harness import fake_engine
 from tests.fake.launches import Argument, Launch
 
@@ -28,7 +28,7 @@ ENGINES: list[tuple[int, dict[str, Any]]] = [
     (1, {"precision": "bf16", "zero_stage": 2, "reproducible": True, "max_grad_norm": None}),
     (8, {"precision": "fp16", "zero_stage": 2}),
     (8, {"precision": "fp8", "zero_stage": 3}),
-    (1, {"precision": "fp8", "float8": Float8Options("rowwise", choice="all")}),
+    (1, {"precision": "fp8", "float8": Float8("rowwise", choice="all")}),
 ]
 """Ranks and options of the engines whose kernels are compiled."""
 

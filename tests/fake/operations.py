@@ -26,9 +26,9 @@ if __name__ == "__main__":  # the tests of this checkout, and the dtrain that PY
 import torch
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.config.schema import ModelConfig
 from dtrain.models import build_model
-from dtrain.precision.float8.options import Float8Options
 from tests.fake.collectives import touches_no_values
 from tests.fake.device import QuickMode
 from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
@@ -91,7 +91,7 @@ def host_milliseconds(precision: str, config: ModelConfig, rounds: int = 20) -> 
     On a CPU the kernels run in the host's own thread.
     """
     torch.set_num_threads(1)
-    policy = replace(dtrain.PrecisionPolicy.named(precision), float8=Float8Options(choice="all", compile=False))
+    policy = replace(dtrain.PrecisionPolicy.named(precision), float8=Float8(choice="all", compile=False))
     engine = dtrain.initialize(
         build_model(config, VOCAB, seed=0), precision=policy, optimizer=dtrain.AdamW(compile=False), seed=0
     )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dtrain
-from dtrain.precision.float8.options import Float8Options
+from dtrain.config.precision import Float8
 from dtrain.sharding.placement import STAGES, memory_formula
 from tests.fake.collectives import Collective
 from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
@@ -78,7 +78,9 @@ def expected_collectives(precision: str, stage: int, ranks: int, num_micro_batch
             sent = PRECISIONS[precision] if dtype == FP8 else dtype  # a gradient has the compute dtype
             yield Collective("all_to_all_single", name, numel, sent)
     for name, numel, _ in backward_order(buffers) if stage < 2 else ():
-        yield Collective("reduce_scatter_sum" if stage else "all_reduce_sum", name, numel, FP32)
+        yield Collective("reduce_scatter_sum", name, numel, FP32)
+    if stage == 0:
+        yield from gathers(*((f"sum {name}", numel, FP32) for name, numel, _ in backward_order(buffers)))
     yield Collective("gather_rows", "vote", 18, torch.int64)
     if precision == "fp8" and stage:
         yield Collective("all_reduce_max", "largest weights", NUM_WEIGHTS, FP32)
@@ -93,12 +95,12 @@ def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) 
     is_float8 = precision == "fp8"
     found = memory_formula(
         STAGES[stage],
-        reduced_numel=size(EMBEDDING) + (0 if is_float8 else blocks),
-        fp32_numel=size(NORMS),
-        reduced_bytes=2,
+        numel=size(EMBEDDING) + blocks + size(NORMS),
         state_bytes=8,
-        world_size=ranks,
-        float8_numel=blocks if is_float8 else 0,
+        replica_bytes=2 * size(EMBEDDING) + (1 if is_float8 else 2) * blocks,
+        fp32_numel=size(NORMS),
+        frozen_bytes=0,
+        num_ranks=ranks,
     )
     if is_padded and is_float8:
         found["compute"] += 2 * 4 * NUM_WEIGHTS  # the scales, and the magnitudes behind them
@@ -138,11 +140,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "gradients sent in fp32": {"reduce_dtype": "fp32"},
     "sums sent in bf16": {"reduce_dtype": "bf16", "zero_stage": 1},
-    "all-reduce": {"grad_reduction": "all_reduce", "zero_stage": 1},
     "kept after the forward": {"zero_stage": 3, "reshard_after_forward": False},
     "two groups ahead": {"zero_stage": 3, "prefetch": 2},
-    "row-wise": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all")},
-    "row-wise, sharded": {"precision": "fp8", "float8": Float8Options("rowwise", choice="all"), "zero_stage": 3},
+    "row-wise": {"precision": "fp8", "float8": Float8("rowwise", choice="all")},
+    "row-wise, sharded": {"precision": "fp8", "float8": Float8("rowwise", choice="all"), "zero_stage": 3},
     "calibrated": {"precision": "fp16", "loss_scale": dtrain.LossScale("calibrated", calibration_steps=2)},
     "ddp": {"engine": "ddp", "zero_stage": 0, "world_size": 1},
     "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},

@@ -83,8 +83,8 @@ def test_a_read_of_a_scalar_in_the_step_is_found(method: str) -> None:
 def forget_sum() -> Any:
     own = ProcessGroup.reduce_scatter_sum
 
-    def started(comm: ProcessGroup, output: Tensor, flat: Tensor, *, label: str) -> Handle:
-        own(comm, output, flat, label=label)
+    def started(comm: ProcessGroup, *args: Any, **kwargs: Any) -> Handle:
+        own(comm, *args, **kwargs)
         return Completed()
 
     return mock.patch.object(ProcessGroup, "reduce_scatter_sum", started)
@@ -161,7 +161,8 @@ def test_the_address_of_freed_memory_is_found() -> None:
     def freed(rank: FakeRank) -> None:
         kernel = rank.engine._optimizer._kernel
         kernel._slices.clear()
-        rank.engine.state.states["exp_avg"] = torch.empty_like(rank.engine.state.states["exp_avg"])
+        for buffer in rank.engine.sharded.buffers:
+            buffer.states["exp_avg"] = torch.empty_like(buffer.states["exp_avg"])
 
     with fake_engine(8, zero_stage=2) as rank:
         rank.step(1)

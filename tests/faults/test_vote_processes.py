@@ -66,7 +66,7 @@ def faults_of(engine: NativeEngine) -> list[Fault]:
     world, found = engine.world_size, []
     for rank in range(world):
         found += [Fault((rank,), rank % NUM_MICRO_BATCHES, value) for value in (math.inf, math.nan)]
-    for layout in engine.state.layouts:
+    for layout in engine.sharded.layouts:
         for slot, element in ((layout.slots[0], 0), (layout.slots[-1], layout.slots[-1].spec.numel - 1)):
             target = (layout, slot, element)
             for value in (math.inf, math.nan):
@@ -137,7 +137,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]
         assert engine.loss_scale.scale == expected_scale, f"{fault}: a bad gradient halves it, a bad loss leaves it"
         untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
         # at stage 3 a rank may hold only padding, which never changes
-        holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.state.owned_intervals())
+        holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.sharded.owned_shards("master"))
         assert untouched is not (outcome.applied and holds_some), f"{fault}: masters, moments and replicas"
         clean = attempt(engine, None)
         assert clean.applied, f"{fault}: the next clean step must apply"

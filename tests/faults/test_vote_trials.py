@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import torch
-from dtrain.sharding.state import ShardedState
 from torch import Tensor
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.config.precision import LossScale
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine
@@ -32,8 +32,10 @@ from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
-from dtrain.precision.loss_scale import LossScale
-from dtrain.sharding.layout import ArenaLayout, FlatLayout, ParamSpec, flat_layouts
+from dtrain.precision.loss_scale import LossScaleState
+from dtrain.sharding.layout import FlatLayout, ParamSpec, flat_layouts
+from dtrain.sharding.model import ShardedModel
+from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
 
 TRIALS = 10_000
@@ -77,11 +79,6 @@ class Model:
     @functools.cached_property
     def backward_names(self) -> list[str]:
         return [self.layouts[flat].slots[slot].spec.name for flat, slot in self.backward_slots]
-
-
-@functools.cache
-def arena_layout(world: int, dtype: torch.dtype, rank: int, sharded: bool) -> ArenaLayout:
-    return ArenaLayout.of(model(world, dtype).layouts, rank, sharded=sharded)
 
 
 @functools.cache
@@ -361,31 +358,24 @@ def host_record(trial: Trial, rank: int) -> HostRecord:
 
 
 class Rank:
-    """A simulated rank; its records are computed by methods of the engine and the sharded state."""
+    """A simulated rank; its records are computed by methods of the engine and the sharded model."""
 
-    chunk_squares = ShardedState.chunk_squares
-    canonical_sum = ShardedState.canonical_sum
+    chunk_squares = ShardedModel.chunk_squares
+    canonical_sum = ShardedModel.canonical_sum
     _locate_culprit = StepEngine._locate_culprit
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
-        self._losses, self.monitor, self.state = (
-            LossAccumulator(),
-            GradientMonitor(len(trial.model.backward_slots)),
-            self,
-        )
-        arena = arena_layout(trial.world, trial.dtype, rank, trial.sharded)
-        self.main_grads = [
-            full[segment.flat_start : segment.flat_start + segment.numel]
-            for segment, full in zip(arena.segments, main_grads, strict=True)
-        ]
-        self.segments = arena.segments
+        self._losses, self.monitor = LossAccumulator(), GradientMonitor(len(trial.model.backward_slots))
+        placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
+        self.segments = [placement.segment(layout, rank) for layout in self.layouts]
+        self.main_grads = [segment.of(full) for segment, full in zip(self.segments, main_grads, strict=True)]
         self.host, self.vote = host_record(trial, rank), VoteTensors(MAX_GRAD_NORM)
         self.finalizer = StepFinalizer(
             self.comm,
-            LossScale("calibrated", init=SCALE, calibration_steps=2).start(),
+            LossScaleState.of(LossScale("calibrated", init=SCALE, calibration_steps=2)),
             SkipCounter(limit=2),
             self._locate_culprit,
             CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
@@ -408,13 +398,12 @@ class Rank:
                 self.monitor.record_finiteness(micro_batch, first, grads)
                 first += len(grads)
 
-    def owned_main_grads(self) -> Iterator[tuple[FlatLayout, Tensor]]:
-        for segment, main_grad in zip(self.segments, self.main_grads, strict=True):
-            start, stop = segment.layout.shard(self.rank)
-            yield segment.layout, main_grad[start - segment.flat_start : stop - segment.flat_start]
+    def owned_main_grads(self) -> list[Tensor]:
+        pairs = zip(self.segments, self.main_grads, strict=True)
+        return [segment.shard_of(main_grad, self.rank) for segment, main_grad in pairs]
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        for layout, grad in self.owned_main_grads():
+        for layout, grad in zip(self.layouts, self.owned_main_grads(), strict=True):
             for part in layout.intervals(*layout.shard(self.rank)):
                 data = grad[part.offset : part.offset + part.stop - part.start]
                 yield TensorShard(part.spec.name, kind, part.spec.shape, torch.float32, part.start, part.stop, data)

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.models import build_model
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
-from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.options import Recipe, resolve_float8
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
@@ -42,15 +43,15 @@ from tests.helpers.oracle import normwise_error
 
 RECIPES = ("tensorwise", "rowwise")
 ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
-OPTIONS = [Float8Options(recipe=recipe, choice="all") for recipe in RECIPES]
+OPTIONS = [Float8(recipe=recipe, choice="all") for recipe in RECIPES]
 
 tensor_cores = pytest.mark.skipif(not ON_CPU and capability() < (8, 9), reason="no FP8 Tensor Cores")
 
 
-def recipe_of(options: Float8Options) -> Recipe:
+def recipe_of(options: Float8) -> Recipe:
     if ON_CPU:  # which has torch._scaled_mm too, and emulates unless it is told not to
         row_scales_on_cpu(rowwise=options.recipe == "rowwise")
-    return Recipe.of(replace(options, emulate=False).on(DEVICE), torch.bfloat16)
+    return Recipe.of(resolve_float8(replace(options, emulate=False), DEVICE), torch.bfloat16)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str,
     if (recipe, grad_format) == ("rowwise", "e5m2"):
         pytest.skip("torch._scaled_mm takes E4M3 alone, row by row")
     m, n, k = shape
-    chosen = replace(recipe_of(Float8Options(recipe=recipe, grad_format=grad_format)), compile=False)
+    chosen = replace(recipe_of(Float8(recipe=recipe, grad_format=grad_format)), compile=False)
     m = -(-m // 16) * 16
     x, w = torch.randn(m, k, device=DEVICE) * 3, torch.randn(n, k, device=DEVICE) * 0.02
     # strided: what is cast may be a transpose
@@ -105,7 +106,7 @@ def sqnr(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("shape", [((4, 64), 128, 256), ((37,), 100, 52), ((3, 5, 7), 17, 33)])
 def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
-    options: Float8Options, shape: tuple[tuple[int, ...], int, int]
+    options: Float8, shape: tuple[tuple[int, ...], int, int]
 ) -> None:
     """Shapes that Tensor Cores do not take among them."""
     rows, inside, outside = shape
@@ -126,7 +127,7 @@ def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
 
 @tensor_cores
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
-def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8Options) -> None:
+def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(256, 192, device=DEVICE).bfloat16()
     x = torch.randn(512, 256, device=DEVICE).bfloat16() * torch.logspace(-20, 4, 512, device=DEVICE)[:, None].bfloat16()
@@ -143,7 +144,7 @@ def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8Options) -> N
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["input", "weight", "gradient"])
-def test_an_overflow_is_never_hidden(options: Float8Options, value: float, where: str) -> None:
+def test_an_overflow_is_never_hidden(options: Float8, value: float, where: str) -> None:
     linear = nn.Linear(64, 32, device=DEVICE).bfloat16()
     x, gradient = (torch.randn(48, size, device=DEVICE).bfloat16() for size in (64, 32))
     victim = {"input": x, "weight": linear.weight.data, "gradient": gradient}[where]
@@ -164,7 +165,7 @@ def test_what_is_timed_is_never_slower(recipe: str) -> None:
     """Wide and narrow ones, and one that no Tensor Core takes as it is; then the chosen ones are timed again."""
     rows = 4096
     shapes = [(4096, 4096), (14336, 4096), (1024, 1024), (64, 64), (1000, 1000)]
-    options = Float8Options(recipe=recipe, choice="timed", num_rows=rows).on(DEVICE)
+    options = resolve_float8(Float8(recipe=recipe, choice="timed", num_rows=rows), DEVICE)
     decisions = decide_float8([Float8Candidate(f"{n}x{k}", n, k) for n, k in shapes], options, DEVICE)
     assert [decision.name for decision in decisions] == [f"{n}x{k}" for n, k in shapes]
     chosen = Recipe.of(options, torch.bfloat16)
@@ -197,7 +198,7 @@ def interleaved(one: Callable[[], object], other: Callable[[], object], rounds: 
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
-def make_engine(options: Float8Options | None, engine: str = "native", stage: int = 2, **more: Any) -> Any:
+def make_engine(options: Float8 | None, engine: str = "native", stage: int = 2, **more: Any) -> Any:
     """In FP8 with ``options``, or in BF16 without."""
     named = PrecisionPolicy.named("bf16" if options is None else "fp8")
     return dtrain.initialize(
@@ -218,7 +219,7 @@ def float8_linears(engine: Any) -> list[Float8Linear]:
 
 @pytest.mark.parametrize(("name", "stage"), ENGINES)
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
-def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, name: str, stage: int) -> None:
+def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8, name: str, stage: int) -> None:
     engine, low = make_engine(options, name, stage), make_engine(None)
     outcomes, expected = train(engine, 12), train(low, 12)
     assert len(float8_linears(engine)) == len(engine.contract.float8_modules) > 0
@@ -230,7 +231,7 @@ def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8Options, 
 
 @tensor_cores
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
-def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> None:
+def test_tensor_cores_train_as_the_emulation_does(options: Float8) -> None:
     if ON_CPU:
         row_scales_on_cpu(rowwise=options.recipe == "rowwise")
     real, emulated = (make_engine(replace(options, emulate=emulates)) for emulates in (False, True))
@@ -241,7 +242,7 @@ def test_tensor_cores_train_as_the_emulation_does(options: Float8Options) -> Non
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
-def test_stages_give_the_same_bits(options: Float8Options) -> None:
+def test_stages_give_the_same_bits(options: Float8) -> None:
     engines = [make_engine(options, "native", stage, reproducible=True) for stage in range(4)]
     for engine in engines:
         train(engine, 4)
@@ -253,7 +254,7 @@ def test_stages_give_the_same_bits(options: Float8Options) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, options: Float8Options, stage: int) -> None:
+def test_a_resumed_run_has_the_bits_of_one_never_stopped(tmp_path: Path, options: Float8, stage: int) -> None:
     straight, first, resumed = (make_engine(options, "native", stage, reproducible=True) for _ in range(3))
     train(straight, 6)
     train(first, 3)
@@ -287,7 +288,7 @@ def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> No
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("options", [*OPTIONS, replace(OPTIONS[0], compile=False)], ids=str)
 def test_no_step_waits_for_the_device(
-    options: Float8Options,
+    options: Float8,
     stage: int,
     forbid_waiting: Callable[[], None],  # noqa: F811 - a fixture
 ) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.engine.native import NativeEngine
-from dtrain.precision.float8.options import Float8Options
 
 DIM = 30
 RECIPES = ("tensorwise", "rowwise")
@@ -60,7 +60,7 @@ def build(num_blocks: int = 2) -> Model:
 def start(recipe: str = "tensorwise", model: nn.Module | None = None, **options: Any) -> NativeEngine:
     """The engine of a model; a learning rate at which the largest weights change their binade within a few steps."""
     torch.set_num_threads(1)
-    precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(recipe))
+    precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe))
     defaults = {"precision": precision, "seed": 1, "max_grad_norm": 0.1, "optimizer": dtrain.AdamW(lr=0.01)}
     engine = dtrain.initialize(build() if model is None else model, **{**defaults, **options})
     assert isinstance(engine, NativeEngine)

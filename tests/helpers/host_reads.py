@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtrain.engine.native import NativeEngine
 
@@ -62,8 +62,11 @@ class _Methods(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         caller = sys._getframe(1).f_code
-        if func in _FUNCTIONS and (Path(caller.co_filename).name, caller.co_qualname) not in _HOST_ONLY:
-            raise HostRead(str(func))
+        if func in _FUNCTIONS:
+            if (Path(caller.co_filename).name, caller.co_qualname) not in _HOST_ONLY:
+                raise HostRead(str(func))
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if func in _FROM_LISTS and (kwargs or {}).get("device") is not None and not isinstance(args[0], Tensor):
             raise HostRead(f"{func} with a device: a copy from memory that is not pinned waits")
         return func(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ def first_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     assert isinstance(engine, NativeEngine)
     engine.backward(engine(*inputs))
     engine.finish_gradients()
-    return {spec.name: grad.clone() for spec, grad in engine.state.full_main_grads()}
+    return {name: grad.clone() for name, grad in engine.full_state("main_grad")}
 
 
 class FrequentToken(nn.Module):

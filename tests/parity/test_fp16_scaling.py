@@ -38,7 +38,7 @@ def train(precision: str, loss_scale: str | float) -> tuple[list[float], float, 
         engine.backward(loss)
         if step == 0:
             engine.finish_gradients()
-            grads = [g for _, g in engine.state.full_main_grads()]
+            grads = [g for _, g in engine.full_state("main_grad")]
             zeros = sum(int((g == 0).sum()) for g in grads) / sum(g.numel() for g in grads)
         losses.append(engine.step().loss * 1e6)
     return losses, zeros, engine.loss_scale.scale

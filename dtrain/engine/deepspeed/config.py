@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from dtrain.config.engines import DeepSpeed
 from dtrain.engine.request import EngineRequest
 from dtrain.precision.contract import Contract
 
@@ -51,7 +52,8 @@ def generate(request: EngineRequest) -> dict[str, Any]:
         }
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = PERSISTENT
-    offloads = request.engine.offload == "cpu"
+    assert isinstance(request.step.engine, DeepSpeed)
+    offloads = request.step.engine.offload == "cpu"
     if offloads:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": device.type == "cuda"}
     if not offloads and (stage == 2 or (stage == 1 and dtype != torch.bfloat16)):

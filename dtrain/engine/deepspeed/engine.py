@@ -254,11 +254,12 @@ class DeepSpeedEngine(StepEngine):
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers; at stage 0 masters are weights."""
         formula = memory_formula(
             STAGES[self.options.zero_stage],
-            reduced_numel=self.num_parameters,
-            fp32_numel=0,
-            reduced_bytes=self.policy.compute_dtype.itemsize,
+            numel=self.num_parameters,
             state_bytes=self.rule.state_bytes,
-            world_size=self.world_size,
+            replica_bytes=self.num_parameters * self.policy.compute_dtype.itemsize,
+            fp32_numel=0,
+            frozen_bytes=sum(p.numel() * p.element_size() for p in self.frozen.values()),
+            num_ranks=self.world_size,
         )
         return formula if self.options.zero_stage else formula | {"compute": 0}
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import ensure_process_group
 from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
@@ -48,7 +49,8 @@ class Fsdp2Engine(StepEngine):
 
     def __init__(self, request: EngineRequest) -> None:
         model, comm, contract = request.model, request.comm, request.contract
-        groups = find_groups(model, request.engine.groups)
+        assert isinstance(request.step.engine, FSDP2)
+        groups = find_groups(model, request.step.engine.sharding_units)
         super().__init__(request, backward_names(groups))
         plan = plan_units(model, groups, contract)
         largest = comm.world_size * max(sum(shard_widths(unit.shapes, comm.world_size)) for unit in plan.units)
@@ -78,7 +80,7 @@ class Fsdp2Engine(StepEngine):
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ModelError(
                     "a parameter of a unit was read outside a call of that unit, so fully_shard had not gathered it; "
-                    "name modules that are called whole by groups=, or use engine=native"
+                    "name modules that are called whole by sharding_units=, or use engine=native"
                 ) from error
             raise
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from dtrain.config.precision import Float8
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 MIN_GAIN = 0.03
@@ -54,7 +55,7 @@ class Float8Decision:
 
 def decide_float8(
     candidates: Sequence[Float8Candidate],
-    options: Float8Options,
+    options: Float8,
     device: torch.device,
     *,
     casts_each_time: bool = False,
@@ -63,7 +64,7 @@ def decide_float8(
 
     Args:
         candidates: Linears that can compute in FP8. Each shape is timed once.
-        options: resolved for the training device, see :meth:`Float8Options.on`. ``choice=all`` decides by shape alone.
+        options: resolved for the training device, see :meth:`Float8.on`. ``choice=all`` decides by shape alone.
         device: device that ``choice=timed`` runs the matmuls on, with ``num_rows`` rows each.
         casts_each_time: whether the engine casts the weight in each forward and backward (then the cast is timed too)
             or once per step.
@@ -99,9 +100,7 @@ def _by_shape(candidate: Float8Candidate) -> Float8Decision:
     )
 
 
-def _timed(
-    candidate: Float8Candidate, options: Float8Options, device: torch.device, casts_each_time: bool
-) -> Float8Decision:
+def _timed(candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool) -> Float8Decision:
     try:
         bf16_ms, float8_ms = _times(candidate, options, device, casts_each_time)
     except torch.OutOfMemoryError as error:
@@ -116,9 +115,10 @@ def _timed(
 
 
 def _times(
-    candidate: Float8Candidate, options: Float8Options, device: torch.device, casts_each_time: bool
+    candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool
 ) -> tuple[float, float]:
     """Returns the milliseconds of forward and both gradients in BF16 and in FP8: medians of alternating rounds."""
+    assert options.num_rows is not None  # resolved
     generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
     x, grad, weight = (
         torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)

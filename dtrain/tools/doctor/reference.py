@@ -4,15 +4,73 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from dtrain.config.capabilities import CAPABILITIES, Capabilities, reasons, table
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, Capabilities, Setting, listed
 from dtrain.config.commands import TRAIN
+from dtrain.config.engines import ENGINES, engines_with, settings_of
+from dtrain.config.fields import written
 from dtrain.config.keys import Key
 from dtrain.tools.tables import Table
 
 
 def engine_table() -> Table:
     """Returns the capabilities of each engine; the README contains the Markdown."""
-    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), table())
+    engines = CAPABILITIES.values()
+
+    def supporting(key: str, value: Setting) -> list[str]:
+        return ["yes" if engine.supports(key, value) else "no" for engine in engines]
+
+    def having(setting: str, text: str) -> list[str]:
+        return [text if name in engines_with(setting) else "no" for name in CAPABILITIES]
+
+    rows: list[tuple[str, ...]] = [
+        ("what it is", *(engine.summary for engine in engines)),
+        ("`zero_stage`", *(", ".join(map(str, engine.values("zero_stage"))) for engine in engines)),
+        ("`precision` (tf32 on GPUs)", *(_precisions(engine) for engine in engines)),
+        ("`precision.rules`", *(", ".join(engine.values("rules")) for engine in engines)),
+        ("weights in a forward", *(engine.weights for engine in engines)),
+        ("micro-batches summed in FP32", *(engine.accumulation for engine in engines)),
+        ("a micro-batch's weight multiplies", *(engine.weighting for engine in engines)),
+        ("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
+        ("`reproducible`", *supporting("reproducible", True)),
+        ("`sharding_units` by name patterns", *having("sharding_units", "yes")),
+        ("`optim.compile`", *supporting("compile", True)),
+        ("`offload`", *having("offload", "cpu, stages 1 to 3")),
+        ("checkpoints", *("from any engine, any number of ranks" for _ in engines)),
+        ("needs torch from", *(engine.torch for engine in engines)),
+        ("needs a package", *(engine.package or "no" for engine in engines)),
+    ]
+    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), rows)
+
+
+def reasons() -> list[tuple[str, str, str]]:
+    """Triples (engine, ``key=value``, reason) of everything that an engine does not support."""
+    rows = []
+    for name, capabilities in CAPABILITIES.items():
+        for key, supported in capabilities.supported.items():
+            refused = [value for value in SETTINGS[key] if value not in supported.values]
+            rows.append((name, f"{key}={listed(refused)}", supported.reason))
+        for combination in capabilities.unsupported:
+            words = " with ".join(f"{key}={written(value)}" for key, value in combination.settings.items())
+            rows.append((name, words, combination.reason))
+    own = dict.fromkeys(setting for record in ENGINES.values() for setting in settings_of(record))
+    for setting in own:
+        owners = engines_with(setting)
+        rows += [(name, setting, f"a setting of {listed(owners)}") for name in ENGINES if name not in owners]
+    return rows
+
+
+def _dtypes(values: tuple[Setting, ...]) -> str:
+    return ", ".join(value for value in values if value != "auto")
+
+
+def _precisions(engine: Capabilities) -> str:
+    excluded = [
+        combination.settings["precision"]
+        for combination in engine.unsupported
+        if combination.settings.get("device_type") == "cpu"
+    ]
+    names = _dtypes(tuple(name for name in engine.values("precision") if name not in excluded))
+    return f"{names}; {', '.join(excluded)} on GPUs" if excluded else names
 
 
 def engine_tables() -> list[Table]:

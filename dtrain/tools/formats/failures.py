@@ -14,15 +14,14 @@ from textwrap import fill
 import torch
 from torch import Tensor, nn
 
+from dtrain.config.optim import AdamW
+from dtrain.config.precision import Float8, LossScale
 from dtrain.engine.initialize import initialize, underflow_warning
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import DtrainError
-from dtrain.optim.adamw import AdamW
 from dtrain.precision.float8.cast import E4M3, cast
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.formats import BF16, FP16, product_bound
-from dtrain.precision.loss_scale import LossScale
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import full_precision
 
@@ -190,7 +189,7 @@ def hidden_overflow() -> Failure:
     failure.shown.append(f"fp8 e4m3: Inf cast = {float(cast(inf, torch.tensor(1.0), E4M3)):g}")
     model = nn.Sequential(OrderedDict(product=nn.Linear(16, 16, bias=False)))
     nn.init.ones_(model.get_parameter("product.weight"))
-    policy = PrecisionPolicy.named("fp8", rules={"product": "fp8"}, float8=Float8Options(choice="all"))
+    policy = PrecisionPolicy.named("fp8", rules={"product": "fp8"}, float8=Float8(choice="all"))
     engine = _start(model, policy)
     for value, report in ((math.inf, failure.detected), (1.0, failure.fixed)):
         x = torch.ones(16, 16, device=engine.device)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.config.schema import OptimConfig
+from dtrain.config.optim import OptimConfig
 
 _FIRST_SCALE = 2.0**16
 _SMALLEST = 1e-30  # smallest maximum that a scale is computed from: all zeros have none

@@ -27,7 +27,7 @@ from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.parity.oracle import PlainTraining
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.ranks import failure_reason, open_result, read_job
-from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, make_schedule, set_threads
+from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, set_threads
 from dtrain.train.trainer import to_device
 
 ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
@@ -138,7 +138,7 @@ def _plain_training(
 
 
 def _train(job: ParityJob, config: RunConfig, name: str, training: PlainTraining, dataset: TextDataset) -> None:
-    schedule = make_schedule(config.schedule, config.train.steps)
+    schedule = config.schedule.over(config.train.steps)
     trajectory = Trajectory(Path(job.folder, name))
     trajectory.start(training.weights())
     train = config.train

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "schedule=constant schedule.min_ratio=0.1": (
         "schedule.min_ratio",
         "it belongs to schedule=cosine|linear|wsd",
-        "valid: schedule.name, schedule.warmup_steps",
+        "valid: schedule.name, schedule.total_steps, schedule.warmup_steps",
     ),
     "data.files=*.txt": ("data.files", "it belongs to data=text", "valid: data.name, data.validation_percent"),
     # wrong types
@@ -77,10 +77,8 @@ CASES: dict[str, tuple[str, ...]] = {
     'precision.rules={"head":fp4}': ("precision rule 'head'", "'fp4'", "did you mean 'fp8'"),
     "precision.rules={head:tf32}": ("precision rule 'head'", "use precision=tf32, and no rule"),
     "optim.compile=never": ("optim.compile=never", "is not one of auto, true, false"),
-    "engine.zero_stage=1 engine.grad_reduction=allreduce": (
-        "engine.grad_reduction=allreduce",
-        "did you mean 'all_reduce'",
-    ),
+    "engine.name=ddp": ("engine.name=ddp", "did you mean 'engine=ddp'"),
+    "engine.sharding_units=[3]": ("engine.sharding_units=[3]", "name patterns of modules, such as [blocks.*]"),
     "schedule.name=linear": ("schedule.name=linear", "did you mean 'schedule=linear'"),
     "run_dir=": ("run_dir", "name a folder, or leave it null for runs/<date>_<time>"),
     "resume=": ("resume", "it is auto, none, or the path of a checkpoint"),
@@ -109,7 +107,16 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine.keep_gathered",
         "remove it, or set engine.zero_stage=3",
     ),
-    "engine.grad_reduction=all_reduce": ("engine.grad_reduction=all_reduce", "remove it, or set engine.zero_stage=1"),
+    "engine=fsdp2 engine.prefetch=2": ("engine.prefetch", "it belongs to engine=native"),
+    "engine=ddp engine.zero_stage=2": ("engine.zero_stage=2", "use engine.zero_stage=0, or engine=native, fsdp2 or"),
+    "engine=deepspeed engine.zero_stage=0 engine.offload=cpu": (
+        "engine.offload=cpu with engine.zero_stage=0",
+        "set engine.zero_stage=1, 2 or 3",
+    ),
+    "schedule.total_steps=10 schedule.warmup_steps=20": (
+        "schedule.warmup_steps=20",
+        "set schedule.warmup_steps to at most 10",
+    ),
     "precision=bf16 precision.loss_scale.init=8": (
         "precision.loss_scale.init=8",
         "remove it, or set precision.loss_scale.mode=dynamic",

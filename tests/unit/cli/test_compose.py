@@ -85,7 +85,7 @@ def test_overrides_reach_the_records() -> None:
 
 
 def test_choosing_another_option_leaves_no_key_of_the_default() -> None:
-    assert set(config_to_dict(compose(["schedule=constant"]).schedule)) == {"name", "warmup_steps"}
+    assert set(config_to_dict(compose(["schedule=constant"]).schedule)) == {"name", "warmup_steps", "total_steps"}
 
 
 def test_a_factory_of_your_own_takes_free_keys() -> None:

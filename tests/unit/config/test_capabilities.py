@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,20 +13,15 @@ from torch import nn
 
 import dtrain
 from dtrain.cli.resolve import read_jobs
-from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, reasons, supporting_engines, table
-from dtrain.config.schema import GROUP_OPTIONS
+from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, supporting_engines
+from dtrain.config.engines import ENGINES, engines_with, settings_of
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache
+from dtrain.tools.doctor.reference import engine_table, reasons
 from tests.helpers.one_rank import loss_of
 from tests.helpers.ranks import run_ranks
 
-SAMPLES: dict[str, tuple[Any, ...]] = SETTINGS | {
-    "groups": ("auto", ("0", "1", "2")),
-    "prefetch": (1, 2),
-    "keep_gathered": ((), ("2",)),
-}
-"""Some values of every key, also of keys that take any."""
 REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("ddp", {"zero_stage": 3}, ["zero_stage=3", "every rank holds", "use zero_stage=0, or engine=native, fsdp2 or"]),
     (
@@ -34,9 +29,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
         {"precision": "fp16", "device_type": "cpu"},
         ["precision=fp16 with device_type=cpu", "use precision=auto, fp32, tf32 or bf16, or engine=native, fsdp2 or"],
     ),
-    ("deepspeed", {"offload": "cpu", "zero_stage": 0}, ["zero_stage=0 with offload=cpu", "use zero_stage=1, 2 or 3"]),
-    ("fsdp2", {"keep_gathered": ["head"]}, ["keep_gathered=[head]", "use no keep_gathered, or engine=native"]),
-    ("native", {"offload": "cpu"}, ["offload=cpu", "use offload=none, or engine=deepspeed"]),
+    ("fsdp2", {"compile": True}, ["compile=true", "use compile=auto or false, or engine=native"]),
     ("native", {"zero_stage": 7}, ["zero_stage=7", "0, 1, 2, 3"]),
     ("native", {"reproducible": 3}, ["reproducible=3", "false, true"]),
     ("native", {"reduce_dtype": "bf61"}, ["reduce_dtype=bf61", "did you mean 'bf16'?"]),
@@ -55,8 +48,7 @@ def test_unsupported_settings_are_refused(engine: str, settings: dict[str, Any],
 def test_unknown_settings_are_not_refused() -> None:
     check("deepspeed", precision="fp16")
     check("deepspeed", precision="fp16", device_type="cuda")
-    check("deepspeed", zero_stage=1, offload="cpu")
-    assert supporting_engines({"zero_stage": 0, "offload": "cpu"}) == []
+    assert supporting_engines({"zero_stage": 0, "compile": True}) == ["native"]
 
 
 @pytest.mark.parametrize(
@@ -76,10 +68,10 @@ def test_table_is_consistent() -> None:
     for name, capabilities in CAPABILITIES.items():
         for key, supported in capabilities.supported.items():
             assert supported.values, f"{name} {key}"
-            assert not SETTINGS[key] or set(supported.values) < set(SETTINGS[key]), f"{name} {key} restricts nothing"
+            assert set(supported.values) < set(SETTINGS[key]), f"{name} {key} restricts nothing"
         for combination in capabilities.unsupported:
             assert all(capabilities.supports(key, value) for key, value in combination.settings.items()), name
-    assert {len(row) for row in table()} == {1 + len(CAPABILITIES)}
+    assert {len(row) for row in engine_table().rows} == {1 + len(CAPABILITIES)}
     for key in SETTINGS:
         used = any(key in e.supported or any(key in x.settings for x in e.unsupported) for e in CAPABILITIES.values())
         assert used or key == "precision", f"{key} distinguishes no engines"
@@ -87,10 +79,21 @@ def test_table_is_consistent() -> None:
 
 
 def test_defaults_of_every_engine_are_supported() -> None:
-    assert GROUP_OPTIONS["engine"].keys() == CAPABILITIES.keys()
-    for name, record in GROUP_OPTIONS["engine"].items():
+    assert ENGINES.keys() == CAPABILITIES.keys()
+    for name, record in ENGINES.items():
         config = record()
-        check(name, **{item.name: getattr(config, item.name) for item in fields(config) if item.name in SETTINGS})
+        check(name, **{key: getattr(config, key) for key in settings_of(record) if key in SETTINGS})
+
+
+def test_a_setting_of_one_engine_needs_no_row() -> None:
+    own = [settings_of(record) for record in ENGINES.values()]
+    shared = set.intersection(*map(set, own))
+    assert shared & SETTINGS.keys() == {"zero_stage", "reproducible", "reduce_dtype"}
+    assert not {key for keys in own for key in keys if key not in shared} & SETTINGS.keys()
+    assert engines_with("sharding_units") == ["native", "fsdp2"]
+    refused = {(name, what) for name, what, _ in reasons()}
+    assert ("fsdp2", "prefetch") in refused
+    assert ("native", "prefetch") not in refused
 
 
 @pytest.mark.parametrize(
@@ -118,14 +121,7 @@ def test_doctor_engines_imports_no_torch() -> None:
 
 # -- the table is true ---------------------------------------------------------------------------------------
 
-NEEDED = {
-    "grad_reduction": {"zero_stage": 1},
-    "reshard_after_forward": {"zero_stage": 3},
-    "prefetch": {"zero_stage": 3},
-    "keep_gathered": {"zero_stage": 3},
-}
-"""Settings that a value other than the default needs, if the engine supports it."""
-FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",), "offload": ("cpu",)}
+FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",)}
 """Values started with DeepSpeed, whose start takes seconds; its own tests have the rest."""
 
 
@@ -135,7 +131,7 @@ def cells(engine: str) -> list[tuple[str, Any]]:
     costly = {("compile", True), ("precision", "tf32")}
     return [
         (key, value)
-        for key, values in SAMPLES.items()
+        for key, values in SETTINGS.items()
         for value in values
         if key != "device_type" and ((key, value) not in costly or not CAPABILITIES[engine].supports(key, value))
     ]
@@ -160,8 +156,6 @@ def attempt(engine: str, key: str, value: Any) -> str:
         settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
     else:
         settings[key] = value
-    if reason is None and value != SAMPLES[key][0]:
-        settings |= NEEDED.get(key, {})
     if key == "reduce_dtype" and value == "fp16":
         settings["precision"] = "fp16"
     model = wide()
@@ -201,6 +195,6 @@ def attempt_all(rank: int, world: int, engine: str) -> dict[str, str]:
 def test_table_is_true(engine: str) -> None:
     """In a process of its own, because a library may leave a process group behind."""
     results = run_ranks(1, attempt_all, engine)[0]
-    assert len(results) >= sum(len(values) for values in SAMPLES.values()) - 4
+    assert len(results) >= sum(len(values) for values in SETTINGS.values()) - 4
     wrong = {cell: problem for cell, problem in results.items() if problem}
     assert not wrong

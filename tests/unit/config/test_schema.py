@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
@@ -8,18 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
-from dtrain.config.fields import check_fields
-from dtrain.config.schema import (
-    GROUP_OPTIONS,
-    ConstantConfig,
-    CosineConfig,
-    LinearConfig,
-    RunConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from dtrain.config.engines import Native
+from dtrain.config.fields import CheckedRecord, check_field, in_keys, setting
+from dtrain.config.optim import AdamW, OptimConfig
+from dtrain.config.schedule import Constant, Cosine, Linear, ScheduleConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TextDataConfig, TrainConfig
 from dtrain.errors import ConfigError
-from dtrain.train.setup import make_schedule
 
 
 def records(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
@@ -30,24 +24,23 @@ def records(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-OPTIONS = [option for options in GROUP_OPTIONS.values() for option in options.values()]
+def option(schema: type[Any]) -> Any:
+    return schema(files="*.txt") if schema is TextDataConfig else schema()
+
+
+OPTIONS = [option(schema) for options in GROUP_OPTIONS.values() for schema in options.values()]
 BOUNDED = [
     (record, item)
-    for record in [*(record for _, record in records(RunConfig())), *(option() for option in OPTIONS)]
+    for record in [*(record for _, record in records(RunConfig())), *OPTIONS]
     for item in fields(record)
     if item.metadata.keys() & {"min", "above", "max"}
 ]
 
 
-@pytest.mark.parametrize("schema", [RunConfig, *OPTIONS])
-def test_defaults_pass_their_own_checks(schema: type[Any]) -> None:
-    check_fields(schema())
-
-
 def test_options_carry_their_own_name() -> None:
     for options in GROUP_OPTIONS.values():
         for name, schema in options.items():
-            assert schema().name == name
+            assert option(schema).name == name
     for group, options in GROUP_OPTIONS.items():
         assert type(getattr(RunConfig(), group)) in options.values()
 
@@ -57,22 +50,100 @@ def test_options_carry_their_own_name() -> None:
 def test_a_value_passes_exactly_inside_its_range(bounded: tuple[Any, Any], value: float) -> None:
     record, item = bounded
     low, high = item.metadata.get("min", float("-inf")), item.metadata.get("max", float("inf"))
-    changed = replace(record, **{item.name: value})
-    if low <= value <= high and value > item.metadata.get("above", float("-inf")):
-        check_fields(changed)
+    is_inside = low <= value <= high and value > item.metadata.get("above", float("-inf"))
+    given = value if "float" in item.type else int(value)
+    if given != value:
+        is_inside = low <= given <= high
+    kind, name = type(record), f"{type(record).__name__}.{item.name}"
+    if is_inside:
+        check_field(kind, item.name, given, name)
     else:
-        with pytest.raises(ConfigError, match=f"{item.name}="):
-            check_fields(changed)
+        with pytest.raises(ConfigError, match=f"{name}="):
+            check_field(kind, item.name, given, name)
+
+
+@dataclass(frozen=True)
+class Every(CheckedRecord):
+    """A field of each type."""
+
+    number: float = setting(1.0, "")
+    count: int | None = setting(1, "")
+    flag: bool = setting(False, "")
+    text: str = setting("a", "")
+    pair: tuple[float, float] = setting((0.0, 1.0), "")
+    names: list[str] = setting([], "")
+    formats: dict[Any, str] = setting({}, "")
+    patterns: Any = setting("auto", "", kind=str | list[str], what="auto or a list")
+    inner: TrainConfig = setting(TrainConfig(), "")
+    either: bool | str = setting("auto", "", choices=("auto", True, False))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("number", 3, 3.0),
+        ("count", None, None),
+        ("pair", [1, 2], (1.0, 2.0)),
+        ("names", ("a", "b"), ["a", "b"]),
+        ("patterns", ["a"], ["a"]),
+        ("patterns", "auto", "auto"),
+        ("either", True, True),
+    ],
+)
+def test_a_value_is_stored_as_its_type(field: str, value: Any, stored: Any) -> None:
+    found = getattr(Every(**{field: value}), field)
+    assert (found, type(found)) == (stored, type(stored))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("number", "1", "Every.number='1' is not a number"),
+        ("number", True, "Every.number=true is not a number"),
+        ("count", True, "Every.count=true is not a whole number or null"),
+        ("count", 1.0, "Every.count=1 is not a whole number or null"),
+        ("count", "2", "Every.count='2' is not a whole number or null"),
+        ("flag", 1, "Every.flag=1 is not true or false"),
+        ("text", None, "Every.text=null is not text"),
+        ("pair", (1, "2"), r"Every.pair=\[1,2\] is not a list of 2 numbers"),
+        ("names", "a", "Every.names='a' is not a list"),
+        ("names", [1], r"Every.names=\[1\] is not a list"),
+        ("formats", ["a"], r"Every.formats=\[a\] is not a mapping"),
+        ("formats", {"a": 1}, r"Every.formats=\{a: 1\} is not a mapping"),
+        ("patterns", [{"params": []}], r"Every.patterns=\[\{params: \[\]\}\] is not auto or a list"),
+        ("inner", {}, r"Every.inner=\{\} is not a TrainConfig"),
+        ("either", 1, "Every.either=1 is not one of auto, true, false"),
+        ("text", object(), "Every.text=a builtins.object is not text"),
+        ("text", TrainConfig, "Every.text=the class dtrain.config.schema.TrainConfig is not text"),
+        ("text", ["x" * 200], r"Every.text=\[x{70,90}\.\.\. is not text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        Every(**{field: value})
+
+
+def test_an_error_is_told_in_the_keys_of_the_command_line() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Native(prefetch=2)
+    assert str(in_keys(refused.value, Native, "engine.")) == (
+        "engine.prefetch=2 is used with engine.zero_stage=3 only, and engine.zero_stage=2; remove it, or set "
+        "engine.zero_stage=3"
+    )
+
+
+def test_hyper_parameters_go_without_the_keys_beside_them() -> None:
+    assert OptimConfig(lr=0.5, max_grad_norm=None).optimizer == AdamW(lr=0.5)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 100_000), st.sampled_from([CosineConfig(), LinearConfig(), ConstantConfig()]))
+@given(st.integers(1, 100_000), st.sampled_from([Cosine(), Linear(), Constant()]))
 def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: ScheduleConfig) -> None:
     config = replace(RunConfig(), train=TrainConfig(steps=steps), schedule=schedule)
     check_config(config, 1)
-    factors = make_schedule(schedule, steps)
+    factors = schedule.over(steps)
     assert factors.factor(0) > 0
-    assert schedule.resolve_warmup_steps(steps) == (20 if steps >= 200 else steps // 10)
+    assert factors.warmup_steps == (20 if steps >= 200 else steps // 10)
 
 
 @settings(deadline=None, max_examples=200)

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
-from dtrain.precision.float8.options import Float8Options
 
 initialize = importlib.import_module("dtrain.engine.initialize")
 
@@ -42,7 +42,7 @@ def test_the_products_that_are_timed_are_deterministic_already(monkeypatch: pyte
         return decide(*args, **kwargs)
 
     monkeypatch.setattr(initialize, "decide_float8", decide_float8)
-    policy = dtrain.PrecisionPolicy.named("fp8", float8=Float8Options(choice="all"))
+    policy = dtrain.PrecisionPolicy.named("fp8", float8=Float8(choice="all"))
     model = build_model(ModelConfig(num_layers=1, hidden_dim=32, num_heads=2, max_seq_len=8), 64, seed=0)
     dtrain.initialize(model, precision=policy, reproducible=True, seed=0)
     assert seen == [(":4096:8", True)]

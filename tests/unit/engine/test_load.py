@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dtrain.checkpoint import CheckpointReader, ReadTarget, open_newest
+from dtrain.config.precision import Float8
 from dtrain.errors import CheckpointError, UsageError
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.one_rank import build, masters, start, train_step, unchanged
@@ -175,4 +175,4 @@ def test_load_warns_of_other_float8_options(
 
 def start_float8(**options: Any) -> Any:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
-    return start(model, precision=PrecisionPolicy.named("fp8", float8=Float8Options(**options)))
+    return start(model, precision=PrecisionPolicy.named("fp8", float8=Float8(**options)))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ConfigError, ContractError, ModelError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 
@@ -249,6 +250,43 @@ def test_models_that_cannot_be_trained_are_refused(model: Callable[[], nn.Module
         start(model())
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear, "model=the class torch.nn.modules.linear.Linear is not a torch.nn.Module; call it"),
+        ({"weight": X}, "model=.* is not a torch.nn.Module$"),
+        (lambda x: x, "model=a builtins.function is not a torch.nn.Module$"),
+    ],
+    ids=["class", "dict", "function"],
+)
+def test_a_model_that_is_no_module_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        dtrain.initialize(model)
+
+
+def test_a_model_of_another_engine_is_refused(engine: Any) -> None:
+    with pytest.raises(ModelError, match="this model is under an engine already"):
+        start(engine.module)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float8_e4m3fn, "fp8")],
+)
+def test_a_torch_dtype_is_a_precision(dtype: torch.dtype, name: str) -> None:
+    assert dtrain.PrecisionPolicy.of(dtype) == dtrain.PrecisionPolicy.named(name)
+    assert start(precision=dtype).policy.name == name
+
+
+def test_a_record_and_its_shorthand_are_the_same() -> None:
+    record = start(engine=dtrain.Native(zero_stage=3, prefetch=2, sharding_units=["0", "2"], keep_gathered=("2",)))
+    shorthand = start(zero_stage=3, prefetch=2, sharding_units=("0", "2"), keep_gathered=["2"])
+    assert record.options == shorthand.options
+    assert record._config_hash == shorthand._config_hash
+    assert train_step(record) == train_step(shorthand)
+    assert start(engine=dtrain.Native(zero_stage=1), zero_stage=1).options.zero_stage == 1, "no contradiction"
+
+
 @pytest.fixture
 def kernels() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
@@ -256,24 +294,82 @@ def kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
+TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda step: 1.0)
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "bf61"}, "unknown precision 'bf61'; did you mean 'bf16'"),
+        ({"precision": "bf61"}, "precision=bf61 is not one of .*; did you mean 'bf16'"),
         ({"precision": "tf32"}, "needs an NVIDIA GPU"),
+        ({"precision": torch.float64}, "precision=torch.float64 is not one of torch.float32, torch.bfloat16, torch.fl"),
+        ({"precision": torch.int8}, "precision=torch.int8 is not one of"),
+        ({"precision": 16}, "precision=16 is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"),
+        ({"precision": "mxfp8"}, "precision=mxfp8: .* use fp8"),
         ({"engine": "nativ"}, "engine 'nativ' is not one of .*; did you mean 'native'"),
-        ({"zero_stage": 7}, "zero_stage=7 is not one of 0, 1, 2, 3"),
-        ({"loss_scale": "dynamc"}, "loss scale mode 'dynamc'"),
-        ({"loss_scale": 0.0}, "loss scale needs"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm must be above 0, or None"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm must be above 0"),
-        ({"grad_reduction": "mean"}, "grad_reduction=mean is not one of"),
-        ({"grad_reduction": "all_reduce"}, "concerns zero_stage=1 only; got zero_stage=2"),
-        ({"prefetch": 2}, "prefetch and keep_gathered concern zero_stage=3 only; got zero_stage=2"),
-        ({"prefetch": -1, "zero_stage": 3}, "prefetch must be at least 0; got -1"),
+        ({"engine": dtrain.Native}, "engine=the class dtrain.config.engines.Native is not one of native, .* or a rec"),
+        (
+            {"engine": None},
+            "engine=null is not one of native, fsdp2, deepspeed, ddp, or a record such as dtr",
+        ),
+        ({"zero_stage": 7}, "^zero_stage=7 is too large; it must be at most 3"),
+        ({"zero_stage": "2"}, "^zero_stage='2' is not a whole number"),
+        ({"zero_stage": True}, "^zero_stage=true is not a whole number"),
+        (
+            {"engine": dtrain.Native(zero_stage=3), "zero_stage": 2},
+            r"^zero_stage=2 beside engine=Native\(zero_stage=3",
+        ),
+        (
+            {"engine": "ddp", "zero_stage": 1},
+            "cannot do zero_stage=1: every rank holds .* use zero_stage=0, or ",
+        ),
+        ({"engine": "ddp", "prefetch": 2}, "engine=ddp has no prefetch; it is a setting of engine=native"),
+        ({"engine": "ddp", "optimizer": dtrain.AdamW(compile=True)}, "engine=ddp cannot do optimizer.compile=true"),
+        ({"optimiser": dtrain.AdamW()}, "dtrain.initialize has no argument optimiser; did you mean 'optimizer'"),
+        ({"optimizer": torch.optim.SGD}, "optimizer=the class torch.optim.* is not a dtrain.AdamW; .*AdamW\\(lr=3e-4"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(X)])}, "optimizer=a torch.optim.* is not a dtrain.AdamW"),
+        ({"optimizer": dtrain.AdamW}, "optimizer=the class dtrain.config.optim.AdamW is not a dtrain.AdamW"),
+        (
+            {"schedule": lambda step: 1.0},
+            "schedule=a builtins.function is not a schedule of dtrain, such as dtr",
+        ),
+        ({"schedule": TORCH_SCHEDULE}, "schedule=a torch.optim.lr_scheduler.LambdaLR is not a schedule of dtrain"),
+        ({"schedule": dtrain.Cosine}, "schedule=the class .*Cosine is not a schedule of dtrain"),
+        ({"schedule": dtrain.Cosine(5)}, "Cosine.total_steps is null; give the number of steps"),
+        ({"loss_scale": "dynamc"}, "loss_scale=dynamc is not one of .*; did you mean 'dynamic'"),
+        ({"loss_scale": 0.0}, "loss_scale=0.0 is too small; it must be above 0"),
+        ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=a torch.amp.* is not a mode .* needs no GradScaler"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is too small; it must be above 0"),
+        ({"max_grad_norm": -1}, "max_grad_norm=-1.0 is too small; it must be above 0"),
+        ({"max_grad_norm": "1"}, "max_grad_norm='1' is not a number or null"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan is not a finite number"),
+        ({"seed": "x"}, "seed='x' is not a whole number"),
+        ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
+        ({"comm": "gloo"}, "comm=gloo is not a dtrain communicator; omit it"),
+        ({"comm": Communicator}, "comm=the class .*Communicator is not a dtrain communicator"),
+        (
+            {"prefetch": 2},
+            "^prefetch=2 is used with zero_stage=3 only, and zero_stage=2; remove it, or ",
+        ),
+        ({"prefetch": -1, "zero_stage": 3}, "^prefetch=-1 is too small; it must be at least 0"),
+        ({"keep_gathered": "0", "zero_stage": 3}, "^keep_gathered='0' is not a list"),
         ({"keep_gathered": ["1.wieght"], "zero_stage": 3}, "matches no parameter .*; did you mean '1.weight'"),
-        ({"groups": ["block.*"]}, "groups pattern 'block.*' matches no module"),
+        (
+            {"engine": "deepspeed", "offload": "cpu", "zero_stage": 0},
+            "^offload=cpu with zero_stage=0: DeepSpeed offloads",
+        ),
+        ({"sharding_units": ["block.*"]}, "sharding_units pattern 'block.*' matches no module"),
+        (
+            {"sharding_units": [{"params": []}]},
+            r"^sharding_units=\[\{params: \[\]\}\] is not auto or a list of name patt",
+        ),
+        ({"sharding_units": None}, "^sharding_units=null is not auto or a list of name patterns of modules"),
+        ({"groups": [{"params": []}]}, "groups is called sharding_units: .*no parameter groups of an optimizer"),
+        ({"reproducible": 1}, "^reproducible=1 is not true or false"),
+        ({"reduce_dtype": torch.bfloat16}, "^reduce_dtype=torch.bfloat16 is not one of auto, fp32, bf16, fp16"),
+        ({"max_consecutive_skips": 0}, "^max_consecutive_skips=0 is too small"),
+        ({"grad_reduction": "mean"}, "dtrain.initialize has no argument grad_reduction"),
     ],
 )
 def test_unsupported_values_are_refused(options: dict[str, Any], message: str) -> None:

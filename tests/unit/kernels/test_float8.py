@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dtrain.config.precision import Float8
 from dtrain.precision.float8 import cast as eager
 from dtrain.precision.float8 import weights as quantized_weights
 from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
-from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import Bound, QuantizedWeight, TransposeSet
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding import float8_scales
@@ -205,7 +206,7 @@ def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(recip
     needs.row_scales_on_cpu(rowwise=recipe == "rowwise")
     digests = []
     for compiled in (False, True):
-        float8 = Float8Options(recipe, emulate=False, choice="all", compile=compiled)
+        float8 = Float8(recipe, emulate=False, choice="all", compile=compiled)
         engine = start("native", 2, PrecisionPolicy.named("fp8", float8=float8))
         assert len(engine.contract.float8_modules) == 4
         launched.clear()

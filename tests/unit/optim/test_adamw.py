@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.errors import ConfigError
+from dtrain.config.optim import AdamW
 from dtrain.optim import adamw, compiled, flat
-from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.adamw import AdamWRule, on_device
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
@@ -265,14 +266,18 @@ def test_the_update_ignores_torchs_default_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lr": -1.0}, "AdamW lr must be at least 0; got -1"),
-        ({"lr": float("nan")}, "AdamW lr must be at least 0; got nan"),
-        ({"eps": -1e-8}, "AdamW eps must be at least 0"),
-        ({"weight_decay": -0.1}, "AdamW weight_decay must be at least 0"),
-        ({"betas": (0.9, 1.0)}, "two numbers from 0 to below 1"),
-        ({"betas": (-0.1, 0.9)}, "two numbers from 0 to below 1"),
-        ({"betas": (0.9,)}, "two numbers from 0 to below 1"),
-        ({"compile": "always"}, "AdamW compile must be True, False or 'auto'; got 'always'"),
+        ({"lr": -1.0}, "AdamW.lr=-1.0 is too small; it must be at least 0"),
+        ({"lr": float("nan")}, "AdamW.lr=nan is not a finite number"),
+        ({"lr": "1e-3"}, "AdamW.lr='1e-3' is not a number"),
+        ({"lr": torch.tensor(1e-3)}, "AdamW.lr=tensor.* is not a number"),
+        ({"eps": -1e-8}, "AdamW.eps=-1e-08 is too small"),
+        ({"weight_decay": -0.1}, "AdamW.weight_decay=-0.1 is too small"),
+        ({"betas": 0.9}, "AdamW.betas=0.9 is not a list of 2 numbers"),
+        ({"name": "lion"}, "AdamW.name=lion is not one of adamw"),
+        ({"betas": (0.9, 1.0)}, "must be two numbers in"),
+        ({"betas": (-0.1, 0.9)}, "must be two numbers in"),
+        ({"betas": (0.9,)}, "must be two numbers in"),
+        ({"compile": "always"}, "AdamW.compile=always is not one of auto, true, false"),
     ],
 )
 def test_invalid_hyper_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -282,12 +287,12 @@ def test_invalid_hyper_parameters_are_refused(fields: dict[str, Any], message: s
 
 def test_the_kernel_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert AdamW().on(CPU).compile is False
-    assert AdamW(compile=True).on(CPU).compile is True
+    assert on_device(AdamW(), CPU).compile is False
+    assert on_device(AdamW(compile=True), CPU).compile is True
     for exists in (True, False):
         monkeypatch.setattr(adamw, "has_compiler", lambda device, exists=exists: exists)
-        assert AdamW().on(cuda).compile is exists
-    with pytest.raises(ValueError, match=r"call AdamW.on\(device\) first"):
+        assert on_device(AdamW(), cuda).compile is exists
+    with pytest.raises(ValueError, match="call on_device first"):
         AdamWRule(AdamW())
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.op_dtypes import OpDtypes
 from tests.helpers.ranks import run_ranks
@@ -182,7 +182,7 @@ def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "
 
 
 def test_under_fp8_the_inner_products_take_fp8() -> None:
-    policy = PrecisionPolicy.named("fp8", float8=Float8Options(emulate=False, choice="all"))
+    policy = PrecisionPolicy.named("fp8", float8=Float8(emulate=False, choice="all"))
     ops, seen = products(Stack(), policy)
     scaled = {"e4m3", "fp32"}  # FP32: the scales
     assert seen == [BF16, scaled, scaled, BF16]

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from dtrain.config.precision import Float8
 from dtrain.engine.observation import observe_forward
 from dtrain.errors import ConfigError, ContractError
 from dtrain.precision.contract import Contract, earlier_decisions, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import full_precision
@@ -97,7 +97,7 @@ class Energy(nn.Module):
 def resolved(
     model: nn.Module, name: str, rules: dict[str, str] | None = None, weights: str = "quantized", **options: object
 ) -> Contract:
-    policy = PrecisionPolicy.named(name, rules=rules, float8=Float8Options(**options))  # type: ignore[arg-type]
+    policy = PrecisionPolicy.named(name, rules=rules, float8=Float8(**options))  # type: ignore[arg-type]
     return resolve(policy.on(CPU), model, weights)
 
 
@@ -358,13 +358,13 @@ def test_describe() -> None:
         ),
         ("bf16", {"*": "nvfp4"}, "precision rule '*': nvfp4 needs the FP4 Tensor Cores of Blackwell"),
         ("bf16", {"*": "tf32"}, "precision rule '*': tf32 is a mode of the whole process"),
-        ("fp16", {"head": "fp8"}, "an fp8 rule under precision=fp16: FP8 products give BF16"),
-        ("tf32", {"head": "fp8"}, "an fp8 rule under precision=tf32: FP8 products give BF16"),
+        ("fp16", {"head": "fp8"}, "an fp8 rule under precision=fp16: FP8 products return BF16"),
+        ("tf32", {"head": "fp8"}, "an fp8 rule under precision=tf32: FP8 products return BF16"),
         ("fp8", {"embed": "fp8"}, "precision rule 'embed: fp8': only a plain nn.Linear has FP8 products; give it bf16"),
         ("fp8", {"blocks.0.norm": "fp8"}, "precision rule 'blocks.0.norm: fp8': only a plain nn.Linear has FP8"),
         ("fp8", {"*norm": "fp8"}, "precision rule '*norm: fp8' reaches no Linear that can be FP8"),
-        ("mxfp8", {}, "mxfp8 has a scale for each block of 32 elements"),
-        ("fp7", {}, "unknown precision 'fp7'; did you mean 'fp8'?"),
+        ("mxfp8", {}, "precision=mxfp8: mxfp8 has a scale for each block of 32 elements"),
+        ("fp7", {}, "precision=fp7 is not one of auto, fp32, tf32, bf16, fp16, fp8; did you mean 'fp8'?"),
     ],
 )
 def test_refusals(name: str, rules: dict[str, str], message: str) -> None:
@@ -422,7 +422,7 @@ def test_a_resumed_run_keeps_its_decisions() -> None:
     decisions = (Float8Decision("blocks.2.up", False, "timed 1.2 of BF16", 1.0, 1.2),)
     saved = resolve(policy, Net(), "quantized", decisions).to_dict()
     assert earlier_decisions(saved, policy) == decisions
-    rowwise = PrecisionPolicy.named("fp8", float8=Float8Options(recipe="rowwise")).on(CPU)
+    rowwise = PrecisionPolicy.named("fp8", float8=Float8(recipe="rowwise")).on(CPU)
     assert earlier_decisions(saved, rowwise) == (), "of other products"
     assert earlier_decisions({}, policy) == ()
     old = [

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.sharding.arena import split
 from dtrain.sharding.layout import (
     ALIGNMENT,
     CHUNK,
@@ -164,7 +163,7 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
             classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
             for slot in layout.slots:
                 low, high = max(slot.start, segment.start), min(slot.stop, segment.stop)
-                assert set(classes[low - segment.start : high - segment.start]) <= {slot.spec.decayed}
+                assert low >= high or set(classes[low - segment.start : high - segment.start]) == {slot.spec.decayed}
         for slot in layout.slots:
             assert tiles(held[slot.spec.name], slot.spec.numel)
 
@@ -179,18 +178,6 @@ def test_a_replicated_segment_holds_the_whole_buffer(specs: list[ParamSpec], wor
         assert segment.intervals() == layout.intervals(0, layout.numel)
         shards = [segment.shard_of(torch.arange(layout.numel), other) for other in range(world)]
         assert torch.equal(torch.cat(shards), torch.arange(layout.numel))
-
-
-@few
-@given(many_specs, worlds)
-def test_an_arena_is_split_into_its_segments(specs: list[ParamSpec], world: int) -> None:
-    layouts = [*flat_layouts("a", specs, world), *flat_layouts("b", specs[::2], world)]
-    segments = [Placement.SHARD.segment(layout, world - 1) for layout in layouts]
-    whole = torch.arange(sum(segment.numel for segment in segments))
-    parts = list(split(whole, segments))
-    assert [part.numel() for part in parts] == [segment.numel for segment in segments]
-    assert torch.equal(torch.cat([whole[:0], *parts]), whole)
-    assert all(part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for part in parts)
 
 
 def test_layout_by_hand() -> None:
@@ -220,7 +207,6 @@ def test_layout_by_hand() -> None:
 
 def test_no_parameters_make_no_buffer() -> None:
     assert flat_layouts("g", [], 4) == ()
-    assert list(split(torch.empty(0), [])) == []
 
 
 @given(st.integers(0, 10**9), st.integers(1, 4096))

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import dtrain
+from dtrain.config.precision import Float8
 from dtrain.config.schema import ModelConfig
 from dtrain.models.causal_lm import causal_lm_output
-from dtrain.precision.float8.options import Float8Options
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.console import compact
 from dtrain.tools.accept.part import PartRequest, save_partial
@@ -120,7 +120,7 @@ def _states(config: ModelConfig, stage: int, precision: str, device: torch.devic
     before = _allocated(device)
     model = build_on(device, config, seed=0)
     # not timed: which products are fast is part e's question
-    float8 = Float8Options(choice="all")
+    float8 = Float8(choice="all")
     policy = PrecisionPolicy.named(precision, float8=float8) if precision == "fp8" else precision
     engine = dtrain.initialize(model, precision=policy, zero_stage=stage, seed=0)
     memory, formula = engine.memory(), engine.memory_formula()

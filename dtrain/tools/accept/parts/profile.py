@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from dtrain.config.engines import Native
+from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import PrecisionConfig
-from dtrain.config.schema import ConstantConfig, ModelConfig, NativeEngineConfig, OptimConfig, RunConfig, TrainConfig
+from dtrain.config.schedule import Constant
+from dtrain.config.schema import ModelConfig, RunConfig, TrainConfig
 from dtrain.distributed.setup import connect, ensure_process_group
 from dtrain.engine.interface import Engine
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
@@ -127,11 +130,11 @@ def _profile(
 ) -> dict[str, Any]:
     config = RunConfig(
         train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=micro_batch),
-        engine=NativeEngineConfig(),
+        engine=Native(),
         precision=PrecisionConfig(name=case.precision),
         model=model,
         optim=OptimConfig(lr=1e-4),
-        schedule=ConstantConfig(warmup_steps=0),
+        schedule=Constant(warmup_steps=0),
     )
     module = build_on(device, model, config.seed)
     engine = make_engine(config, module, connect(device))

@@ -18,16 +18,10 @@ from typing import Any
 import torch
 
 from dtrain.config.dump import from_plain
-from dtrain.config.precision import LossScaleConfig, PrecisionConfig
-from dtrain.config.schema import (
-    GROUP_OPTIONS,
-    CosineConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    StdlibDataConfig,
-    TrainConfig,
-)
+from dtrain.config.optim import OptimConfig
+from dtrain.config.precision import LossScale, PrecisionConfig
+from dtrain.config.schedule import Cosine
+from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
 from dtrain.data import TextDataset, load_dataset
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, ensure_process_group
@@ -116,7 +110,7 @@ def _attempt(
 def run_config(case: TrainingCase, *, small: bool) -> RunConfig:
     """Returns the default model and data; ``small`` takes shorter sequences and fewer of them."""
     model = replace(ModelConfig(), max_seq_len=64) if small else ModelConfig()
-    loss_scale = LossScaleConfig("static", init=_FP16_SCALE) if case.precision == "fp16" else LossScaleConfig()
+    loss_scale = LossScale("static", init=_FP16_SCALE) if case.precision == "fp16" else LossScale()
     return RunConfig(
         train=TrainConfig(steps=STEPS, micro_batch_size=2, global_batch_size=4 if small else 8),
         engine=GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage),
@@ -124,7 +118,7 @@ def run_config(case: TrainingCase, *, small: bool) -> RunConfig:
         model=model,
         data=StdlibDataConfig(),
         optim=OptimConfig(lr=3e-4),
-        schedule=CosineConfig(warmup_steps=5),
+        schedule=Cosine(warmup_steps=5),
     )
 
 

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dtrain.config.optim import AdamW
 from dtrain.config.tool_schema import OptimizerSuiteConfig
 from dtrain.distributed.setup import choose_device
-from dtrain.optim.adamw import AdamW, AdamWRule
+from dtrain.optim.adamw import AdamWRule
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK

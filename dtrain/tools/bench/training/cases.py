@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from dtrain.config.capabilities import CAPABILITIES, check
-from dtrain.config.schema import GROUP_OPTIONS, NativeEngineConfig
+from dtrain.config.engines import Native
+from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.config.tool_schema import EngineBenchConfig
 from dtrain.errors import ConfigError, nearest
 from dtrain.tools.bench.peers import DEFAULT_PEERS
@@ -75,7 +76,7 @@ def engine_cases(bench: EngineBenchConfig) -> list[BenchmarkCase]:
     """Returns plain PyTorch and native on one rank; then, on several, the peers, the other engines, and native."""
     cases = [
         BenchmarkCase("plain", "plain", 1, bench.precision),
-        BenchmarkCase("native, 1 rank", "native", 1, bench.precision, NativeEngineConfig().zero_stage),
+        BenchmarkCase("native, 1 rank", "native", 1, bench.precision, Native().zero_stage),
     ]
     if bench.ranks == 1:
         return cases

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from dtrain.config.precision import Float8Config, PrecisionConfig
+from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import ModelConfig, RunConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
 from dtrain.distributed.setup import choose_device
@@ -24,7 +24,7 @@ def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
     for key, values in (("bench.widths", bench.widths), ("bench.recipes", bench.recipes)):
         if not values or len(set(values)) < len(values):
             raise ConfigError(f"{key}={values} must list one or more, each once")
-    if config.float8.recipe != Float8Config().recipe:
+    if config.float8.recipe != Float8().recipe:
         raise ConfigError(f"float8.recipe={config.float8.recipe} has no effect here; list it in bench.recipes")
     device = choose_device(bench.device, 0)
     torch.set_num_threads(bench.threads_per_rank)
@@ -51,7 +51,7 @@ def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
 
 def _recipe(config: Float8SuiteConfig, name: str, device: torch.device) -> Recipe:
     precision = PrecisionConfig(name="fp8", float8=replace(config.float8, recipe=name))
-    return Recipe.of(make_policy(RunConfig(precision=precision)).float8.on(device), torch.bfloat16)
+    return Recipe.of(make_policy(RunConfig(precision=precision)).on(device).float8, torch.bfloat16)
 
 
 def float8_cases(bench: Float8BenchConfig) -> list[BenchmarkCase]:

@@ -25,16 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.config.dump import from_plain
-from dtrain.config.precision import Float8Config, LossScaleConfig, PrecisionConfig
-from dtrain.config.schema import (
-    GROUP_OPTIONS,
-    ConstantConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-)
+from dtrain.config.engines import EngineConfig
+from dtrain.config.optim import OptimConfig
+from dtrain.config.precision import Float8, LossScale, PrecisionConfig
+from dtrain.config.schedule import Constant
+from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, TrainConfig
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.setup import choose_device, connect_by_file
 from dtrain.models import build_model
@@ -128,9 +123,9 @@ def prepare_training(
 def run_config(job: RankJob) -> RunConfig:
     values, case = job.config, job.case
     micro_batch_size = values["bench"]["micro_batch_size"]
-    precision = PrecisionConfig(name=case.precision, loss_scale=LossScaleConfig(mode=case.loss_scale))
+    precision = PrecisionConfig(name=case.precision, loss_scale=LossScale(mode=case.loss_scale))
     if case.recipe is not None:
-        float8 = replace(from_plain(Float8Config, values["float8"]), recipe=case.recipe)
+        float8 = replace(from_plain(Float8, values["float8"]), recipe=case.recipe)
         precision = replace(precision, float8=float8)
     return RunConfig(
         seed=values["seed"],
@@ -140,7 +135,7 @@ def run_config(job: RankJob) -> RunConfig:
         model=from_plain(ModelConfig, values["model"]),
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
         optim=from_plain(OptimConfig, values["optim"]),
-        schedule=ConstantConfig(warmup_steps=0),
+        schedule=Constant(warmup_steps=0),
     )
 
 

@@ -6,17 +6,18 @@ import math
 
 import pytest
 
+from dtrain.config.precision import LossScale
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import NonFiniteError
-from dtrain.precision.loss_scale import LossScale, LossScaleState
+from dtrain.precision.loss_scale import LossScaleState
 from tests.helpers.vote_records import decoded, rank_records
 
-NONE = LossScale("none").start()
-STATIC = LossScale.of(1024.0).start()
-DYNAMIC = LossScale("dynamic").start()
-AT_FLOOR = LossScale("dynamic", init=LossScale.min).start()
+NONE = LossScaleState.of(LossScale("none"))
+STATIC = LossScaleState.of(LossScale.of(1024.0))
+DYNAMIC = LossScaleState.of(LossScale("dynamic"))
+AT_FLOOR = LossScaleState.of(LossScale("dynamic", init=LossScale.min))
 
 
 def outcome(reason: str | None, loss: float = 2.0, grad_norm: float = 1.0) -> StepOutcome:

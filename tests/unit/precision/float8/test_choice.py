@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from dtrain.config.precision import Float8
 from dtrain.errors import ConfigError
 from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
-from dtrain.precision.float8.options import Float8Options, Recipe
+from dtrain.precision.float8.options import Recipe, resolve_float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-BY_SHAPE = Float8Options(choice="all").on(CPU)
+BY_SHAPE = resolve_float8(Float8(choice="all"), CPU)
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_timing_keeps_emulated_matmuls_in_bf16(monkeypatch: pytest.MonkeyPatch) 
     """Times each shape once; shapes that cannot be FP8 are not timed."""
     times, shapes = choice._times, []
     monkeypatch.setattr(choice, "_times", lambda product, *how: shapes.append(product.name) or times(product, *how))
-    timed = Float8Options(choice="timed", num_rows=32).on(CPU)
+    timed = resolve_float8(Float8(choice="timed", num_rows=32), CPU)
     products = [
         Float8Candidate("a", 64, 64),
         Float8Candidate("b", 8, 64),
@@ -82,7 +83,7 @@ def test_timing_keeps_emulated_matmuls_in_bf16(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("float8_ms", "is_float8"), [(0.8, True), (0.97, True), (0.971, False), (1.1, False)])
 def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float8_ms: float, is_float8: bool) -> None:
     monkeypatch.setattr(choice, "_times", lambda *_: (1.0, float8_ms))
-    (decision,) = decide_float8([Float8Candidate("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+    (decision,) = decide_float8([Float8Candidate("a", 64, 64)], resolve_float8(Float8(choice="timed"), CPU), CPU)
     assert decision.is_float8 is is_float8
     assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
 
@@ -95,7 +96,7 @@ def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(
     cast: list[tuple[int, ...]] = []
     quantize = weights.quantize
     monkeypatch.setattr(weights, "quantize", lambda x, *a, **how: cast.append(tuple(x.shape)) or quantize(x, *a, **how))
-    timed = Float8Options(choice="timed", num_rows=16).on(CPU)
+    timed = resolve_float8(Float8(choice="timed", num_rows=16), CPU)
     decide_float8([Float8Candidate("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
     runs = 2 + choice._ROUNDS
     assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
@@ -107,7 +108,7 @@ def test_out_of_memory_in_timing_is_a_config_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(choice, "_times", too_large)
     with pytest.raises(ConfigError, match=r"no memory to time 8192 rows of 'a' \[64, 64\] on cpu; set float8 num_rows"):
-        decide_float8([Float8Candidate("a", 64, 64)], Float8Options(choice="timed").on(CPU), CPU)
+        decide_float8([Float8Candidate("a", 64, 64)], resolve_float8(Float8(choice="timed"), CPU), CPU)
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -121,66 +122,69 @@ def test_a_gpu_without_fp8_emulates(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], emulate: bool, chosen: str
 ) -> None:
     pretend_gpu(monkeypatch, *capability)
-    on = Float8Options().on(GPU)
+    on = resolve_float8(Float8(), GPU)
     assert (on.emulate, on.choice) == (emulate, chosen)
-    assert Float8Options(emulate=True).on(GPU).emulate is True
+    assert resolve_float8(Float8(emulate=True), GPU).emulate is True
 
 
 def test_a_gpu_without_fp8_refuses_to_compute_without_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, 8, 0)
     with pytest.raises(ConfigError, match=r"emulate=false needs FP8 Tensor Cores .* a GPU has 8\.0; use emulate=auto"):
-        Float8Options(emulate=False).on(GPU)
+        resolve_float8(Float8(emulate=False), GPU)
 
 
 def test_a_cpu_emulates_and_may_run_torchs_own_product() -> None:
-    on = Float8Options().on(CPU)
+    on = resolve_float8(Float8(), CPU)
     assert (on.emulate, on.choice, on.grad_format, on.compile) == (True, "all", "e5m2", False)
-    assert Float8Options(recipe="rowwise").on(CPU).grad_format == "e4m3"
-    assert Float8Options(recipe="rowwise", grad_format="e5m2").on(CPU).grad_format == "e5m2"
-    assert Float8Options(emulate=False, choice="all").on(CPU).emulate is False
-    assert on.on(CPU) == on
+    assert resolve_float8(Float8(recipe="rowwise"), CPU).grad_format == "e4m3"
+    assert resolve_float8(Float8(recipe="rowwise", grad_format="e5m2"), CPU).grad_format == "e5m2"
+    assert resolve_float8(Float8(emulate=False, choice="all"), CPU).emulate is False
+    assert resolve_float8(on, CPU) == on
 
 
 def test_a_cpu_without_row_scales_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "has_row_scales_on_cpu", lambda: False)
-    assert Float8Options(emulate=False).on(CPU).emulate is False
-    assert Float8Options(recipe="rowwise").on(CPU).emulate is True
+    assert resolve_float8(Float8(emulate=False), CPU).emulate is False
+    assert resolve_float8(Float8(recipe="rowwise"), CPU).emulate is True
     with pytest.raises(ConfigError, match=r"recipe=rowwise needs .* which torch \d.* lacks; use emulate=auto"):
-        Float8Options(emulate=False, recipe="rowwise").on(CPU)
+        resolve_float8(Float8(emulate=False, recipe="rowwise"), CPU)
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     pretend_gpu(monkeypatch, 9, 0)
     monkeypatch.setattr(options, "has_compiler", lambda device: there)
-    assert Float8Options().on(GPU).compile is there
-    assert Float8Options(compile=False).on(GPU).compile is False
+    assert resolve_float8(Float8(), GPU).compile is there
+    assert resolve_float8(Float8(compile=False), GPU).compile is False
     if there:
-        assert Float8Options(compile=True).on(CPU).compile is True
+        assert resolve_float8(Float8(compile=True), CPU).compile is True
         pretend_gpu(monkeypatch, 8, 0)  # Triton has no FP8 there
-        assert Float8Options().on(GPU).compile is False
+        assert resolve_float8(Float8(), GPU).compile is False
         with pytest.raises(ConfigError, match=r"compile=true needs .* compute capability 8\.9; cuda:0 lacks"):
-            Float8Options(compile=True).on(GPU)
+            resolve_float8(Float8(compile=True), GPU)
     else:
         with pytest.raises(ConfigError, match=r"compile=true needs a C\+\+ compiler, .*; cpu lacks one of them"):
-            Float8Options(compile=True).on(CPU)
+            resolve_float8(Float8(compile=True), CPU)
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"recipe": "row-wise"}, r"recipe must be one of tensorwise, rowwise; got 'row-wise'.*rowwise"),
-        ({"emulate": "yes"}, r"emulate must be one of auto, True, False; got 'yes'"),
-        ({"num_rows": 0}, r"num_rows must be at least 1; got 0"),
+        ({"recipe": "row-wise"}, "Float8.recipe=row-wise is not one of tensorwise, rowwise; did you mean 'rowwise'"),
+        ({"emulate": "yes"}, "Float8.emulate=yes is not one of auto, true, false"),
+        ({"emulate": 1}, "Float8.emulate=1 is not one of auto, true, false"),
+        ({"num_rows": 0}, "Float8.num_rows=0 is too small; it must be at least 1"),
     ],
 )
 def test_invalid_options_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Float8Options(**wrong)
+        Float8(**wrong)
 
 
 def test_recipe_follows_the_options() -> None:
     of = {"emulate": False, "fast_accumulation": True, "compile": False}
-    assert Recipe.of(Float8Options(**of).on(CPU), torch.bfloat16) == Recipe(False, E5M2, torch.bfloat16, False, True)
-    rowwise = Recipe.of(Float8Options(recipe="rowwise").on(CPU), torch.float32)
+    assert Recipe.of(resolve_float8(Float8(**of), CPU), torch.bfloat16) == Recipe(
+        False, E5M2, torch.bfloat16, False, True
+    )
+    rowwise = Recipe.of(resolve_float8(Float8(recipe="rowwise"), CPU), torch.float32)
     assert rowwise == Recipe(True, E4M3, torch.float32, True)

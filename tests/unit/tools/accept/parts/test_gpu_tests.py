@@ -15,13 +15,13 @@ OUTPUT = """
 collecting ... collected 6 items
 
 tests/gpu/test_engine.py::test_one PASSED                                [ 16%]
-tests/gpu/test_engine.py::test_two[Float8Options(recipe='rowwise', choice='all')] FAILED [ 33%]
+tests/gpu/test_engine.py::test_two[Float8(recipe='rowwise', choice='all')] FAILED [ 33%]
 tests/gpu/test_engine.py::test_three[bf16] SKIPPED (older than Ampere)   [ 50%]
 tests/gpu/test_engine.py::test_four ERROR                                [ 66%]
 """
 SUMMARY = """
 SKIPPED [1] tests/gpu/test_engine.py:12: older than Ampere
-FAILED tests/gpu/test_engine.py::test_two[Float8Options(recipe='rowwise', choice='all')] - AssertionError: 1 - 2
+FAILED tests/gpu/test_engine.py::test_two[Float8(recipe='rowwise', choice='all')] - AssertionError: 1 - 2
 ERROR tests/gpu/test_engine.py::test_four - RuntimeError: no NCCL
 """
 
@@ -35,7 +35,7 @@ def test_results_are_counted_and_failures_named() -> None:
     add_results(results, OUTPUT + SUMMARY, ["test_engine.py"], "", "x.log")
     assert (results["passed"], results["failed"], results["skipped"]) == (1, 2, 1)
     assert results["failures"] == {
-        "tests/gpu/test_engine.py::test_two[Float8Options(recipe='rowwise', choice='all')]": "AssertionError: 1 - 2",
+        "tests/gpu/test_engine.py::test_two[Float8(recipe='rowwise', choice='all')]": "AssertionError: 1 - 2",
         "tests/gpu/test_engine.py::test_four": "RuntimeError: no NCCL",
     }
     assert results["skips"] == {"older than Ampere": 1}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
 from dtrain.errors import ConfigError
-from dtrain.optim.schedule import WSD, Constant, Cosine, Linear, Schedule
 
 steps = st.tuples(st.integers(0, 50), st.integers(1, 100)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 ratios = st.floats(0, 1)
@@ -57,6 +57,15 @@ def test_curves_by_hand() -> None:
     assert curve(WSD(2, 8, 4, min_ratio=0.2), 10) == pytest.approx([0.5, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
+def test_nulls_follow_the_run() -> None:
+    assert Cosine().over(1000) == Cosine(20, 1000)
+    assert Cosine().over(50) == Cosine(5, 50) == Cosine(5).over(50)
+    assert Cosine(total_steps=50).over(1000) == Cosine(5, 50), "its own number of steps counts"
+    assert Constant().over() == Constant(0)
+    assert Constant().over(100) == Constant(10, 100)
+    assert Cosine(total_steps=50).factor(4) == 1.0, "the default warm-up is five steps"
+
+
 def test_wsd_without_decay_keeps_the_peak() -> None:
     assert curve(WSD(0, 5, 0), 5) == [1] * 5
 
@@ -64,14 +73,17 @@ def test_wsd_without_decay_keeps_the_peak() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Constant(-1), "warmup_steps must be at least 0; got -1"),
-        (lambda: Cosine(-1, 10), "warmup_steps must be at least 0; got -1"),
-        (lambda: Cosine(0, 0), "total_steps=0 must be at least 1"),
-        (lambda: Linear(11, 10), "total_steps=10 must be at least 1 and at least warmup_steps=11"),
-        (lambda: Linear(0, 10, min_ratio=1.5), "min_ratio must lie between 0 and 1; got 1.5"),
-        (lambda: Cosine(0, 10, min_ratio=math.nan), "min_ratio must lie between 0 and 1"),
-        (lambda: WSD(5, 10, 6), "decay_steps=6 must fit between warmup_steps=5 and total_steps=10"),
-        (lambda: WSD(5, 10, -1), "decay_steps=-1 must fit"),
+        (lambda: Constant(-1), "Constant.warmup_steps=-1 is too small; it must be at least 0"),
+        (lambda: Cosine("5", 10), "Cosine.warmup_steps='5' is not a whole number or null"),
+        (lambda: Cosine(0, 0), "Cosine.total_steps=0 is too small; it must be at least 1"),
+        (lambda: Linear(11, 10), "Linear.warmup_steps=11 is more than Linear.total_steps=10"),
+        (lambda: Linear(0, 10, min_ratio=1.5), "Linear.min_ratio=1.5 is too large; it must be at most 1"),
+        (lambda: Cosine(0, 10, min_ratio=math.nan), "Cosine.min_ratio=nan is not a finite number"),
+        (lambda: WSD(5, 10, 6), r"WSD.warmup_steps=5 \+ WSD.decay_steps=6 is more than WSD.total_steps=10"),
+        (lambda: WSD(5, 10, -1), "WSD.decay_steps=-1 is too small"),
+        (lambda: Cosine(5).over(), "Cosine.total_steps is null; give the number of steps over which the rate falls"),
+        (lambda: WSD(None, 12, 12), r"WSD.warmup_steps=1 \+ WSD.decay_steps=12 is more"),
+        (lambda: Linear().factor(0), "Linear.total_steps is null"),
     ],
 )
 def test_invalid_schedules_are_refused(build: object, message: str) -> None:

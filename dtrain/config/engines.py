@@ -1,0 +1,113 @@
+"""The engines' records: ``dtrain.Native(zero_stage=3)`` in a script, the keys of ``engine`` on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dtrain.config.capabilities import check_support
+from dtrain.config.fields import CheckedRecord, at_least, between, one_of, option, setting
+from dtrain.errors import ConfigError
+
+_ZERO_STAGE = "What is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also weights."
+_SHARDING_UNITS = "Name patterns of modules, each sharded as a unit; auto: each element of a ModuleList or Sequential."
+_PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(CheckedRecord):
+    """Engine that runs the training step. `dtrain doctor engines` compares what they can do."""
+
+    name: str = option("native")
+    zero_stage: int = between(2, 0, 3, _ZERO_STAGE)
+    reproducible: bool = setting(False, "Compute equal bits at any number of ranks and any stage.")
+    reduce_dtype: str = one_of(
+        "auto",
+        "fp32",
+        "bf16",
+        "fp16",
+        doc="Dtype of gradients during reduction; sums are FP32. auto: as they are computed, or FP32 if a rank sums "
+        "its micro-batches first; engines other than native use FP32.",
+    )
+    max_consecutive_skips: int = at_least(50, 1, "Skipped steps in a row after which the run ends with a diagnosis.")
+
+    def _check(self) -> None:
+        check_support(
+            self.name,
+            format_key=self._key,
+            zero_stage=self.zero_stage,
+            reproducible=self.reproducible,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Native(EngineConfig):
+    """dtrain's own engine: sharded FP32 masters, gradients sent in the replica dtype, one vote per step."""
+
+    sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
+    reshard_after_forward: bool = setting(
+        True, "At stage 3, free a group's weights after its forward; false: only after its backward."
+    )
+    prefetch: int = at_least(1, 0, "At stage 3, number of groups unsharded ahead of their use.")
+    keep_gathered: list[str] = setting(
+        [], "At stage 3, name patterns of modules or parameters that stay unsharded throughout a step."
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        if self.zero_stage == 3:
+            return
+        stage = self._key("zero_stage")
+        for name, default in (("reshard_after_forward", True), ("prefetch", 1), ("keep_gathered", [])):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"{self._entry(name)} is used with {stage}=3 only, and {self._entry('zero_stage')}; "
+                    f"remove it, or set {stage}=3"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDP2(EngineConfig):
+    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps unsharded weights until backward, 3 frees them."""
+
+    name: str = option("fsdp2")
+    sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeed(EngineConfig):
+    """DeepSpeed's ZeRO with dtrain's vote."""
+
+    name: str = option("deepspeed")
+    offload: str = one_of("none", "cpu", doc="Memory that holds masters and moments: the rank's device, or the host's.")
+
+    def _check(self) -> None:
+        super()._check()
+        if self.offload == "cpu" and self.zero_stage == 0:
+            raise ConfigError(
+                f"{self._entry('offload')} with {self._entry('zero_stage')}: DeepSpeed offloads only what ZeRO shards, "
+                f"and stage 0 shards nothing; set {self._key('zero_stage')}=1, 2 or 3, or remove it"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDP(EngineConfig):
+    """PyTorch's DistributedDataParallel: FP32 weights on every rank, cast by autocast."""
+
+    name: str = option("ddp")
+    zero_stage: int = between(0, 0, 3, _ZERO_STAGE)
+
+
+ENGINES: dict[str, type[EngineConfig]] = {"native": Native, "fsdp2": FSDP2, "deepspeed": DeepSpeed, "ddp": DDP}
+"""Records by the name that ``engine=`` takes."""
+
+
+def engines_with(setting: str) -> list[str]:
+    """Names of the engines whose record has a field ``setting``."""
+    return [name for name, record in ENGINES.items() if setting in settings_of(record)]
+
+
+def settings_of(record: type[EngineConfig]) -> list[str]:
+    """The names of an engine's settings."""
+    return [item.name for item in fields(record) if item.name != "name"]

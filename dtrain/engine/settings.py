@@ -1,0 +1,169 @@
+"""The arguments of :func:`dtrain.initialize`, each checked like a key of the configuration, with one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtrain.config.capabilities import check_engine
+from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
+from dtrain.config.fields import check_field, in_keys, shown
+from dtrain.config.optim import AdamW, OptimConfig
+from dtrain.config.precision import LossScale
+from dtrain.config.schedule import Constant, Schedule, ScheduleConfig
+from dtrain.config.schema import RunConfig
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.model_state import is_managed
+from dtrain.engine.request import StepOptions
+from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.precision.policy import PrecisionPolicy, check_trainable
+
+_OTHERS = ("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "seed", "comm")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Checked arguments, with every shorthand replaced by its record."""
+
+    step: StepOptions
+    policy: PrecisionPolicy
+    loss_scale: LossScale
+    seed: int | None
+    comm: Communicator | None
+
+
+def check_arguments(
+    model: nn.Module,
+    optimizer: AdamW | None,
+    schedule: Schedule | None,
+    engine: str | EngineConfig,
+    settings: Mapping[str, Any],
+    *,
+    precision: str | torch.dtype | PrecisionPolicy,
+    loss_scale: str | float | LossScale,
+    max_grad_norm: float | None,
+    seed: int | None,
+    comm: Communicator | None,
+) -> Arguments:
+    """Checks what depends on neither the device nor the other ranks.
+
+    Raises:
+        ConfigError: an argument of a wrong type or value, or two that contradict each other.
+        ModelError: the model is none, is under an engine, or cannot be trained.
+    """
+    record = engine_record(engine, settings)
+    policy = _policy(precision)
+    optimizer = _optimizer(optimizer)
+    step = StepOptions(
+        record,
+        optimizer,
+        _schedule(schedule),
+        check_field(OptimConfig, "max_grad_norm", max_grad_norm, "max_grad_norm"),
+    )
+    check_engine(
+        record.name, policy.name, (name for _, name in policy.rules), compiles=optimizer.compile, format_key=_argument
+    )
+    rule = LossScale.of(loss_scale)
+    if seed is not None:
+        check_field(RunConfig, "seed", seed, "seed")
+    if comm is not None and (isinstance(comm, type) or not callable(getattr(comm, "gather_rows", None))):
+        raise ConfigError(
+            f"comm={shown(comm)} is not a dtrain communicator; omit it to train with the process group that exists"
+        )
+    _check_model(model)
+    return Arguments(step, policy, rule, seed, comm)
+
+
+def engine_record(engine: str | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
+    """Returns the record of ``engine`` with ``settings``, the arguments that are shorthand for its fields.
+
+    Raises:
+        ConfigError: an unknown engine or setting, one that the record refuses, or one that it has with another value.
+    """
+    is_name = isinstance(engine, str)
+    if isinstance(engine, str):
+        if engine not in ENGINES:
+            raise ConfigError(f"engine '{engine}' is not one of {', '.join(ENGINES)}{nearest(engine, ENGINES)}")
+        record = ENGINES[engine]()
+    elif type(engine) in ENGINES.values():
+        record = engine
+    else:
+        raise ConfigError(
+            f"engine={shown(engine)} is not one of {', '.join(ENGINES)}, or a record such as "
+            f"dtrain.Native(zero_stage=3)"
+        )
+    for name, value in settings.items():
+        if name not in settings_of(type(record)):
+            raise _unknown(name, record)
+        if not is_name and getattr(record, name) != value:
+            raise ConfigError(
+                f"{name}={shown(value)} beside engine={type(record).__name__}({name}={shown(getattr(record, name))}): "
+                f"set it in the record only"
+            )
+    try:
+        return replace(record, **settings)
+    except ConfigError as error:
+        raise in_keys(error, type(record), "") from None
+
+
+def _unknown(name: str, record: EngineConfig) -> ConfigError:
+    if name == "groups":
+        return ConfigError(
+            "groups is called sharding_units: name patterns of modules, each sharded as a unit. dtrain has no "
+            "parameter groups of an optimizer: weight decay leaves out norms and biases by itself"
+        )
+    if owners := engines_with(name):
+        return ConfigError(f"engine={record.name} has no {name}; it is a setting of engine={' and '.join(owners)}")
+    return ConfigError(
+        f"dtrain.initialize has no argument {name}{nearest(name, (*_OTHERS, *settings_of(type(record))))}"
+    )
+
+
+def _argument(key: str) -> str:
+    return {"rules": "precision.rules", "compile": "optimizer.compile"}.get(key, key)
+
+
+def _policy(precision: str | torch.dtype | PrecisionPolicy) -> PrecisionPolicy:
+    if not isinstance(precision, (str, torch.dtype, PrecisionPolicy)):
+        raise ConfigError(
+            f"precision={shown(precision)} is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"
+        )
+    return PrecisionPolicy.of(precision)
+
+
+def _optimizer(optimizer: AdamW | None) -> AdamW:
+    if optimizer is not None and not isinstance(optimizer, AdamW):
+        raise ConfigError(
+            f"optimizer={shown(optimizer)} is not a dtrain.AdamW; give the hyper-parameters as a record, such as "
+            f"dtrain.AdamW(lr=3e-4, weight_decay=0.1), because dtrain updates the sharded FP32 masters itself"
+        )
+    return optimizer or AdamW()
+
+
+def _schedule(schedule: Schedule | None) -> Schedule:
+    if schedule is None:
+        return Constant().over()
+    if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
+        raise ConfigError(
+            f"schedule={shown(schedule)} is not a schedule of dtrain, such as dtrain.Cosine(warmup_steps=100, "
+            f"total_steps=10_000), or a frozen dataclass of your own with a method factor(step)"
+        )
+    if not is_dataclass(schedule):
+        raise ConfigError(
+            f"the schedule is {type(schedule).__name__}, whose values the ranks cannot compare; make it a frozen "
+            f"dataclass, its numbers as fields, with a method factor(step)"
+        )
+    return schedule.over() if isinstance(schedule, ScheduleConfig) else schedule
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        call = "; call it: the model is an instance" if isinstance(model, type) else ""
+        raise ModelError(f"model={shown(model)} is not a torch.nn.Module{call}")
+    if is_managed(model):
+        raise ModelError("this model is under an engine already; use that engine, or build a new model")
+    check_trainable(model)
