@@ -20,6 +20,7 @@ from matplotlib.patches import Patch, Rectangle
 import dtrain
 from dtrain.config.schema import ModelConfig
 from dtrain.models import build_model
+from dtrain.sharding.group import FlatBuffer
 from dtrain.sharding.layout import CHUNK, FlatLayout
 
 CONFIG = ModelConfig(num_layers=2, hidden_dim=40, num_heads=4, max_seq_len=32)
@@ -35,20 +36,31 @@ def inspect(rank: int) -> list[dict[str, Any]]:
     """Returns one record a stage of the model states on this rank."""
     records = []
     for stage in range(4):
-        engine = dtrain.initialize(build_model(CONFIG, 256, seed=0), zero_stage=stage, precision="bf16", seed=0)
-        state = engine.state
+        engine: Any = dtrain.initialize(build_model(CONFIG, 256, seed=0), zero_stage=stage, precision="bf16", seed=0)
+        buffers = engine.sharded.buffers
         records.append(
             {
-                "layouts": [_describe(layout) for layout in state.layouts],
-                "segments": [[s.layout.name, s.flat_start, s.numel] for s in state.arena.segments],
-                "compute": [
-                    [replica.layout.name, tensor.numel()] for replica in state.replicas for tensor in replica.persistent
-                ],
-                "main_grad": sum(tensor.numel() for tensor in state.storages()["main_grad"]),
+                "layouts": [_describe(buffer.layout) for buffer in buffers],
+                "segments": [[buffer.layout.name, buffer.segment.start, buffer.segment.numel] for buffer in buffers],
+                "compute": [interval for buffer in buffers for interval in _replica(buffer)],
+                "main_grad": sum(tensor.numel() for tensor in engine.sharded.storages()["main_grad"]),
                 "bytes": {**engine.memory(), "sum": sum(engine.memory_formula().values())},
             }
         )
     return records
+
+
+def _replica(buffer: FlatBuffer) -> list[list[Any]]:
+    """Returns (name, start in the flat buffer, elements) of what a rank holds of a replica beside its masters."""
+    whole = buffer.replica.copies[0]
+    return [
+        [
+            buffer.layout.name,
+            (held.data_ptr() - whole.data_ptr()) // held.itemsize if whole.numel() else buffer.segment.start,
+            held.numel(),
+        ]
+        for held in buffer.replica.persistent
+    ]
 
 
 def _describe(layout: FlatLayout) -> dict[str, Any]:
@@ -99,12 +111,8 @@ def draw_rank(axes: Axes, record: dict[str, Any]) -> None:
         starts[name] = cursor
         cursor += layout["numel"]
     whole = [(name, starts[name], layout["numel"]) for name, layout in layouts.items()]
-    arena = [(name, starts[name] + flat_start, numel) for name, flat_start, numel in record["segments"]]
-    owned = {name: start for name, start, _ in arena}
-    compute = [
-        (name, starts[name] if numel == layouts[name]["numel"] else owned[name], numel)
-        for name, numel in record["compute"]
-    ]
+    arena = [(name, starts[name] + start, numel) for name, start, numel in record["segments"]]
+    compute = [(name, starts[name] + start, numel) for name, start, numel in record["compute"] if numel]
     rows = (compute, whole if record["main_grad"] == cursor else arena, arena, arena, arena)
     for kind, intervals in enumerate(rows):
         y = 4 - kind

@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +31,13 @@ from matplotlib.patches import Patch
 
 import dtrain
 from dtrain.config.schema import ModelConfig
-from dtrain.distributed.communicator import Pending
+from dtrain.distributed.communicator import Handle
+from dtrain.distributed.host_memory import Announcement
 from dtrain.models import build_model
 
 RESULTS = Path(__file__).with_name("timeline.json")
 CONFIG = ModelConfig(num_layers=4, hidden_dim=512, num_heads=8, max_seq_len=128)
+ANNOUNCEMENT_WAIT = Announcement.wait
 VOCAB, MICRO_BATCHES, WARMUP, STEPS, STAGES = 256, 2, 5, 21, (2, 3)
 
 
@@ -60,37 +63,48 @@ class Recorder:
 
         return call
 
-    def flight(self, kind: str, collective: Callable[..., Pending]) -> Callable[..., Pending]:
-        """Returns ``collective``, recorded from its start until its result is complete."""
-
-        def call(*args: Any, label: str, **kwargs: Any) -> Pending:
-            start = time.monotonic()
-            pending = collective(*args, label=label, **kwargs)
-            if pending._work is not None:
-                pending._work = _TimedWork(pending._work, self)
-            return pending.then(lambda: self.events.append([kind, label, start, time.monotonic()]))
-
-        return call
-
     def watch(self, engine: Any) -> None:
         """Wraps the parts of a native engine."""
-        comm = engine.comm
-        comm.all_to_all_single = self.flight("all-to-all", comm.all_to_all_single)
-        replicas, weights = self.flight("all-gather", comm.all_gather), self.flight("weights", comm.all_gather)
-        comm.all_gather = lambda *args, label: (weights if label == "weights" else replicas)(*args, label=label)
+        for buffer in engine.sharded.buffers:
+            self._watch_reductions(buffer.gradient, buffer.layout.name)
+        comm, all_gather = engine.comm, engine.comm.all_gather
+        comm.all_gather = lambda *args, label: _TimedHandle(all_gather(*args, label=label), label, self)
         engine.finish_gradients = self.timed("finish", engine.finish_gradients)
         engine._vote = self.timed("vote", engine._vote)
         engine._optimizer.update = self.timed("update", engine._optimizer.update)
+        Announcement.wait = self.timed("wait", ANNOUNCEMENT_WAIT)  # type: ignore[method-assign]
+
+    def _watch_reductions(self, gradient: Any, label: str) -> None:
+        """Records each reduction from its start until its result has been added."""
+        reduce, finish = gradient.reduce, gradient.finish_reduction
+        starts: deque[float] = deque()
+
+        def timed_reduce() -> None:
+            starts.append(time.monotonic())
+            reduce()
+
+        def timed_finish() -> Any:
+            weights = finish()
+            self.events.append(["all-to-all", label, starts.popleft(), time.monotonic()])
+            return weights
+
+        gradient.reduce, gradient.finish_reduction = timed_reduce, timed_finish
 
 
-class _TimedWork:
-    def __init__(self, work: Any, recorder: Recorder) -> None:
-        self._work = work
+class _TimedHandle:
+    """A collective, recorded from its start until its result is complete."""
+
+    def __init__(self, handle: Handle, label: str, recorder: Recorder) -> None:
+        self._handle = handle
+        self._label = label
         self._recorder = recorder
+        self._start: float | None = time.monotonic()
 
     def wait(self) -> None:
-        with self._recorder.span("wait"):
-            self._work.wait()
+        self._handle.wait()
+        if self._start is not None:
+            self._recorder.events.append(["all-gather", self._label, self._start, time.monotonic()])
+            self._start = None
 
 
 def measure(rank: int) -> list[list[dict[str, Any]]]:
@@ -154,7 +168,7 @@ def measure_stages() -> dict[str, Any]:
     }
 
 
-KINDS = (("forward", "backward", "finish", "vote", "update"), ("wait",), ("all-to-all", "weights"), ("all-gather",))
+KINDS = (("forward", "backward", "finish", "vote", "update"), ("wait",), ("all-to-all",), ("all-gather",))
 LANES = ("compute", "wait", "all-to-all", "all-gather")
 COLORS = {  # Okabe and Ito's, told apart with any colour vision
     "forward": "#56B4E9",
@@ -164,14 +178,12 @@ COLORS = {  # Okabe and Ito's, told apart with any colour vision
     "update": "#009E73",
     "wait": "#000000",
     "all-to-all": "#E69F00",
-    "weights": "#D55E00",
     "all-gather": "#F0E442",
 }
 NAMES = {
     "finish": "last reductions, sums",
     "vote": "norm and vote",
     "all-to-all": "micro-batch gradients",
-    "weights": "weights of micro-batches",
 }
 
 
