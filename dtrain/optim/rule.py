@@ -82,18 +82,20 @@ class UpdateSlice:
     states: tuple[Tensor, ...]
     replica: Tensor | None
 
+    def part(self, decayed: bool, start: int, stop: int) -> UpdateSlice:
+        """Returns elements ``start`` to ``stop``."""
+        part = slice(start, stop)
+        return UpdateSlice(
+            decayed,
+            master=self.master[part],
+            main_grad=self.main_grad[part],
+            states=tuple(state[part] for state in self.states),
+            replica=None if self.replica is None else self.replica[part],
+        )
+
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
-        return [
-            UpdateSlice(
-                self.decayed,
-                master=self.master[part],
-                main_grad=self.main_grad[part],
-                states=tuple(state[part] for state in self.states),
-                replica=None if self.replica is None else self.replica[part],
-            )
-            for part in (slice(start, start + size) for start in range(0, self.master.numel(), size))
-        ]
+        return [self.part(self.decayed, start, start + size) for start in range(0, self.master.numel(), size)]
 
 
 @dataclass(frozen=True)

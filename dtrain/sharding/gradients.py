@@ -119,9 +119,7 @@ class AccumulatedGradient(FlatGradient):
         return number - 1 - self._num_kept
 
     def reduce(self) -> None:
-        self._handle = self._comm.reduce_scatter_sum(
-            self.shard, self._full, label=self._layout.name, dtype=self._dtype
-        )
+        self._handle = self._comm.reduce_scatter_sum(self.shard, self._full, label=self._layout.name, dtype=self._dtype)
 
     def finish_reduction(self) -> None:
         assert self._handle is not None

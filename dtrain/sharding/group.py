@@ -45,16 +45,8 @@ class FlatBuffer:
         """Returns the segment, cut where the weight-decay class changes. FP8 replicas are cast after the update."""
         is_cast = self.layout.dtype != E4M3 and not self.replica.shares_master
         target = self.replica.local[0] if is_cast else None
-        return [
-            UpdateSlice(
-                decayed,
-                master=self.master[part],
-                main_grad=self.gradient.main_grad[part],
-                states=tuple(state[part] for state in self.states.values()),
-                replica=None if target is None else target[part],
-            )
-            for decayed, part in ((decayed, slice(start, stop)) for decayed, start, stop in self.segment.class_ranges())
-        ]
+        whole = UpdateSlice(True, self.master, self.gradient.main_grad, tuple(self.states.values()), target)
+        return [whole.part(decayed, start, stop) for decayed, start, stop in self.segment.class_ranges()]
 
     def cast_master(self) -> None:
         """Casts the master into the replica, unless that is FP8 or the same storage."""
@@ -83,15 +75,6 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Tensor) -> TensorSh
     return TensorShard(spec.name, kind, spec.shape, data.dtype, interval.start, interval.stop, data)
 
 
-@dataclass(frozen=True)
-class _Destination:
-    """Where the gradient of a parameter goes."""
-
-    name: str
-    gradient: FlatGradient
-    slot: int
-
-
 class ParameterGroup:
     """The parameters of one unit of sharding, or of the root group, with all their tensors on this rank.
 
@@ -112,11 +95,8 @@ class ParameterGroup:
         self.name = name
         self.buffers = buffers
         self.replicas = [*(buffer.replica for buffer in buffers), *frozen]
-        self._destinations = [
-            _Destination(slot.spec.name, buffer.gradient, number)
-            for buffer in buffers
-            for number, slot in enumerate(buffer.layout.slots)
-        ]
+        # (gradient, number of its slot) of each trained parameter
+        self._slots = [(buffer.gradient, n) for buffer in buffers for n in range(len(buffer.layout.slots))]
         self._missing: set[int] = set()
         self.is_complete = True
         self.num_forwards = 0
@@ -175,7 +155,7 @@ class ParameterGroup:
         return len(self._missing)
 
     def begin_micro_batch(self) -> None:
-        self._missing = set(range(len(self._destinations)))
+        self._missing = set(range(len(self._slots)))
         self.is_complete = False
 
     def accumulate(self, number: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
@@ -184,21 +164,22 @@ class ParameterGroup:
         Raises:
             UsageError: the parameter has given a gradient in this micro-batch before.
         """
-        destination = self._destinations[number]
         if number not in self._missing:
+            name = [name for buffer in self.buffers for name in buffer.replica.views.parameters][number]
             raise UsageError(
-                f"'{destination.name}' got a second gradient in one micro-batch; reentrant activation checkpointing "
+                f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing "
                 f"does this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        destination.gradient.receive(destination.slot, grad, weight, is_first=is_first)
+        gradient, slot = self._slots[number]
+        gradient.receive(slot, grad, weight, is_first=is_first)
         self._missing.discard(number)
 
     def complete(self, *, is_first: bool) -> Iterator[list[Tensor]]:
         """Takes zeros for the missing gradients; yields the gradients of each flat buffer, views of it."""
         self.is_complete = True
-        missing = [self._destinations[number] for number in sorted(self._missing)]
+        missing = [self._slots[number] for number in sorted(self._missing)]
         for buffer in self.buffers:
-            slots = [found.slot for found in missing if found.gradient is buffer.gradient]
+            slots = [slot for gradient, slot in missing if gradient is buffer.gradient]
             yield buffer.gradient.complete(slots, is_first=is_first)
 
     def reduce(self, queue: ReductionQueue) -> None:

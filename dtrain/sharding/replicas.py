@@ -220,7 +220,8 @@ class ShardedReplica(Replica):
             self.copies = [local.new_empty(0) for local in self.local]
 
     def _wait(self) -> None:
-        for handle in self._pending:
+        pending, self._pending = self._pending, []  # a handle keeps its output alive
+        for handle in pending:
             handle.wait()
 
     @property

@@ -202,9 +202,8 @@ def test_an_overflow_in_a_weight_is_not_hidden(recipe: str, how: str, tmp_path: 
     """E4M3 has no Inf, and the cast makes 448 of it, which nobody would notice."""
     engine = start(recipe)
     train(engine, [0])
-    slot = next(layout.slots[0] for layout in engine.state.layouts if layout.dtype == E4M3)
-    segment = next(s for s in engine.state.arena.segments if slot in s.layout.slots)
-    engine.state.master[segment.arena_start + slot.start + 17] = math.inf
+    buffer = next(buffer for buffer in engine.sharded.buffers if buffer.layout.dtype == E4M3)
+    buffer.master[buffer.layout.slots[0].start + 17] = math.inf
     if how == "update":
         (_,) = train(engine, [1])  # computes with the replicas of before
     else:
@@ -431,17 +430,18 @@ def collectives_of_a_step(rank: int, world: int) -> dict[str, int]:
     train(engine, [0], num_micro_batches=2)
     engine.backward(engine(batch(1, rank)))
     engine.finish_gradients()
-    before = engine.comm._num_issued
+    schedule = engine.comm.schedule
+    before = schedule.num_issued
     names: list[str] = []
-    record = engine.comm.record
+    record = schedule.record
 
     def recorded(op: str, label: str, tensor: Tensor) -> str:
         names.append(op)
         return record(op, label, tensor)
 
-    engine.comm.record = recorded  # type: ignore[method-assign]
+    schedule.record = recorded  # type: ignore[method-assign]
     engine.step()
-    assert engine.comm._num_issued > before
+    assert schedule.num_issued > before
     return {op: names.count(op) for op in ("all_reduce_max", "all_gather")}
 
 
@@ -455,7 +455,7 @@ def bits_of_rules(rank: int, world: int, stages: range) -> tuple[list[str], list
         engine = start(precision=policy, zero_stage=stage, reproducible=True)
         losses = train(engine, STEPS)
         found.append((losses, digest(engine.master_state()), engine.loss_scale.scale))
-    return [layout.name for layout in engine.state.layouts], found
+    return [layout.name for layout in engine.sharded.layouts], found
 
 
 def test_rules_give_buffers_of_four_formats() -> None:

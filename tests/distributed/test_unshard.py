@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError, ModelError, UsageError
-from dtrain.sharding.execution_order import ShardedGroup
+from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.unshard import UnshardScheduler
 from tests.helpers.ranks import run_ranks
 from tests.helpers.unshard_models import DIM, MODELS, Block, Stack, batch, build
@@ -44,8 +44,8 @@ def train(engine: NativeEngine, steps: int = 3) -> list[float]:
 
 
 def scheduler(engine: NativeEngine) -> UnshardScheduler:
-    assert engine.state.unshard_scheduler is not None
-    return engine.state.unshard_scheduler
+    assert engine.sharded.scheduler is not None
+    return engine.sharded.scheduler
 
 
 VARIANTS: list[dict[str, Any]] = [
@@ -90,17 +90,20 @@ def unshard_events(rank: int, world: int, options: dict[str, Any]) -> tuple[list
     train(engine, 1)
     events: list[str] = []
 
-    def logged(what: str, real: Callable[[ShardedGroup], None]) -> Callable[[ShardedGroup], None]:
-        def call(group: ShardedGroup) -> None:
-            done = {"start_unshard": group.is_started, "finish_unshard": group.is_ready}.get(what, not group.is_started)
-            if group.name and not done:
-                events.append(f"{what.partition('_')[0]} {group.name[-1]}")
+    def logged(event: str, what: str, changed: Callable[[ParameterGroup], bool]) -> None:
+        real = getattr(ParameterGroup, what)
+
+        def call(group: ParameterGroup) -> None:
+            before = changed(group)
             real(group)
+            if group.name and changed(group) != before:
+                events.append(f"{event} {group.name[-1]}")
 
-        return call
+        setattr(ParameterGroup, what, call)
 
-    for what in ("start_unshard", "finish_unshard", "reshard"):
-        setattr(ShardedGroup, what, logged(what, getattr(ShardedGroup, what)))
+    logged("start", "start_unshard", lambda group: group.is_unsharding)
+    logged("finish", "unshard", lambda group: group.is_ready)
+    logged("reshard", "reshard", lambda group: group.is_unsharding)
     before = len(events)
     loss = engine(batch(0, rank))
     held = engine.memory()["unsharded"]
@@ -195,7 +198,7 @@ def misuse(rank: int, world: int) -> dict[str, Any]:
     fixed.peek = lambda model: model.blocks[1].up.weight.sum()  # type: ignore[union-attr,operator]
     engine = start(fixed, keep_gathered=["blocks.1.up"])
     train(engine)
-    said["fixed"] = [group.name for group in engine.state.groups], len(engine.state.groups[0].parameters)
+    said["fixed"] = [group.name for group in engine.sharded.groups], len(engine.sharded.groups[0].parameters)
     return said
 
 

@@ -425,6 +425,8 @@ def test_a_resumed_run_keeps_its_decisions() -> None:
     rowwise = PrecisionPolicy.named("fp8", float8=Float8(recipe="rowwise")).on(CPU)
     assert earlier_decisions(saved, rowwise) == (), "of other products"
     assert earlier_decisions({}, policy) == ()
+    removed = saved | {"float8": saved["float8"] | {"weight_scale": "current"}}
+    assert earlier_decisions(removed, policy) == decisions, "an option that is gone"
     old = [
         {key: value for key, value in item.items() if key != "bf16_ms"} | {"low_ms": 1.0} for item in saved["decisions"]
     ]
