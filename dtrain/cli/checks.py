@@ -7,12 +7,14 @@ from typing import Any
 
 from dtrain.config.capabilities import check_engine
 from dtrain.config.fields import in_keys
+from dtrain.config.precision import Float8
 from dtrain.config.schedule import ScheduleConfig
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.config.tool_schema import (
     AcceptConfig,
     CheckpointBenchConfig,
     CollectivesBenchConfig,
+    Float8BenchConfig,
     ParitySuiteConfig,
     PrecisionBenchConfig,
 )
@@ -72,6 +74,8 @@ def check_suite(config: Any) -> None:
         raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers of MB, each at least 1")
     if isinstance(bench, PrecisionBenchConfig):
         _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
+    if isinstance(bench, Float8BenchConfig):
+        _check_list("bench.recipes", bench.recipes, Float8.__dataclass_fields__["recipe"].metadata["choices"])
 
 
 def _check_parity(config: ParitySuiteConfig) -> None:

@@ -16,7 +16,6 @@ from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
-from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars
@@ -65,26 +64,14 @@ class NativeEngine(StepEngine):
             slices = [buffer.update_slices() for buffer in self.sharded.buffers]
             self._optimizer = FlatUpdate(self.rule, slices)
             if self.rule.is_compiled and self.device.type == "cuda":
-                self._fuse_vote()
+                from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
+
+                grads = self.sharded.owned_main_grads()
+                self._square_sums, self._vote_tensors = fused_vote(grads, CHUNK, self.options, self.comm)
+                self.monitor.found = self._vote_tensors.bad_gradient
 
         # a compiler may fail on a single rank
         on_every_rank(self.comm, "", build, ConfigError, expected=(ConfigError,))
-
-    def _fuse_vote(self) -> None:
-        """Lets Triton kernels compute the norm and the vote, a launch each."""
-        from dtrain.engine.vote.fused import FusedVoteTensors
-        from dtrain.kernels.squares import SquareSums
-        from dtrain.optim.tiled import build_error
-
-        grads = self.sharded.owned_main_grads()
-        self._square_sums = SquareSums(grads, CHUNK, by_chunk=self.options.reproducible)
-        self._vote_tensors = FusedVoteTensors(self.options.max_grad_norm, self.device)
-        self.monitor.found = self._vote_tensors.bad_gradient
-        try:  # compiled now, because in a step a failure of one rank would leave the others waiting
-            self._square_sums.compute()
-            self._vote_tensors.decide(torch.zeros(self.world_size, NUM_FIELDS, dtype=torch.int64, device=self.device))
-        except Exception as error:
-            raise build_error(error, self.device) from error
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)

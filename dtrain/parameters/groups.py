@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -165,3 +165,12 @@ def _check_overlaps(model: nn.Module) -> None:
                 f"itself (a.weight = b.weight), so that both names stand for one tensor"
             )
         end, name = stop, other
+
+
+def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields ``module``, or, if it has no forward (a ``ModuleList``), the modules in it that have one."""
+    if type(module).forward is not nn.Module.forward:
+        yield module
+    else:
+        for child in module.children():
+            yield from callable_parts(child)

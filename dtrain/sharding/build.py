@@ -153,9 +153,8 @@ class _Builder:
             views: ParameterViews = Float8Views(layout, self._parameters, self._table, recipe, transposes)
         else:
             views = ParameterViews(layout, self._parameters)
-        if is_whole:
-            return Replica(layout, views, self._comm, self._placements)
-        return ShardedReplica(layout, views, self._comm, self._placements, self.pool)
+        replica = Replica if is_whole else ShardedReplica
+        return replica(layout, views, self._comm, self._placements, self.pool)
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
         """Yields the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""

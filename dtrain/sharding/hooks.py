@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch import nn
 
 from dtrain.sharding.group import ParameterGroup
 
@@ -50,12 +48,3 @@ class ModuleHook:
 
 def _nothing(*_: Any) -> None:
     pass
-
-
-def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields ``module``, or, if it has no forward (a ``ModuleList``), the modules in it that have one."""
-    if type(module).forward is not nn.Module.forward:
-        yield module
-    else:
-        for child in module.children():
-            yield from callable_parts(child)

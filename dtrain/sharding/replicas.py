@@ -101,6 +101,7 @@ class Replica:
         views: the model's parameters.
         comm: the ranks that share the layout.
         placements: a row of the stage table.
+        pool: memory of whole copies that exist for a time.
 
     Attributes:
         copies: the whole flat buffer, each [numel].
@@ -108,10 +109,18 @@ class Replica:
         is_gathered: whether a change of ``local`` is followed by an all-gather: other ranks own the rest.
     """
 
-    def __init__(self, layout: FlatLayout, views: ParameterViews, comm: Communicator, placements: Placements) -> None:
+    def __init__(
+        self,
+        layout: FlatLayout,
+        views: ParameterViews,
+        comm: Communicator,
+        placements: Placements,
+        pool: StoragePool,
+    ) -> None:
         self.layout = layout
         self.views = views
         self._comm = comm
+        self._pool = pool
         self._segment = placements.master.segment(layout, comm.rank)
         self.is_gathered = self._segment.numel < layout.numel
         self.local, self.copies = self._allocate(views.num_copies)
@@ -173,22 +182,7 @@ class ShardedReplica(Replica):
 
     Every unshard takes memory that nobody holds, so tensors that a caller kept do not change. While the replica is
     sharded, the copies are empty.
-
-    Args:
-        layout, views, comm, placements: as above.
-        pool: memory of the copies.
     """
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        views: ParameterViews,
-        comm: Communicator,
-        placements: Placements,
-        pool: StoragePool,
-    ) -> None:
-        super().__init__(layout, views, comm, placements)
-        self._pool = pool
 
     def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
         self._pending: list[Handle] = []

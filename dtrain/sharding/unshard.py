@@ -25,9 +25,10 @@ from torch.utils import _pytree as pytree
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
+from dtrain.parameters.groups import callable_parts
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
-from dtrain.sharding.hooks import GuardedParameters, ModuleHook, callable_parts
+from dtrain.sharding.hooks import GuardedParameters, ModuleHook
 from dtrain.sharding.saved_tensors import SavedTensorRef, SavedTensors
 from dtrain.sharding.storage_pool import StoragePool
 

@@ -193,7 +193,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
     "step: vote": ("dtrain.engine.native:NativeEngine._vote", 4, -1),
     "step: update": ("dtrain.optim.flat:FlatUpdate.update", 3, -1),
-    "step: gather": ("dtrain.distributed.{transport}.all_gather", 9, -1),
+    "step: gather": ("dtrain.sharding.replicas:Replica.start_gather", 9, -1),
     "step: metrics": ("dtrain.telemetry.metrics:MetricsFile._append", 4, 0),
     "save: copy": (f"{CHECKPOINT}.snapshot:HostCopy.take", 2, -1),
     "save: thread": (f"{CHECKPOINT}.async_saver:save", 1, -1),

@@ -34,7 +34,7 @@ FUNCTIONS = {
     "reduction": "dtrain.distributed.host_memory:RingExchange.send",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.flat:FlatUpdate.update",
-    "gather": "dtrain.distributed.{transport}.all_gather",
+    "gather": "dtrain.sharding.replicas:Replica.start_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
     "create": "dtrain.checkpoint.storage:create",
@@ -102,12 +102,8 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 def find(place: str) -> tuple[Any, str]:
-    """Returns the owner of a function given as ``module:path.to.it``, and its name there.
-
-    ``{transport}`` stands for this process's communicator.
-    """
-    transport = "host_memory:HostMemory" if dist.is_initialized() else "single_rank:SingleRank"
-    module, path = place.format(transport=transport).split(":")
+    """Returns the owner of a function given as ``module:path.to.it``, and its name there."""
+    module, path = place.split(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")
     for part in outer:

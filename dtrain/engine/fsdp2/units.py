@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dtrain.parameters.groups import ParamGroup
+from dtrain.parameters.groups import ParamGroup, callable_parts
 from dtrain.precision.contract import Contract
-from dtrain.sharding.hooks import callable_parts
 
 LARGE_NUMEL = 1 << 20
 """Elements from which FP32 modules in low-precision units are sharded, at the price of collectives of their own:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.request import StepOptions
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_FIELDS, NUM_HOST, HostRecord, upload
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.kernels import vote
+from dtrain.kernels.squares import SquareSums
 from dtrain.kernels.tiles import launch
+from dtrain.optim.tiled import build_error
 from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
@@ -72,3 +78,27 @@ class FusedVoteTensors(VoteTensors):
             BLOCK=vote.BLOCK,
         )
         return Decision(*packed[:4].view(torch.float64).unbind()), packed
+
+
+def fused_vote(
+    grads: Sequence[Tensor], chunk: int, options: StepOptions, comm: Communicator
+) -> tuple[SquareSums, FusedVoteTensors]:
+    """Returns the norm of ``grads`` and the vote as Triton kernels, a launch each; compiled.
+
+    Args:
+        grads: FP32, this rank's shards of the main grads, of whole chunks.
+        chunk: elements of a chunk, whose sums a reproducible norm adds in order.
+        options: settings of the step.
+        comm: the ranks that vote.
+
+    Raises:
+        ConfigError: Triton failed to compile or to launch.
+    """
+    squares = SquareSums(grads, chunk, by_chunk=options.reproducible)
+    vote_tensors = FusedVoteTensors(options.max_grad_norm, comm.device)
+    try:  # compiled now, because in a step a failure of one rank would leave the others waiting
+        squares.compute()
+        vote_tensors.decide(torch.zeros(comm.world_size, NUM_FIELDS, dtype=torch.int64, device=comm.device))
+    except Exception as error:
+        raise build_error(error, comm.device) from error
+    return squares, vote_tensors
