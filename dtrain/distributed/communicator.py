@@ -56,6 +56,8 @@ class Handle(Protocol):
     def wait(self) -> None:
         """Returns when the result may be read on the current stream; later calls return at once.
 
+        From then on the handle keeps no tensor alive.
+
         Raises:
             CommunicationError: the collective failed.
         """

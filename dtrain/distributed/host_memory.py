@@ -188,22 +188,22 @@ class _Read:
     """A collective whose result this rank computes from what it reads, in the wait."""
 
     def __init__(self, announcement: Announcement, output: Tensor) -> None:
-        self._announcement: Announcement | None = announcement
-        self._output = output
+        self._in_flight: tuple[Announcement, Tensor] | None = announcement, output
 
     def wait(self) -> None:
-        # before the wait: a collective that failed is not waited for again
-        announcement, self._announcement = self._announcement, None
-        if announcement is not None:
-            self._use(announcement.wait()[0])
+        # before the wait: a collective that failed is not waited for again, and one that is complete holds no memory
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            announcement, output = in_flight
+            self._use(announcement.wait()[0], output)
 
-    def _use(self, tensors: list[Tensor]) -> None:
+    def _use(self, tensors: list[Tensor], output: Tensor) -> None:
         raise NotImplementedError
 
 
 class _CopyRead(_Read):
-    def _use(self, tensors: list[Tensor]) -> None:
-        for target, source in zip(self._output.view(len(tensors), -1), tensors, strict=True):
+    def _use(self, tensors: list[Tensor], output: Tensor) -> None:
+        for target, source in zip(output.view(len(tensors), -1), tensors, strict=True):
             if target.data_ptr() != source.data_ptr():  # this rank's own shard may lie in the output
                 target.copy_(source)
 
@@ -214,8 +214,8 @@ class _SumRead(_Read):
         self._rank = rank
         self._dtype = dtype
 
-    def _use(self, tensors: list[Tensor]) -> None:
-        sum_in_order(self._output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors], self._dtype)
+    def _use(self, tensors: list[Tensor], output: Tensor) -> None:
+        sum_in_order(output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors], self._dtype)
 
 
 class RingExchange(GradientExchange):

@@ -159,16 +159,14 @@ class _RowSum:
     """An all-to-all, and the sum of what arrives."""
 
     def __init__(self, arrival: Handle, rows: Sequence[Tensor], output: Tensor) -> None:
-        self._arrival: Handle | None = arrival
-        self._rows = rows
-        self._output = output
+        self._in_flight: tuple[Handle, Sequence[Tensor], Tensor] | None = arrival, rows, output
 
     def wait(self) -> None:
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
+        in_flight, self._in_flight = self._in_flight, None  # a collective that is complete holds no memory
+        if in_flight is not None:
+            arrival, rows, output = in_flight
             arrival.wait()
-            sum_in_order(self._output, self._rows, self._rows[0].dtype)
-            self._rows = []
+            sum_in_order(output, rows, rows[0].dtype)
 
 
 class _AllToAllExchange(PrivateExchange):

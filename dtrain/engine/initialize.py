@@ -15,7 +15,8 @@ from torch import nn
 
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
-from dtrain.config.optim import AdamW
+from dtrain.config.fields import check_field
+from dtrain.config.optim import AdamW, OptimConfig
 from dtrain.config.precision import LossScale
 from dtrain.config.schedule import Schedule
 from dtrain.distributed.communicator import Communicator
@@ -26,7 +27,14 @@ from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.deterministic import require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
-from dtrain.engine.settings import check_arguments
+from dtrain.engine.settings import (
+    check_model,
+    check_others,
+    check_precision,
+    engine_record,
+    optimizer_record,
+    schedule_record,
+)
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError
 from dtrain.optim.adamw import on_device
@@ -75,27 +83,21 @@ def initialize(
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
-            ``sharding_units``, ``reduce_dtype``, ... (``help(dtrain.Native)``).
+            ``sharding_units``, ``reduce_dtype``, ...; docs/running.md says what each means, as ``engine.*``.
 
     Raises:
-        ConfigError: a value that cannot be honoured.
+        ConfigError: a value that cannot be honored.
         ModelError: a parameter that cannot be trained.
         DivergenceError: the ranks were given different arguments or models.
     """
     # first what needs no other rank: a mistake is reported before a process group is created
-    given = check_arguments(
-        model,
-        optimizer,
-        schedule,
-        engine,
-        engine_settings,
-        precision=precision,
-        loss_scale=loss_scale,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
-        comm=comm,
-    )
-    record, policy = given.step.engine, given.policy
+    record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
+    max_grad_norm = check_field(OptimConfig, "max_grad_norm", max_grad_norm, "max_grad_norm")
+    options = StepOptions(record, optimizer_record(optimizer), schedule_record(schedule), max_grad_norm)
+    check_precision(options, policy)
+    rule = LossScale.of(loss_scale)
+    check_others(seed, comm)
+    check_model(model)
     if record.reproducible:
         require_reproducible(model)
     if comm is None:
@@ -105,11 +107,11 @@ def initialize(
     _check_ranks(record.name, comm)
     policy = resolve_policy(record, policy, comm.device)
     model.to(comm.device)
-    options = replace(given.step, optimizer=on_device(given.step.optimizer, comm.device))
+    options = replace(options, optimizer=on_device(options.optimizer, comm.device))
     identity = _agree_on_identity(comm, seed)
     capabilities = CAPABILITIES[record.name]
     undecided = resolve(policy, model, capabilities.held, policy.decisions)
-    rule = resolve_loss_scale(given.loss_scale, torch.float16 if undecided.needs_loss_scale else policy.compute_dtype)
+    rule = resolve_loss_scale(rule, torch.float16 if undecided.needs_loss_scale else policy.compute_dtype)
     # before rank 0 decides for all: it times products of its own model, which must be that of all ranks
     _require_equal_configs(comm, _config_text(model, undecided, options, rule))
     if record.reproducible:

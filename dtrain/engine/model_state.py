@@ -90,7 +90,7 @@ class StateEngine(Engine):
         storages = {
             MASTER: self._held(MASTER),
             MOMENTS: [tensor for spec in self.rule.states for tensor in self._held(spec.name)],
-            "frozen": [*self.replicated_frozen().values(), *(shard.data for shard in self.frozen_shards())],
+            "frozen": list(self.replicated_frozen().values()),
             **self._storages(),
             "buffers": list(self.module.buffers()),
         }

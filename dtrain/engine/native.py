@@ -146,7 +146,8 @@ class NativeEngine(StepEngine):
         return [buffer.values(kind) for buffer in self.sharded.buffers]
 
     def _storages(self) -> dict[str, list[Tensor]]:
-        return self.sharded.storages()
+        frozen = [tensor for replica in self.sharded.frozen for tensor in replica.persistent]
+        return self.sharded.storages() | {"frozen": [*self.replicated_frozen().values(), *frozen]}
 
     def memory_formula(self) -> dict[str, int]:
         replicas = [(slot.spec.numel, buffer) for buffer in self.sharded.buffers for slot in buffer.layout.slots]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
-from dtrain.config.optim import AdamW, OptimConfig
-from dtrain.config.precision import LossScale
+from dtrain.config.optim import AdamW
 from dtrain.config.schedule import Constant, Schedule, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
@@ -25,66 +23,12 @@ from dtrain.precision.policy import PrecisionPolicy, check_trainable
 _OTHERS = ("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "seed", "comm")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Checked arguments, with every shorthand replaced by its record."""
-
-    step: StepOptions
-    policy: PrecisionPolicy
-    loss_scale: LossScale
-    seed: int | None
-    comm: Communicator | None
-
-
-def check_arguments(
-    model: nn.Module,
-    optimizer: AdamW | None,
-    schedule: Schedule | None,
-    engine: str | EngineConfig,
-    settings: Mapping[str, Any],
-    *,
-    precision: str | torch.dtype | PrecisionPolicy,
-    loss_scale: str | float | LossScale,
-    max_grad_norm: float | None,
-    seed: int | None,
-    comm: Communicator | None,
-) -> Arguments:
-    """Checks what depends on neither the device nor the other ranks.
-
-    Raises:
-        ConfigError: an argument of a wrong type or value, or two that contradict each other.
-        ModelError: the model is none, is under an engine, or cannot be trained.
-    """
-    record = engine_record(engine, settings)
-    policy = _policy(precision)
-    optimizer = _optimizer(optimizer)
-    step = StepOptions(
-        record,
-        optimizer,
-        _schedule(schedule),
-        check_field(OptimConfig, "max_grad_norm", max_grad_norm, "max_grad_norm"),
-    )
-    check_engine(
-        record.name, policy.name, (name for _, name in policy.rules), compiles=optimizer.compile, format_key=_argument
-    )
-    rule = LossScale.of(loss_scale)
-    if seed is not None:
-        check_field(RunConfig, "seed", seed, "seed")
-    if comm is not None and (isinstance(comm, type) or not callable(getattr(comm, "gather_rows", None))):
-        raise ConfigError(
-            f"comm={shown(comm)} is not a dtrain communicator; omit it to train with the process group that exists"
-        )
-    _check_model(model)
-    return Arguments(step, policy, rule, seed, comm)
-
-
 def engine_record(engine: str | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
     """Returns the record of ``engine`` with ``settings``, the arguments that are shorthand for its fields.
 
     Raises:
         ConfigError: an unknown engine or setting, one that the record refuses, or one that it has with another value.
     """
-    is_name = isinstance(engine, str)
     if isinstance(engine, str):
         if engine not in ENGINES:
             raise ConfigError(f"engine '{engine}' is not one of {', '.join(ENGINES)}{nearest(engine, ENGINES)}")
@@ -96,18 +40,21 @@ def engine_record(engine: str | EngineConfig, settings: Mapping[str, Any]) -> En
             f"engine={shown(engine)} is not one of {', '.join(ENGINES)}, or a record such as "
             f"dtrain.Native(zero_stage=3)"
         )
-    for name, value in settings.items():
-        if name not in settings_of(type(record)):
+    kind = type(record)
+    for name in settings:
+        if name not in settings_of(kind):
             raise _unknown(name, record)
-        if not is_name and getattr(record, name) != value:
-            raise ConfigError(
-                f"{name}={shown(value)} beside engine={type(record).__name__}({name}={shown(getattr(record, name))}): "
-                f"set it in the record only"
-            )
     try:
-        return replace(record, **settings)
+        changed = replace(record, **settings)
     except ConfigError as error:
-        raise in_keys(error, type(record), "") from None
+        raise in_keys(error, kind, "") from None
+    for name, value in settings.items():
+        own = getattr(record, name)
+        if record is engine and own != getattr(changed, name):
+            raise ConfigError(
+                f"{name}={shown(value)} beside engine={kind.__name__}({name}={shown(own)}); set it in the record only"
+            )
+    return changed
 
 
 def _unknown(name: str, record: EngineConfig) -> ConfigError:
@@ -123,19 +70,20 @@ def _unknown(name: str, record: EngineConfig) -> ConfigError:
     )
 
 
-def _argument(key: str) -> str:
-    return {"rules": "precision.rules", "compile": "optimizer.compile"}.get(key, key)
+def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
+    """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or the compiled update."""
+    arguments = {"rules": "precision.rules", "compile": "optimizer.compile"}
+    check_engine(
+        options.engine.name,
+        policy.name,
+        (name for _, name in policy.rules),
+        compiles=options.optimizer.compile,
+        format_key=lambda key: arguments.get(key, key),
+    )
 
 
-def _policy(precision: str | torch.dtype | PrecisionPolicy) -> PrecisionPolicy:
-    if not isinstance(precision, (str, torch.dtype, PrecisionPolicy)):
-        raise ConfigError(
-            f"precision={shown(precision)} is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"
-        )
-    return PrecisionPolicy.of(precision)
-
-
-def _optimizer(optimizer: AdamW | None) -> AdamW:
+def optimizer_record(optimizer: AdamW | None) -> AdamW:
+    """Returns the hyper-parameters, the default ones for None; raises ``ConfigError`` for an optimizer of torch."""
     if optimizer is not None and not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"optimizer={shown(optimizer)} is not a dtrain.AdamW; give the hyper-parameters as a record, such as "
@@ -144,7 +92,8 @@ def _optimizer(optimizer: AdamW | None) -> AdamW:
     return optimizer or AdamW()
 
 
-def _schedule(schedule: Schedule | None) -> Schedule:
+def schedule_record(schedule: Schedule | None) -> Schedule:
+    """Returns the schedule without nulls; raises ``ConfigError`` for a scheduler of torch or a function."""
     if schedule is None:
         return Constant().over()
     if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
@@ -160,7 +109,18 @@ def _schedule(schedule: Schedule | None) -> Schedule:
     return schedule.over() if isinstance(schedule, ScheduleConfig) else schedule
 
 
-def _check_model(model: nn.Module) -> None:
+def check_others(seed: int | None, comm: Communicator | None) -> None:
+    """Raises ``ConfigError`` for a seed or a communicator of another type."""
+    if seed is not None:
+        check_field(RunConfig, "seed", seed, "seed")
+    if comm is not None and (isinstance(comm, type) or not callable(getattr(comm, "gather_rows", None))):
+        raise ConfigError(
+            f"comm={shown(comm)} is not a dtrain communicator; omit it to train with the process group that exists"
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises ``ModelError`` for what is no module, is under an engine, or cannot be trained."""
     if not isinstance(model, nn.Module):
         call = "; call it: the model is an instance" if isinstance(model, type) else ""
         raise ModelError(f"model={shown(model)} is not a torch.nn.Module{call}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from dtrain.config.fields import check_field
+from dtrain.config.fields import check_field, shown
 from dtrain.config.precision import Float8, PrecisionConfig, check_rules, float8_rule_error, unsupported_format_reason
 from dtrain.errors import ConfigError, ModelError
 from dtrain.precision.float8.choice import Float8Decision
@@ -96,6 +96,10 @@ class PrecisionPolicy:
                     f"precision={value} is not one of {', '.join(map(str, _NAMES))}; masters are FP32 in any case"
                 )
             value = _NAMES[value]
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"precision={shown(value)} is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"
+            )
         return PrecisionPolicy.named(value)
 
     @staticmethod

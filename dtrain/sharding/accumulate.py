@@ -61,16 +61,20 @@ class RunningSum:
         if self._adds_rows and len(grads) > 1:
             self._push_rows(grads[0].as_strided((len(grads), numel), (numel, 1)), weights)
             return
+        # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition
+        is_pair = self._empty and len(grads) > 1 and grads[0].dtype == torch.float32 and all(w.is_one for w in weights)
+        num_assigned = 2 if is_pair else int(self._empty)
         # block by block on a CPU, so that the main grad goes through memory once
         size = _CPU_BLOCK if self._main_grad.device.type == "cpu" else max(numel, 1)
         for start in range(0, numel, size):
             block = slice(start, start + size)
             target = self._main_grad[block]
-            for number, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-                if number == 0 and self._empty:
-                    assign_scaled(target, grad[block], weight)
-                else:
-                    add_scaled(target, grad[block], weight)
+            if is_pair:
+                torch.add(grads[0][block], grads[1][block], out=target)
+            elif self._empty:
+                assign_scaled(target, grads[0][block], weights[0])
+            for grad, weight in zip(grads[num_assigned:], weights[num_assigned:], strict=True):
+                add_scaled(target, grad[block], weight)
         self._empty = False
 
     def _push_rows(self, grads: Tensor, weights: Sequence[Weight]) -> None:

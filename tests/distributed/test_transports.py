@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -146,6 +148,36 @@ def test_collectives_over_two_axes_of_a_mesh(shared: bool) -> None:
             assert found["max"].item() == second
             assert found["text"] == [f"rank {first}", f"rank {second}"]
             assert found["first"] == first
+
+
+def memory_after_waits(rank: int, world: int, shared: bool) -> list[str]:
+    """Collectives whose handles, which are kept, keep their output alive after the wait."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    kept, found = [], []
+    for name in ("gather", "sum", "maximum"):
+        output = torch.empty(4 * world if name == "gather" else 4)
+        if name == "gather":
+            handle = comm.all_gather(output, comm.allocate(4, torch.float32), label=name)
+        elif name == "sum":
+            handle = comm.reduce_scatter_sum(output, comm.allocate(4 * world, torch.float32), label=name)
+        else:
+            handle = comm.all_reduce_max(output.zero_(), label=name)
+        handle.wait()
+        handle.wait()
+        kept.append(handle)
+        reference = ref(output)
+        del output
+        deadline = time.monotonic() + 5
+        while reference() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread of gloo drops the last reference to what went through a socket
+        if reference() is not None:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_handle_that_was_waited_for_keeps_no_memory(shared: bool) -> None:
+    assert run_ranks(2, memory_after_waits, shared) == [[], []]
 
 
 def unequal_permission(rank: int, world: int) -> str:

@@ -23,6 +23,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     [
         "import dtrain; dir(dtrain); dtrain.__version__",
         "import dtrain.errors, dtrain.config.schema",
+        "import dtrain; dtrain.Native(zero_stage=3); dtrain.AdamW(); dtrain.LossScale('dynamic'); dtrain.Cosine(1, 2)",
         "from dtrain.__main__ import main; assert main(['--help']) == 0",
         "from dtrain.__main__ import main; assert main(['trian']) == 2",
         "from dtrain.__main__ import main; assert main(['checkpoint', 'export', 'a', 'b', '--dtype', 'fp8']) == 2",

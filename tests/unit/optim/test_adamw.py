@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.errors import ConfigError
 from dtrain.config.optim import AdamW
+from dtrain.errors import ConfigError
 from dtrain.optim import adamw, compiled, flat
 from dtrain.optim.adamw import AdamWRule, on_device
 from dtrain.optim.flat import FlatUpdate

@@ -173,7 +173,9 @@ def test_another_vocabulary_is_another_model() -> None:
 
 def test_config_and_the_previous_config_are_kept(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path, None, False)
-    config = RunConfig(tracker=WandbConfig(), model=ModelConfig(factory="mine:build", args={"api_key": "canary", "depth": 3}))
+    config = RunConfig(
+        tracker=WandbConfig(), model=ModelConfig(factory="mine:build", args={"api_key": "canary", "depth": 3})
+    )
     write_config(run_dir, config, 0)
     write_config(run_dir, config, 10)
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())

@@ -89,7 +89,10 @@ MISTAKES = [
     ("float8 bench.device=cpu bench.widths=[]", "bench.widths=[] must list one or more, each once"),
     ("float8 bench.device=cpu bench.widths=[64,64]", "bench.widths=[64, 64] must list one or more, each once"),
     ("float8 bench.device=cpu bench.widths=[100]", "bench.widths: 100 is not a multiple of 64, the size of a head"),
-    ("float8 bench.device=cpu bench.recipes=[rowise]", "bench.recipes=['rowise'] must list some of tensorwise, rowwise, each once"),
+    (
+        "float8 bench.device=cpu bench.recipes=[rowise]",
+        "bench.recipes=['rowise'] must list some of tensorwise, rowwise, each once",
+    ),
     ("float8 bench.device=cpu float8.recipes=[rowwise]", "unknown key 'float8.recipes'; did you mean 'bench.recipes'?"),
     (
         "float8 bench.device=cpu float8.recipe=rowwise",
