@@ -112,9 +112,9 @@ class ParameterGroup:
         return len(self.replicas) > len(self.buffers)
 
     @property
-    def trained(self) -> list[nn.Parameter]:
-        """The trained parameters, in the order of :meth:`accumulate`'s numbers."""
-        return [p for buffer in self.buffers for p in buffer.replica.views.parameters.values()]
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by name, in the order of :meth:`accumulate`'s numbers."""
+        return {name: p for buffer in self.buffers for name, p in buffer.replica.views.parameters.items()}
 
     # -- replicas: only sharded ones are unsharded and resharded -----------------------------------------------------
 
@@ -165,10 +165,10 @@ class ParameterGroup:
             UsageError: the parameter has given a gradient in this micro-batch before.
         """
         if number not in self._missing:
-            name = [name for buffer in self.buffers for name in buffer.replica.views.parameters][number]
+            name = list(self.trained)[number]
             raise UsageError(
-                f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing "
-                f"does this, use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing does this, use "
+                f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         gradient, slot = self._slots[number]
         gradient.receive(slot, grad, weight, is_first=is_first)

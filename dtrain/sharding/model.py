@@ -60,9 +60,9 @@ class ShardedModel:
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
         self._in_backward = False
-        for group in groups:
-            for number, parameter in enumerate(group.trained):
-                self._install_hook(group, number, parameter)
+        for index, group in enumerate(groups):
+            for number, (name, parameter) in enumerate(group.trained.items()):
+                self._install_hook(parameter, name, index, number)
         self.refresh()
 
     def attach(self, model: nn.Module) -> None:
@@ -73,19 +73,18 @@ class ShardedModel:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _install_hook(self, group: ParameterGroup, number: int, parameter: nn.Parameter) -> None:
-        owner = ref(self)  # a parameter that refers to the model's states would be a cycle, which frees late
+    def _install_hook(self, parameter: nn.Parameter, name: str, group: int, number: int) -> None:
+        owner = ref(self)  # a parameter that refers to its group or to this model would be a cycle, which frees late
 
         def on_gradient(parameter: Tensor) -> None:
             model = owner()
             grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
             if model is None or not model._in_backward:
-                name = next(name for name, p in group.parameters.items() if p is parameter)
                 raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
             if grad is not None:  # a user's autograd function may return None; the gradient is then zero
-                model.reducer.receive(group, number, grad)
+                model.reducer.receive(model.groups[group], number, grad)
                 if model.scheduler is not None:
-                    model.scheduler.gradient_received(group)
+                    model.scheduler.gradient_received(model.groups[group])
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 

@@ -193,6 +193,41 @@ def test_a_unit_is_gathered_once_a_pass(prefetch: int, recomputes: bool) -> None
     assert run_ranks(2, gathers, kept, recomputes) == [dict.fromkeys(want, 1)] * 2
 
 
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def groups(rank: int, world: int, precision: str) -> dict[str, set[str]]:
+    return {group.name: set(group.parameters) for group in start(Adapted(DIM), precision=precision).sharded.groups}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_only_norms_join_the_root(precision: str) -> None:
+    """Not the weights of a unit that has a parameter of integers too."""
+    model = Adapted(DIM)
+    names = [name for name, p in model.named_parameters() if p.is_floating_point()]
+    in_units = {name for name in names if name.startswith("blocks.") and (precision == "fp32" or ".norm." not in name)}
+    want = {unit: {name for name in in_units if name.startswith(f"{unit}.")} for unit in UNITS}
+    assert run_ranks(2, groups, precision) == [{"": set(names) - in_units, **want}] * 2
+
+
+class FrozenNorms(Adapted):
+    """Trains all but the norms."""
+
+    def __init__(self) -> None:
+        super().__init__(DIM)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("norm." not in name and parameter.is_floating_point())
+
+
+def buffers_of_frozen_norms(rank: int, world: int) -> set[str]:
+    return {replica.layout.name for replica in start(FrozenNorms()).sharded.frozen}
+
+
+def test_frozen_norms_join_the_root() -> None:
+    """A flat buffer of their own in every unit would be mostly padding, and double the all-gathers."""
+    assert run_ranks(2, buffers_of_frozen_norms) == [{"root/float32/frozen"}] * 2
+
+
 # -- misuse ------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,130 @@
+"""What autograd saves of an unsharded replica: references, which survive that it is resharded; and storage reuse."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dtrain.sharding.saved_tensors import SavedTensorRef, SavedTensors
+from dtrain.sharding.storage_pool import StoragePool
+
+CPU = torch.device("cpu")
+
+
+def make_group(*copies: Tensor) -> Any:
+    """Returns a group of one replica with these copies."""
+    layout = SimpleNamespace(dtype=copies[0].dtype)
+    return SimpleNamespace(replicas=[SimpleNamespace(layout=layout, copies=list(copies))])
+
+
+def test_a_view_is_found_again_in_other_memory() -> None:
+    group, saved = make_group(torch.arange(24.0), torch.arange(24.0) + 100), SavedTensors()
+    saved.add(group)
+    (replica,) = group.replicas
+    views = [
+        replica.copies[0],
+        replica.copies[0][4:16].view(3, 4).t(),
+        replica.copies[0][4:16].view(3, 4)[:, 1:3].detach(),
+        replica.copies[1][5],
+        nn.Parameter(replica.copies[1][::2]),
+    ]
+    wanted = [(view.clone(), view.stride(), view.storage_offset()) for view in views]
+    packed = [saved.pack(view) for view in views]
+    assert all(isinstance(found, SavedTensorRef) and found.copy.group is group for found in packed)
+    del views
+    saved.remove(group)  # resharded, then unsharded elsewhere
+    replica.copies = [copy.clone() for copy in replica.copies]
+    saved.add(group)
+    for found, (values, stride, offset) in zip(packed, wanted, strict=True):
+        got = saved.unpack(found)
+        assert torch.equal(got, values)
+        assert (got.stride(), got.storage_offset()) == (stride, offset)
+        assert got.untyped_storage().data_ptr() in {copy.untyped_storage().data_ptr() for copy in replica.copies}
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("what", ["resharded", "other dtype", "own", "subclass"])
+def test_other_tensors_are_saved_as_they_are(what: str) -> None:
+    flat = torch.arange(8.0)
+    group, saved = make_group(flat), SavedTensors()
+    saved.add(group)
+    tensor = flat[:4]
+    if what == "resharded":
+        saved.remove(group)  # the address may be another tensor's by now
+    elif what == "other dtype":
+        tensor = tensor.view(torch.int32)
+    elif what == "own":
+        tensor = tensor.clone()
+    else:
+        tensor = tensor.as_subclass(Marked)
+    packed = saved.pack(tensor)
+    assert not isinstance(packed, SavedTensorRef)
+    group.replicas[0].copies = [torch.zeros(8)]
+    assert saved.unpack(packed).data_ptr() == tensor.data_ptr()
+
+
+def test_a_change_in_place_is_found() -> None:
+    saved, tensor = SavedTensors(), torch.ones(2, 3)
+    tensor.add_(1)
+    packed = saved.pack(tensor)
+    assert torch.equal(saved.unpack(packed), tensor)
+    tensor[0].add_(1)
+    with pytest.raises(RuntimeError, match=r"modified in place: torch.float32 \[2, 3\] is at version 2, and was at .* 1"):
+        saved.unpack(packed)
+
+
+def test_an_output_that_is_saved_does_not_hold_its_own_graph() -> None:
+    saved, x = SavedTensors(), torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        y = x.exp()
+    packed = saved.pack(y)
+    assert packed[0].grad_fn is None
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, y.detach())
+
+
+def test_a_storage_is_reused_only_when_nobody_holds_it() -> None:
+    pool = StoragePool(CPU)
+    first = pool.take(100, torch.float32, CPU)
+    address = first.data_ptr()
+    pool.give(first)
+    del first
+    assert pool.take(100, torch.int64, CPU).data_ptr() != address, "of another size"
+    second = pool.take(200, torch.bfloat16, CPU)
+    assert (second.data_ptr(), second.shape, second.dtype) == (address, (200,), torch.bfloat16)
+    kept = second.fill_(1)[10:20].view(2, 5)
+    pool.give(second)
+    del second
+    third = pool.take(200, torch.bfloat16, CPU).zero_()
+    assert third.data_ptr() != address
+    assert bool((kept == 1).all())
+
+
+def test_a_pool_that_is_cleared_holds_nothing() -> None:
+    pool = StoragePool(CPU)
+    tensor = pool.take(10, torch.float32, CPU)
+    reference = weakref.ref(tensor.untyped_storage())
+    pool.give(tensor)
+    del tensor
+    assert reference() is not None
+    pool.clear()
+    assert reference() is None
+
+
+def test_a_device_has_an_allocator_of_its_own() -> None:
+    pool = StoragePool(torch.device("cuda", 0))
+    tensor = torch.zeros(10)
+    reference = weakref.ref(tensor.untyped_storage())
+    pool.give(tensor)
+    del tensor
+    assert reference() is None, "which would not know that this memory is free"
