@@ -70,6 +70,15 @@ def check_save_options(options: Mapping[str, Any]) -> None:
         is_absent = value is None and kind is not bool
         if not is_absent and not isinstance(value, kind):
             raise UsageError(f"engine.save({name}={value!r}): expected {words}")
-    for name, value in (options.get("metrics") or {}).items():
+
+
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics of ``engine.save`` that are finite numbers.
+
+    Raises:
+        UsageError: a value is neither a number nor None.
+    """
+    for name, value in metrics.items():
         if value is not None and not is_number(value):
             raise UsageError(f"engine.save(metrics={{{name!r}: {value!r}}}): expected a number or None")
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)}

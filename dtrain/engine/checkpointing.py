@@ -19,6 +19,7 @@ from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retentio
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
+from dtrain.engine.arguments import checked_metrics
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
@@ -122,9 +123,7 @@ class Checkpointer:
             "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
             "data_cursor": engine.data_cursor,
             "aliases": aliases(engine.module),
-            "metrics": {
-                name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(value)
-            },
+            "metrics": checked_metrics(metrics),
             "config": dict(config),
             "config_hash": _config_hash(config),
             "extra": dict(extra),

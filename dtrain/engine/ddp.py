@@ -188,7 +188,7 @@ class DdpEngine(StepEngine):
         """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist within a step only."""
         held = 4 * self.num_parameters
         moments = self.rule.state_bytes * self.num_parameters
-        return {"compute": 0, "main_grad": held, "master": held, "moments": moments}
+        return {"compute": 0, "main_grad": held, "master": held, "moments": moments, "frozen": self.frozen_bytes}
 
 
 def _cache_float8(model: nn.Module, contract: Contract) -> list[QuantizedWeight]:

@@ -307,16 +307,16 @@ class Engine(ABC):
 
     @abstractmethod
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind: master, moments, compute, main_grad, buffers, unsharded, and unreduced_grad.
+        """Bytes on this rank by kind.
 
-        ``moments`` are all states of the optimizer. ``unsharded`` are the full replicas that stage 3 holds now, none
-        between steps. ``unreduced_grad`` are micro-batch gradients before their reduction. The last two are no model
-        state, so neither is in the formula.
+        ``compute``, ``main_grad``, ``master``, ``moments`` (all states of the optimizer) and ``frozen`` (frozen
+        parameters) are in the formula. ``buffers`` are the model's own. ``unsharded`` are the full replicas that stage
+        3 holds now, none between steps, and ``unreduced_grad`` micro-batch gradients before their reduction.
         """
 
     @abstractmethod
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on this rank by the ZeRO formula: master, moments, compute, main_grad."""
+        """Bytes on this rank by the ZeRO formula: compute, main_grad, master, moments, frozen."""
 
     @abstractmethod
     def master_state(self) -> dict[str, Tensor]:

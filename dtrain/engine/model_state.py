@@ -20,6 +20,7 @@ from dtrain.parameters.local_shards import check_frozen, full_tensors
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = "moments"
 """Key of all optimizer states in :meth:`Engine.memory`, whatever the optimizer calls them."""
+_KINDS = ("compute", "unsharded", MAIN_GRAD, MASTER, MOMENTS, "unreduced_grad", "frozen", "buffers")
 
 _MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
 
@@ -94,7 +95,12 @@ class StateEngine(Engine):
             **self._storages(),
             "buffers": list(self.module.buffers()),
         }
-        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in storages.items()}
+        return {kind: sum(tensor.nbytes for tensor in storages[kind]) for kind in _KINDS}
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of all frozen parameters, whole."""
+        return sum(p.numel() * p.element_size() for p in self.frozen.values())
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor) of ``master``, an optimizer state or ``main_grad``; all ranks call."""

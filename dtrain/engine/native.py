@@ -161,6 +161,6 @@ class NativeEngine(StepEngine):
                 if not buffer.replica.shares_master
             ),
             fp32_numel=sum(numel for numel, buffer in replicas if buffer.replica.shares_master),
-            frozen_bytes=sum(p.numel() * p.element_size() for p in self.frozen.values()),
+            frozen_bytes=self.frozen_bytes,
             num_ranks=self.world_size,
         )

@@ -91,8 +91,8 @@ class _Builder:
         self._options = options
         self._placements = STAGES[options.zero_stage]
         self._parameters = dict(model.named_parameters())
-        self.trained = self._find_groups(frozen=False)
-        self._frozen = self._find_groups(frozen=True)
+        self.trained = self._find_groups()
+        self._frozen = self._find_groups(self.trained)
         decayed = decayed_names(model)
         self._layouts = [layout for group in self.trained for layout in self._layouts_of(group, decayed)]
         self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
@@ -101,18 +101,20 @@ class _Builder:
 
     # -- groups and layouts ------------------------------------------------------------------------------------------
 
-    def _find_groups(self, *, frozen: bool) -> tuple[ParamGroup, ...]:
-        """Returns the groups of the trained or of the frozen parameters.
+    def _find_groups(self, trained: Sequence[ParamGroup] | None = None) -> tuple[ParamGroup, ...]:
+        """Returns the groups of the trained parameters, or, given these, of the frozen ones.
 
         The FP32 parameters (norms) of mixed groups join the root group; of FP8 groups, the biases too. They are few and
         small: a flat buffer of their own in every group would be mostly padding, and would double the number of
-        collectives.
+        collectives. Frozen ones join it if the trained ones beside them are narrower, too.
         """
-        groups = find_groups(self._model, self._options.sharding_units, frozen=frozen)
+        groups = find_groups(self._model, self._options.sharding_units, frozen=trained is not None)
         dtypes = self._contract.replica_dtypes
         moved = matching_parameters(self._model, self._options.keep_gathered)
         for group in groups:
-            narrowest = min((dtypes[name] for name, _ in group.parameters), key=lambda dtype: dtype.itemsize)
+            beside = [name for other in trained or () if other.name == group.name for name, _ in other.parameters]
+            names = [*beside, *(name for name, p in group.parameters if p.is_floating_point())]
+            narrowest = min((dtypes[name] for name in names), key=lambda dtype: dtype.itemsize, default=None)
             moved |= {
                 name
                 for name, p in group.parameters

@@ -258,7 +258,7 @@ class DeepSpeedEngine(StepEngine):
             state_bytes=self.rule.state_bytes,
             replica_bytes=self.num_parameters * self.policy.compute_dtype.itemsize,
             fp32_numel=0,
-            frozen_bytes=sum(p.numel() * p.element_size() for p in self.frozen.values()),
+            frozen_bytes=self.frozen_bytes,
             num_ranks=self.world_size,
         )
         return formula if self.options.zero_stage else formula | {"compute": 0}

@@ -163,8 +163,8 @@ class Fsdp2Engine(StepEngine):
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank by the ZeRO formula, without padding.
 
-        FP32 weights in low-precision units are replicated. Unsharded weights are freed between steps at both stages; on
-        CPU a rank keeps its shard of the compute weights, which the others read.
+        FP32 weights in low-precision units and frozen weights are replicated. Unsharded weights are freed between steps
+        at both stages; on CPU a rank keeps its shard of the compute weights, which the others read.
         """
         world_size = self.world_size
         shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self._units]
@@ -177,6 +177,7 @@ class Fsdp2Engine(StepEngine):
             "main_grad": 4 * held,
             "master": 4 * held,
             "moments": self.rule.state_bytes * held,
+            "frozen": self.frozen_bytes,
         }
 
 

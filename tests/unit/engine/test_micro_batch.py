@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.errors import UsageError
+from dtrain.errors import CheckpointError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 
 
@@ -346,7 +346,6 @@ def test_a_directory_is_a_path(engine: Any, verb: str, path: Any) -> None:
         ({"extra": 5}, "a mapping"),
         ({"config": "x"}, "a mapping"),
         ({"metrics": [1.0]}, "a mapping"),
-        ({"metrics": {"val_loss": "x"}}, "a number or None"),
         ({"retention": 3}, r"a dtrain\.checkpoint\.Retention"),
         ({"asynchronous": 1}, "True or False"),
         ({"asynchronous": None}, "True or False"),
@@ -357,3 +356,9 @@ def test_options_of_save(engine: Any, option: dict[str, Any], words: str, tmp_pa
         engine.save(tmp_path, **option)
     assert not list(tmp_path.iterdir())
     assert engine.save(tmp_path, metrics={"val_loss": torch.tensor(1.0), "train_loss": None}).is_dir()
+
+
+def test_a_metric_that_is_no_number_fails_the_save_on_every_rank(engine: Any, tmp_path: Any) -> None:
+    """One rank may compute a wrong value; the ranks agree on the failure instead of waiting for that rank."""
+    with pytest.raises(CheckpointError, match=r"val_loss.*expected a number or None"):
+        engine.save(tmp_path, metrics={"val_loss": "x"})

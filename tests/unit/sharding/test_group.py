@@ -105,7 +105,7 @@ def test_a_second_gradient_in_a_micro_batch_is_refused(kind: str) -> None:
     group = make_group(kind)
     group.begin_micro_batch()
     group.accumulate(1, torch.ones(4), ONE, is_first=True)
-    with pytest.raises(UsageError, match="'v' got a second gradient in one micro-batch; .* use_reentrant=False"):
+    with pytest.raises(UsageError, match=r"'v' got a second gradient in one micro-batch; .* use_reentrant=False"):
         group.accumulate(1, torch.full((4,), 5.0), ONE, is_first=True)
     assert group.num_missing == 2
     list(group.complete(is_first=True))
