@@ -130,8 +130,6 @@ def _stdlib_documents() -> list[Document]:
 
 
 def _glob_documents(pattern: str) -> list[Document]:
-    if not pattern:
-        raise ConfigError("data.files is empty; give a glob such as data.files='/data/**/*.txt'")
     expanded = os.path.expandvars(os.path.expanduser(pattern))
     paths = [Path(found) for found in glob.glob(expanded, recursive=True) if os.path.isfile(found)]
     if not paths:

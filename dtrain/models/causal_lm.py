@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
-from dtrain.errors import ConfigError
+from dtrain.config.schema import VOCAB_MULTIPLE
 from dtrain.sharding.layout import round_up
 
 IGNORE_INDEX = -100
@@ -132,12 +131,3 @@ def generate(
         drawn = torch.multinomial(probabilities, num_samples=1, generator=generator)
         tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
     return tokens
-
-
-def refuse_args(config: ModelConfig) -> None:
-    """Raises ``ConfigError`` if ``model.args`` has keys, because no built-in model reads them."""
-    if config.args:
-        raise ConfigError(
-            f"model.args={dict(config.args)} would be ignored: a built-in model takes none; remove it or set "
-            "model.factory=package.module:function"
-        )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtrain.config.schema import DEFAULT_FACTORY, FACTORY_FORM, GPT2_FACTORY, ModelConfig
+from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError, nearest
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.transformer import Dims
@@ -43,7 +43,7 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     ``vocab_size`` is the data's; the factory gets the result of :func:`vocabulary`.
 
     Raises:
-        ConfigError: the factory is not of the form ``package.module:function``, cannot be imported, does not exist, or
+        ConfigError: the factory cannot be imported, does not exist, or
             does not return an ``nn.Module``; or as :func:`vocabulary`. Exceptions of the factory itself propagate.
     """
     factory = _load(config.factory)
@@ -80,8 +80,6 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
-    if not FACTORY_FORM.fullmatch(factory):
-        raise ConfigError(f"model.factory={factory} is not of the form package.module:function")
     module_name, name = factory.split(":")
     module = _import(module_name, factory)
     function = getattr(module, name, None)

@@ -18,7 +18,6 @@ from dtrain.models.causal_lm import (
     draw_init_seed,
     init_weights,
     padded_vocab_size,
-    refuse_args,
 )
 
 
@@ -116,5 +115,4 @@ def ffn_dim(config: ModelConfig) -> int:
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     """Builds GPT-2; raises ``ConfigError`` if the sizes are inconsistent or ``model.args`` has keys."""
-    refuse_args(config)
     return GPT2(config, vocab_size)

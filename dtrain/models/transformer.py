@@ -22,7 +22,6 @@ from dtrain.models.causal_lm import (
     draw_init_seed,
     init_weights,
     padded_vocab_size,
-    refuse_args,
 )
 from dtrain.sharding.layout import round_up
 
@@ -190,5 +189,4 @@ class Transformer(nn.Module):
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     """Builds the default model; raises ``ConfigError`` if the sizes are inconsistent or ``model.args`` has keys."""
-    refuse_args(config)
     return Transformer(config, vocab_size)

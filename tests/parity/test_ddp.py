@@ -275,5 +275,5 @@ def test_memory_is_what_the_formula_says() -> None:
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.finish_gradients()  # type: ignore[attr-defined]
     formula = engine.memory_formula()
-    assert formula == {"compute": 0, "main_grad": 80, "master": 80, "moments": 160}
+    assert formula == {"compute": 0, "main_grad": 80, "master": 80, "moments": 160, "frozen": 0}
     assert {kind: engine.memory()[kind] for kind in formula} == formula

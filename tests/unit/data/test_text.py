@@ -165,7 +165,7 @@ def test_a_glob_without_a_match_is_named_with_the_folder(tmp_path: Path, monkeyp
         load("none/*.txt")
     with pytest.raises(ConfigError, match=r"it is a folder: add /\*\*/\*\.txt"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match=r"data\.files is empty; give a glob such as"):
+    with pytest.raises(ConfigError, match=r"needs TextDataConfig\.files, a glob such as"):
         load("")
 
 
@@ -185,5 +185,5 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(ConfigError, match="data=images is not a text source; valid: stdlib, text"):
-        load_dataset(DataConfig(name="images"), 8)
+    with pytest.raises(ConfigError, match="is not a text source; valid: stdlib, text"):
+        load_dataset(DataConfig(), 8)

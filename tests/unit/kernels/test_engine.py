@@ -12,6 +12,7 @@ import dtrain
 from dtrain.config.schema import ModelConfig
 from dtrain.engine.native import NativeEngine
 from dtrain.models import build_model
+from dtrain.sharding.layout import CHUNK
 
 pytest.importorskip("dtrain.kernels.tiles", reason="Triton is not installed")
 
@@ -26,10 +27,13 @@ def make_engine(precision: str, *, kernels: bool, **options: Any) -> NativeEngin
     )
     assert isinstance(engine, NativeEngine)
     if kernels:
+        from dtrain.engine.vote.fused import fused_vote
         from dtrain.optim.tiled import TiledAdamW
 
         engine._optimizer._kernel = TiledAdamW(RULE, [buffer.update_slices() for buffer in engine.sharded.buffers])
-        engine._fuse_vote()
+        grads = engine.sharded.owned_main_grads()
+        engine._square_sums, engine._vote_tensors = fused_vote(grads, CHUNK, engine.options, engine.comm)
+        engine.monitor.found = engine._vote_tensors.bad_gradient
     return engine
 
 

@@ -85,7 +85,7 @@ def test_the_seed_decides_the_weights_and_the_callers_generator_is_left_alone() 
     "factory", ["", "build", "a:b:c", "a.b", "pkg.mod:", ":build", "os:sys.exit", "a-b:c", "a b:c"]
 )
 def test_a_bad_form_is_refused(factory: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not of the form package\.module:function"):
+    with pytest.raises(ConfigError, match=r"must be package\.module:function"):
         build(factory)
 
 

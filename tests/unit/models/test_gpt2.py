@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.schema import GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models import build_model, train_flops_per_token
+from dtrain.models import build_model, gpt2, train_flops_per_token
 from dtrain.models.gpt2 import GPT2
 
 SMALL = ModelConfig(factory=GPT2_FACTORY, num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=16)
@@ -99,8 +99,8 @@ def test_it_learns_under_an_engine_whose_norms_stay_fp32(options: dict[str, obje
 
 def test_inconsistent_sizes_are_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.hidden_dim=30 is not a multiple of model\.num_heads=4"):
-        build(replace(SMALL, hidden_dim=30))
-    with pytest.raises(ConfigError, match=r"model\.args=\{'depth': 3\} would be ignored"):
+        gpt2.build(replace(SMALL, hidden_dim=30, factory="mine:build"), VOCAB)  # as a factory of yours may
+    with pytest.raises(ConfigError, match=r"ModelConfig\.args\.depth is for a ModelConfig\.factory of your own"):
         build(replace(SMALL, args={"depth": 3}))
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError, ModelError
-from dtrain.models import build_model, generate, train_flops_per_token
+from dtrain.models import build_model, generate, train_flops_per_token, transformer
 from dtrain.models.transformer import Transformer, rotate, rotations
 
 SMALL = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=16)
@@ -292,12 +292,16 @@ def test_builds_on_meta_and_runs_after_loading() -> None:
         ({"hidden_dim": 30}, r"model\.hidden_dim=30 is not a multiple of model\.num_heads=4"),
         ({"num_kv_heads": 3}, r"model\.num_heads=4 is not a multiple of model\.num_kv_heads=3"),
         ({"hidden_dim": 36}, r"36 / 4 = 9 is odd, but rotary positions need an even head dimension"),
-        ({"args": {"depth": 3}}, r"model\.args=\{'depth': 3\} would be ignored"),
     ],
 )
 def test_inconsistent_sizes_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(replace(SMALL, **change))
+        transformer.build(replace(SMALL, factory="mine:build", **change), VOCAB)  # as a factory of yours may
+
+
+def test_arguments_of_another_factory_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ModelConfig\.args\.depth is for a ModelConfig\.factory of your own"):
+        build(replace(SMALL, args={"depth": 3}))
 
 
 def test_flops_agree_with_torchs_counter() -> None:
