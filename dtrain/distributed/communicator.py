@@ -16,7 +16,7 @@ only after all of them have read it. No rank waits for that explicitly; it follo
 - Compute replicas, masters that serve as replicas, and unsharded main grads are read during the ``wait`` of a
   collective. Every rank has left its waits before it votes, and these buffers are written only after the vote, which no
   rank leaves before all have joined it. So a collective on such a buffer must be waited for before the next vote, even
-  if no rank needs its result.
+  if no rank needs its result. Shards are published after they are written, and read in waits until the next vote.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
 - Unreduced gradients are written several times between two votes. A :class:`GradientExchange` hands out their buffers
   and follows [Note: ring buffer reuse] in ``distributed.ring``.
@@ -203,6 +203,13 @@ class Communicator(Protocol):
 
         ``shard`` may be this rank's slice of ``output``.
         """
+
+    def publish(self, shards: Sequence[Tensor]) -> None:
+        """Declares that ``shards``, from :meth:`allocate`, keep their bytes until the next call; all ranks call.
+
+        Until then other ranks may read them at any time, so their all-gathers need not announce them again.
+        """
+        return
 
     @abstractmethod
     def reduce_scatter_sum(

@@ -52,6 +52,7 @@ class HostMemory(ProcessGroup):
         super().__init__(group, device, schedule)
         self.memory = SharedMemory(self.rank, self.exchange_text)
         self._ready_message = _ReadyMessage(self)
+        self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns zeros [numel], of shared memory unless an allocation has failed on some rank."""
@@ -70,7 +71,15 @@ class HostMemory(ProcessGroup):
         if not self.is_shared(shard):
             return super().all_gather(output, shard, label=label)
         what = self.schedule.record("all_gather", label, output)
-        return _CopyRead(self.announce(what, byte_view(shard)), byte_view(output))
+        shard = byte_view(shard)
+        announcement = self._published.get(_extent(shard)) or self.announce(what, shard)
+        return _CopyRead(announcement, byte_view(output))
+
+    def publish(self, shards: Sequence[Tensor]) -> None:
+        shared = [shard for shard in map(byte_view, shards) if self.is_shared(shard)]
+        self._published = {_extent(shard): self.announce("publish", shard) for shard in shared}
+        for announcement in self._published.values():  # before the next vote: [Note: buffer reuse]
+            announcement.wait()
 
     def reduce_scatter_sum(
         self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
@@ -93,6 +102,7 @@ class HostMemory(ProcessGroup):
 
     def release(self) -> None:
         super().release()
+        self._published.clear()
         self.memory.release()
 
     def announce(self, what: str, tensor: Tensor, weight: int = 0) -> Announcement:
@@ -114,6 +124,10 @@ class HostMemory(ProcessGroup):
             # first: a failure below must not leave the next buffers in a message that is never sent
             self._ready_message = _ReadyMessage(self)
             message.send()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.nbytes
 
 
 class _ReadyMessage:

@@ -160,6 +160,9 @@ class ShardedModel:
             handle.wait()
         for buffer in self.buffers:  # after the waits: operands are made from gathered values
             buffer.replica.views.invalidate()
+        if self.scheduler is not None:  # the all-gathers of a step, two of each unit, read the same shards
+            replicas = [replica for group in self.groups for replica in group.replicas]
+            self._comm.publish([local for replica in replicas for local in replica.local])
 
     def _cast_masters(self, numbers: Sequence[int]) -> None:
         for number in numbers:

@@ -247,6 +247,34 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
+def messages_of_a_forward(rank: int, world: int) -> list[int]:
+    """Returns the number of buffers announced in forwards at stage 3, before and after a step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = dtrain.initialize(model, zero_stage=3, precision="bf16")
+    announced: list[str] = []
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = HostMemory.announce
+
+        def announce(comm: HostMemory, what: str, *args: Any) -> Any:
+            announced.append(what)
+            return real(comm, what, *args)
+
+        patch.setattr(HostMemory, "announce", announce)
+        for _ in range(2):
+            announced.clear()
+            loss = engine(torch.ones(2, 64)).float().square().mean()
+            counts.append(len(announced))
+            engine.backward(loss)
+            engine.step()
+    return counts
+
+
+def test_a_forward_at_stage_3_announces_nothing() -> None:
+    assert run_ranks(2, messages_of_a_forward) == [[0, 0], [0, 0]]
+
+
 def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
     runs = []
     for options in OPTIONS:

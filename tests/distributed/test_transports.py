@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from dtrain.distributed import host_memory
 from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
 from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.process_group import ProcessGroup
@@ -178,6 +179,42 @@ def memory_after_waits(rank: int, world: int, shared: bool) -> list[str]:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_handle_that_was_waited_for_keeps_no_memory(shared: bool) -> None:
     assert run_ranks(2, memory_after_waits, shared) == [[], []]
+
+
+def published_shards(rank: int, world: int, shared: bool) -> tuple[list[list[float]], list[int]]:
+    """Returns what two all-gathers after each of two publications give, and how many ready messages each took."""
+    sent: list[int] = []
+    send = host_memory._ReadyMessage.send
+
+    def count(message: host_memory._ReadyMessage) -> None:
+        sent.append(len(message.entries))
+        send(message)
+
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    shards = [comm.allocate(numel, torch.float32) for numel in (4, 6)]
+    got, num_sent = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory._ReadyMessage, "send", count)
+        for value in (1.0, 10.0):
+            comm.barrier()
+            for shard in shards:
+                shard.fill_(value + rank)
+            comm.publish(shards)
+            num_sent.append(len(sent))
+            for shard in (*shards, *shards, shards[0][:2]):
+                output = torch.empty(world * shard.numel())
+                comm.all_gather(output, shard, label="g").wait()
+                got.append(output[:: shard.numel()].tolist())
+            num_sent.append(len(sent))
+    return got, num_sent
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_published_shards_are_announced_once(shared: bool) -> None:
+    for got, num_sent in run_ranks(2, published_shards, shared):
+        assert got == [[1.0, 2.0]] * 5 + [[10.0, 11.0]] * 5
+        # a part of a published shard is another buffer, with a message of its own
+        assert num_sent == ([1, 2, 3, 4] if shared else [0, 0, 0, 0])
 
 
 def unequal_permission(rank: int, world: int) -> str:
