@@ -19,16 +19,16 @@ from torch import Tensor
 from dtrain.distributed.communicator import (
     CollectiveSchedule,
     GradientExchange,
-    GradientHandle,
     GradientSend,
     Handle,
     byte_view,
     require_fp32,
 )
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, BufferPool
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.logging import logger
 from dtrain.distributed.process_group import ProcessGroup, all_gather_single, named_failure, sum_in_order
 from dtrain.distributed.ring import RingSchedule
+from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.shared_memory import SharedMemory
 from dtrain.errors import CommunicationError
 
@@ -230,100 +230,3 @@ class _SumRead(_Read):
 
     def _use(self, tensors: list[Tensor], output: Tensor) -> None:
         sum_in_order(output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors], self._dtype)
-
-
-class RingExchange(GradientExchange):
-    """Gradients in a ring that the other ranks read: [Note: ring buffer reuse] in ``distributed.ring``.
-
-    A gradient whose slot is not free when it is opened lies in private memory until it is sent.
-
-    Args:
-        comm: the ranks that send.
-        sends: in the order in which they start.
-        memory: uint8 [schedule.capacity], shared.
-        schedule: slots of the sends.
-    """
-
-    def __init__(self, comm: HostMemory, sends: Sequence[GradientSend], memory: Tensor, schedule: RingSchedule) -> None:
-        self._comm = comm
-        self._sends = sends
-        self._memory = memory
-        self._schedule = schedule
-        self._pool = BufferPool(comm.device)
-        self._gaps = [_gaps(send) for send in sends]
-        self._opened: dict[int, tuple[int, Tensor | None]] = {}  # number and private memory, by index
-        self._num_started = 0
-        self._num_finished = 0
-        self._weight = 0  # its bits
-
-    def begin(self, weight: Tensor) -> None:
-        self._weight = int(weight.view(torch.int32))
-
-    def open(self, index: int) -> Tensor:
-        send = self._sends[index]
-        # sends go around in one order, so this one starts within a cycle from the next
-        number = self._num_started + (index - self._num_started) % self._schedule.cycle
-        if self._schedule.slot(number).free_after >= self._num_finished:
-            private = self._pool.take(send.filled, send.numel, send.dtype)
-            self._opened[index] = number, private
-            return private
-        self._opened[index] = number, None
-        gradient = self._slot(number, send)
-        for start, stop in self._gaps[index]:  # other gradients have used this slot, and the owners sum the gaps too
-            gradient[start:stop].zero_()
-        return gradient
-
-    def finish_first(self) -> int:
-        return self._schedule.finish_first(self._num_started)
-
-    def send(self, index: int) -> GradientHandle:
-        send, number = self._sends[index], self._num_started
-        if self.finish_first() >= self._num_finished:
-            raise RuntimeError(f"send {number} starts before finish_first: {self._num_finished} sends are finished")
-        opened, private = self._opened.pop(index)
-        gradient = self._slot(opened, send)
-        if private is not None:
-            gradient.copy_(private)
-            self._pool.give(send.filled, private)
-        what = self._comm.schedule.record("all_to_all_single", send.label, gradient)
-        announcement = self._comm.announce(what, gradient, self._weight)
-        # send number started - window is finished, so its window before that has been read everywhere
-        self._schedule.forget(number - 2 * self._schedule.window)
-        self._num_started += 1
-        return _RingGradient(self, number, announcement, self._comm.rank)
-
-    def finish(self, number: int) -> None:
-        """Counts send ``number`` as finished."""
-        if number != self._num_finished:
-            raise RuntimeError(f"send {number} is released before send {self._num_finished}")
-        self._num_finished += 1
-
-    def idle(self) -> list[Tensor]:
-        return [self._memory, *self._pool.idle()]
-
-    def _slot(self, number: int, send: GradientSend) -> Tensor:
-        start = self._schedule.slot(number).start
-        return self._memory[start : start + send.nbytes].view(send.dtype)
-
-
-class _RingGradient(GradientHandle):
-    def __init__(self, exchange: RingExchange, number: int, announcement: Announcement, rank: int) -> None:
-        self.number = number
-        self._exchange = exchange
-        self._announcement = announcement
-        self._rank = rank
-
-    def wait(self) -> tuple[Sequence[Tensor], Tensor]:
-        gradients, weights = self._announcement.wait()
-        shards = [gradient.view(len(gradients), -1)[self._rank] for gradient in gradients]
-        return shards, torch.tensor(weights, dtype=torch.int32).view(torch.float32)
-
-    def release(self) -> None:
-        self._exchange.finish(self.number)
-
-
-def _gaps(send: GradientSend) -> list[tuple[int, int]]:
-    """Returns the ranges of ``send`` that are not filled."""
-    stops = [0, *(stop for _, stop in send.filled)]
-    starts = [*(start for start, _ in send.filled), send.numel]
-    return [(start, stop) for start, stop in zip(stops, starts, strict=True) if start < stop]

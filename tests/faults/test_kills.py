@@ -189,7 +189,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "lease: its name": (f"{CHECKPOINT}.storage:link", 1, 0),
     "lease: leftovers": (f"{CHECKPOINT}.lease.lease:_clear_leftovers", 1, 0),
     "step: forward": ("dtrain.models.transformer:Attention.forward", 7, -1),
-    "step: reduction": ("dtrain.distributed.host_memory:RingExchange.send", 20, -1),
+    "step: reduction": ("dtrain.distributed.ring_exchange:RingExchange.send", 20, -1),
     "step: all vote": ("dtrain.engine.native:NativeEngine._vote", 3, None),
     "step: vote": ("dtrain.engine.native:NativeEngine._vote", 4, -1),
     "step: update": ("dtrain.optim.flat:FlatUpdate.update", 3, -1),

@@ -31,7 +31,7 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 FUNCTIONS = {
     "forward": "dtrain.models.transformer:Attention.forward",
     "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient reaches its output
-    "reduction": "dtrain.distributed.host_memory:RingExchange.send",
+    "reduction": "dtrain.distributed.ring_exchange:RingExchange.send",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.flat:FlatUpdate.update",
     "gather": "dtrain.sharding.replicas:Replica.start_gather",

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.distributed.communicator import CollectiveSchedule, GradientHandle, GradientSend
-from dtrain.distributed.host_memory import RingExchange
 from dtrain.distributed.ring import RingSchedule, RingSlot
+from dtrain.distributed.ring_exchange import RingExchange
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
