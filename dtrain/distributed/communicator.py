@@ -213,7 +213,7 @@ class Communicator(Protocol):
 
     @abstractmethod
     def reduce_scatter_sum(
-        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         """Starts the sum of ``flat`` [world_size * n] over the ranks; ``output`` [n] is this rank's shard. Both FP32.
 
@@ -223,6 +223,8 @@ class Communicator(Protocol):
             output, flat: see above.
             label: name in messages.
             dtype: to which each rank's part is rounded before it is sent; sums are FP32.
+            gathers: whether ``output`` is a slice of ``flat``, and the next collective on both is their all-gather. A
+                transport may write the sum to all ranks at once, so none may use its ``flat`` before that has ended.
         """
 
     @abstractmethod

@@ -53,6 +53,7 @@ class HostMemory(ProcessGroup):
         self.memory = SharedMemory(self.rank, self.exchange_text)
         self._ready_message = _ReadyMessage(self)
         self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
+        self._written: set[tuple[int, int]] = set()  # sums that this rank has written, or will write, to all ranks
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns zeros [numel], of shared memory unless an allocation has failed on some rank."""
@@ -72,6 +73,9 @@ class HostMemory(ProcessGroup):
             return super().all_gather(output, shard, label=label)
         what = self.schedule.record("all_gather", label, output)
         shard = byte_view(shard)
+        if _extent(shard) in self._written:  # only to know that the other ranks have written theirs
+            self._written.discard(_extent(shard))
+            return _Read(self.announce(what, shard), output)
         announcement = self._published.get(_extent(shard)) or self.announce(what, shard)
         return _CopyRead(announcement, byte_view(output))
 
@@ -82,14 +86,16 @@ class HostMemory(ProcessGroup):
             announcement.wait()
 
     def reduce_scatter_sum(
-        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         if not self.is_shared(flat):
-            return super().reduce_scatter_sum(output, flat, label=label, dtype=dtype)
+            return super().reduce_scatter_sum(output, flat, label=label, dtype=dtype, gathers=gathers)
         require_fp32("reduce_scatter_sum", flat)
         # rounded by its reader, so in no memory of its own
         what = self.schedule.record("all_to_all_single", label, torch.empty_like(flat, dtype=dtype, device="meta"))
-        return _SumRead(self.announce(what, flat), output, self.rank, dtype)
+        if gathers:
+            self._written.add(_extent(output))
+        return _SumRead(self.announce(what, flat), output, self.rank, dtype, gathers)
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if sends:
@@ -199,7 +205,7 @@ class Announcement:
 
 
 class _Read:
-    """A collective whose result this rank computes from what it reads, in the wait."""
+    """A collective whose result this rank computes from what it reads, in the wait; by default nothing."""
 
     def __init__(self, announcement: Announcement, output: Tensor) -> None:
         self._in_flight: tuple[Announcement, Tensor] | None = announcement, output
@@ -212,7 +218,7 @@ class _Read:
             self._use(announcement.wait()[0], output)
 
     def _use(self, tensors: list[Tensor], output: Tensor) -> None:
-        raise NotImplementedError
+        pass
 
 
 class _CopyRead(_Read):
@@ -223,10 +229,16 @@ class _CopyRead(_Read):
 
 
 class _SumRead(_Read):
-    def __init__(self, announcement: Announcement, output: Tensor, rank: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, announcement: Announcement, output: Tensor, rank: int, dtype: torch.dtype, gathers: bool
+    ) -> None:
         super().__init__(announcement, output)
         self._rank = rank
         self._dtype = dtype
+        self._gathers = gathers
 
     def _use(self, tensors: list[Tensor], output: Tensor) -> None:
-        sum_in_order(output, [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors], self._dtype)
+        rows = [tensor.view(len(tensors), -1)[self._rank] for tensor in tensors]
+        # while the sum is in the cache, into pages of the others that this rank has mapped to read them
+        copies = [row for row in rows if row.data_ptr() != output.data_ptr()] if self._gathers else []
+        sum_in_order(output, rows, self._dtype, copies)

@@ -65,7 +65,7 @@ class ProcessGroup(Communicator):
         return self._start(what, all_gather_single, byte_view(output), byte_view(shard))
 
     def reduce_scatter_sum(
-        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
         if self.device.type == "cpu" or dtype != torch.float32:  # else the backend would sum in ``dtype``
@@ -254,10 +254,11 @@ def named_failure(what: str) -> Iterator[None]:
         ) from error
 
 
-def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype) -> None:
+def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype, copies: Sequence[Tensor] = ()) -> None:
     """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n] FP32, which may be one of them.
 
-    Each row is rounded to ``dtype`` first, which does nothing if it is the row's own.
+    Each row is rounded to ``dtype`` first, which does nothing if it is the row's own. The sum is copied to ``copies``,
+    which may be rows too.
     """
     first, *middle, last = rows
     numel = max(output.numel(), 1)
@@ -269,3 +270,5 @@ def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype) -> 
         for row in middle:
             total = torch.add(total, row[block].to(dtype), out=scratch[: total.numel()])
         torch.add(total, last[block].to(dtype), out=output[block])
+        for copy in copies:
+            copy[block].copy_(output[block])

@@ -47,7 +47,7 @@ class SingleRank(Communicator):
         return Completed()
 
     def reduce_scatter_sum(
-        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
         self.schedule.record("reduce_scatter_sum", label, flat)

@@ -119,7 +119,10 @@ class AccumulatedGradient(FlatGradient):
         return number - 1 - self._num_kept
 
     def reduce(self) -> None:
-        self._handle = self._comm.reduce_scatter_sum(self.shard, self._full, label=self._layout.name, dtype=self._dtype)
+        gathers = self.shard.numel() < self.main_grad.numel()
+        self._handle = self._comm.reduce_scatter_sum(
+            self.shard, self._full, label=self._layout.name, dtype=self._dtype, gathers=gathers
+        )
 
     def finish_reduction(self) -> None:
         assert self._handle is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod, ref
 
 from torch import Tensor, nn
 
@@ -85,6 +86,7 @@ class ParameterGroup:
 
     Attributes:
         replicas: those of ``buffers``, then ``frozen``.
+        takes_gradients: whether a backward of the engine is running.
         is_complete: whether the gradient of this micro-batch is complete, with zeros for what was missing.
         num_forwards: forwards of the unit that are running.
         is_unsharding: whether the all-gather of the replicas has started, or is done.
@@ -98,6 +100,9 @@ class ParameterGroup:
         # (gradient, number of its slot) of each trained parameter
         self._slots = [(buffer.gradient, n) for buffer in buffers for n in range(len(buffer.layout.slots))]
         self._missing: set[int] = set()
+        self._weight: Weight | None = None  # of the micro-batch
+        self._is_first = True  # of the step's micro-batches
+        self.takes_gradients = False
         self.is_complete = True
         self.num_forwards = 0
         self.is_unsharding = False
@@ -154,12 +159,36 @@ class ParameterGroup:
         """Number of trained parameters that have given no gradient in this micro-batch."""
         return len(self._missing)
 
-    def begin_micro_batch(self) -> None:
+    def install_hooks(self, on_accumulated: Callable[[ParameterGroup, Tensor], None]) -> None:
+        """Takes the parameters' gradients from now on; ``on_accumulated``, a method, is called after each."""
+        # a parameter that refers to its group would be a cycle, which frees late
+        owner, listener = ref(self), WeakMethod(on_accumulated)
+
+        def install(number: int, name: str, parameter: nn.Parameter) -> None:
+            def on_gradient(parameter: Tensor) -> None:
+                group, listen = owner(), listener()
+                grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
+                if group is None or listen is None or not group.takes_gradients:
+                    raise UsageError(
+                        f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead"
+                    )
+                if grad is not None:  # a user's autograd function may return None; the gradient is then zero
+                    group.accumulate(number, grad)
+                    listen(group, grad)
+
+            parameter.register_post_accumulate_grad_hook(on_gradient)
+
+        for number, (name, parameter) in enumerate(self.trained.items()):
+            install(number, name, parameter)
+
+    def begin_micro_batch(self, weight: Weight, *, is_first: bool) -> None:
+        """Begins a micro-batch with ``weight``, the step's first or a later one."""
+        self._weight, self._is_first = weight, is_first
         self._missing = set(range(len(self._slots)))
         self.is_complete = False
 
-    def accumulate(self, number: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        """Takes the gradient of trained parameter ``number`` from one micro-batch, the step's first or a later one.
+    def accumulate(self, number: int, grad: Tensor) -> None:
+        """Takes the gradient of trained parameter ``number`` from this micro-batch.
 
         Raises:
             UsageError: the parameter has given a gradient in this micro-batch before.
@@ -170,17 +199,18 @@ class ParameterGroup:
                 f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing does this, use "
                 f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
+        assert self._weight is not None
         gradient, slot = self._slots[number]
-        gradient.receive(slot, grad, weight, is_first=is_first)
+        gradient.receive(slot, grad, self._weight, is_first=self._is_first)
         self._missing.discard(number)
 
-    def complete(self, *, is_first: bool) -> Iterator[list[Tensor]]:
+    def complete(self) -> Iterator[list[Tensor]]:
         """Takes zeros for the missing gradients; yields the gradients of each flat buffer, views of it."""
         self.is_complete = True
         missing = [self._slots[number] for number in sorted(self._missing)]
         for buffer in self.buffers:
             slots = [slot for gradient, slot in missing if gradient is buffer.gradient]
-            yield buffer.gradient.complete(slots, is_first=is_first)
+            yield buffer.gradient.complete(slots, is_first=self._is_first)
 
     def reduce(self, queue: ReductionQueue) -> None:
         """Starts the reduction of each flat buffer; all ranks call in the same order."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
-from dtrain.errors import UsageError
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.group import MAIN_GRAD, FlatBuffer, ParameterGroup, tensor_shard
@@ -59,10 +57,8 @@ class ShardedModel:
         self._comm = comm
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
-        self._in_backward = False
-        for index, group in enumerate(groups):
-            for number, (name, parameter) in enumerate(group.trained.items()):
-                self._install_hook(parameter, name, index, number)
+        for group in groups:
+            group.install_hooks(self._gradient_received)
         self.refresh()
 
     def attach(self, model: nn.Module) -> None:
@@ -73,30 +69,22 @@ class ShardedModel:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _install_hook(self, parameter: nn.Parameter, name: str, group: int, number: int) -> None:
-        owner = ref(self)  # a parameter that refers to its group or to this model would be a cycle, which frees late
-
-        def on_gradient(parameter: Tensor) -> None:
-            model = owner()
-            grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
-            if model is None or not model._in_backward:
-                raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
-            if grad is not None:  # a user's autograd function may return None; the gradient is then zero
-                model.reducer.receive(model.groups[group], number, grad)
-                if model.scheduler is not None:
-                    model.scheduler.gradient_received(model.groups[group])
-
-        parameter.register_post_accumulate_grad_hook(on_gradient)
+    def _gradient_received(self, group: ParameterGroup, grad: Tensor) -> None:
+        self.reducer.receive(group, grad)
+        if self.scheduler is not None:
+            self.scheduler.gradient_received(group)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Context of one micro-batch's backward; gradients outside it are refused."""
         with self.scheduler.backward() if self.scheduler is not None else nullcontext():
-            self._in_backward = True
+            for group in self.groups:
+                group.takes_gradients = True
             try:
                 yield
             finally:
-                self._in_backward = False
+                for group in self.groups:
+                    group.takes_gradients = False
 
     @property
     def backward_names(self) -> list[str]:

@@ -20,7 +20,7 @@ from dtrain.sharding.group import ParameterGroup
 
 
 class GradientReducer:
-    """Takes the gradients of a micro-batch, and starts each group's reduction, in one order on all ranks.
+    """Completes the groups' gradients of a micro-batch and starts their reductions, in one order on all ranks.
 
     A group is reduced when its own gradients and those of all groups before it are complete, so ranks whose graphs
     differ (unused parameters, data-dependent branches) still issue the same collectives.
@@ -43,7 +43,6 @@ class GradientReducer:
         self._first_numbers = dict(zip(groups, first_numbers, strict=False))
         self.monitor = GradientMonitor(first_numbers[-1])
         self._micro_batch = 0
-        self._weight: Weight | None = None  # of the micro-batch
         self._is_first = True  # no backward of this step before this one
         self._reduces = False  # in this micro-batch
         self._next = 0  # group to be reduced
@@ -53,17 +52,15 @@ class GradientReducer:
         """Begins micro-batch ``number`` with ``weight``; accumulated sums are reduced after the ``last``."""
         self._is_first, self._is_finished = self._is_finished, False
         self.queue.begin_micro_batch(weight, is_first=self._is_first)
-        self._micro_batch, self._weight = number, weight
+        self._micro_batch = number
         self._reduces = last or self.queue.exchange is not None
         self._next = 0
         for group in self.groups:
-            group.begin_micro_batch()
+            group.begin_micro_batch(weight, is_first=self._is_first)
 
-    def receive(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
-        """Takes the gradient of trained parameter ``number`` of ``group``, and reduces the groups that may start."""
-        assert self._weight is not None
-        self.monitor.record_magnitude(grad)  # before it is weighted, rounded or summed
-        group.accumulate(number, grad, self._weight, is_first=self._is_first)
+    def receive(self, group: ParameterGroup, grad: Tensor) -> None:
+        """Records ``grad``, which ``group`` has taken, and reduces the groups that may start."""
+        self.monitor.record_magnitude(grad)  # as it leaves backward: neither weighted, nor rounded, nor summed
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first
@@ -80,7 +77,7 @@ class GradientReducer:
 
     def _complete(self, group: ParameterGroup) -> None:
         number = self._first_numbers[group]
-        for grads in group.complete(is_first=self._is_first):
+        for grads in group.complete():
             # backward reaches the last parameter first
             self.monitor.record_finiteness(self._micro_batch, number, grads[::-1])
             number += len(grads)

@@ -226,3 +226,40 @@ def unequal_permission(rank: int, world: int) -> str:
 def test_ranks_that_allow_different_transports_are_an_error() -> None:
     message = "shared memory between ranks is allowed: True on rank 0, False on rank 1; give all ranks the same"
     assert run_ranks(3, unequal_permission) == [message] * 3
+
+
+def gathered_sums(rank: int, world: int, shared: bool, dtype: torch.dtype) -> list[tuple[bool, Tensor]]:
+    """Sums of two buffers that every rank holds whole, twice; and whether no other rank wrote too early or too late."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    flats = [comm.allocate(world * numel, torch.float32) for numel in (3, 200_000)]
+    found = []
+    for repeat in range(2):
+        comm.barrier()  # stands for the vote: no rank writes a buffer that another one may still read
+        for number, flat in enumerate(flats):
+            flat.copy_(torch.randn(flat.numel(), generator=torch.Generator().manual_seed(10 * repeat + number + rank)))
+        own = [flat.view(world, -1)[rank] for flat in flats]
+        sums = [
+            comm.reduce_scatter_sum(shard, flat, label="sum", dtype=dtype, gathers=True)
+            for shard, flat in zip(own, flats, strict=True)
+        ]
+        for handle in sums:
+            handle.wait()
+        shards = [shard.clone() for shard in own]
+        gathers = [comm.all_gather(flat, shard, label="sums") for shard, flat in zip(own, flats, strict=True)]
+        for handle in gathers:
+            handle.wait()
+        kept = all(torch.equal(shard, before) for shard, before in zip(own, shards, strict=True))
+        found += [(kept, flat.clone()) for flat in flats]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_that_every_rank_needs_are_equal_through_memory_and_sockets(dtype: torch.dtype) -> None:
+    through_memory, through_sockets = (run_ranks(3, gathered_sums, shared, dtype) for shared in (True, False))
+    for in_memory, in_sockets in zip(through_memory, through_sockets, strict=True):
+        for (kept, got), (_, want), (_, first) in zip(in_memory, in_sockets, through_memory[0], strict=True):
+            assert kept
+            assert torch.equal(got, want)
+            assert torch.equal(got, first)
+    terms = [torch.randn(9, generator=torch.Generator().manual_seed(rank)).to(dtype).float() for rank in range(3)]
+    assert torch.equal(through_memory[0][0][1], (terms[0] + terms[1]) + terms[2])

@@ -55,10 +55,10 @@ def make_group(kind: str) -> ParameterGroup:
 def micro_batch(
     group: ParameterGroup, grads: dict[int, float], weight: Weight = ONE, *, is_first: bool = True
 ) -> list[list[Tensor]]:
-    group.begin_micro_batch()
+    group.begin_micro_batch(weight, is_first=is_first)
     for number, value in grads.items():
-        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], value), weight, is_first=is_first)
-    return [[view.clone() for view in views] for views in group.complete(is_first=is_first)]
+        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], value))
+    return [[view.clone() for view in views] for views in group.complete()]
 
 
 def main_grads(group: ParameterGroup) -> dict[str, set[float]]:
@@ -84,13 +84,13 @@ KINDS = pytest.mark.parametrize("kind", ["accumulated", "exchanged"])
 @KINDS
 def test_gradients_are_taken_in_any_order(kind: str) -> None:
     group = make_group(kind)
-    group.begin_micro_batch()
+    group.begin_micro_batch(ONE, is_first=True)
     assert (group.num_missing, group.is_complete) == (3, False)
     for left, number in ((2, 1), (1, 2), (0, 0)):
-        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], 1.0 + number), ONE, is_first=True)
+        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], 1.0 + number))
         assert group.num_missing == left
     assert not group.is_complete, "until it is completed"
-    (first, second), (third,) = group.complete(is_first=True)
+    (first, second), (third,) = group.complete()
     assert group.is_complete
     assert [(tuple(view.shape), float(view.mean())) for view in (first, second, third)] == [
         ((3, 2), 1.0),
@@ -103,12 +103,12 @@ def test_gradients_are_taken_in_any_order(kind: str) -> None:
 @KINDS
 def test_a_second_gradient_in_a_micro_batch_is_refused(kind: str) -> None:
     group = make_group(kind)
-    group.begin_micro_batch()
-    group.accumulate(1, torch.ones(4), ONE, is_first=True)
+    group.begin_micro_batch(ONE, is_first=True)
+    group.accumulate(1, torch.ones(4))
     with pytest.raises(UsageError, match=r"'v' got a second gradient in one micro-batch; .* use_reentrant=False"):
-        group.accumulate(1, torch.full((4,), 5.0), ONE, is_first=True)
+        group.accumulate(1, torch.full((4,), 5.0))
     assert group.num_missing == 2
-    list(group.complete(is_first=True))
+    list(group.complete())
     assert main_grads(group)["v"] == {1.0}, "the second one is not in the sum"
 
 

@@ -25,7 +25,7 @@ class Fake:
         if method.startswith("__"):
             raise AttributeError(method)
 
-        def call() -> list[Any]:
+        def call(*_: Any) -> list[Any]:
             self._events.append(f"{self._name}.{method}")
             # a whole replica has nothing to gather
             gathers = method == "start_gather" and self.__dict__["is_gathered"]
@@ -36,7 +36,7 @@ class Fake:
 
 def fake_buffer(name: str, events: list[str], dtype: torch.dtype, numel: int, is_gathered: bool) -> Any:
     views = Fake(name, events)
-    replica = Fake(name, events, views=views, is_gathered=is_gathered)
+    replica = Fake(name, events, views=views, is_gathered=is_gathered, local=[])
     layout, segment = Fake(name, events, dtype=dtype), Fake(name, events, numel=numel)
     return Fake(name, events, layout=layout, segment=segment, replica=replica)
 
@@ -50,7 +50,7 @@ def make_model(
     for number, numel in enumerate(numels):
         dtype = E4M3 if number in float8 else torch.bfloat16
         buffer = fake_buffer(str(number), events, dtype, numel, is_gathered)
-        groups.append(Fake(str(number), events, buffers=[buffer], trained={}))
+        groups.append(Fake(str(number), events, buffers=[buffer], replicas=[buffer.replica]))
     parts: list[Any] = [Fake(name, events) for name in ("reducer", "scales", "scheduler")]
     comm: Any = Fake("comm", events, device=device)
     model = ShardedModel(groups, *parts, comm)  # type: ignore[arg-type]
@@ -71,6 +71,7 @@ def test_each_buffer_is_gathered_while_the_next_is_updated() -> None:
         *("update [2]", "2.start_gather"),
         *("0.wait", "1.wait", "2.wait"),
         *("0.invalidate", "1.invalidate", "2.invalidate"),  # operands are made from gathered values
+        "comm.publish",  # the shards, which stay as they are until the next update
     ]
 
 
@@ -85,6 +86,7 @@ def test_float8_weights_are_measured_first_and_cast_last() -> None:
         *("scales.cast", "1.start_gather", "3.start_gather"),
         *("0.wait", "2.wait", "1.wait", "3.wait"),
         *(f"{number}.invalidate" for number in range(4)),
+        "comm.publish",
     ]
 
 
@@ -92,7 +94,7 @@ def test_whole_replicas_are_waited_for_by_nobody() -> None:
     model, events = make_model([10, 10], is_gathered=False)
     model.refresh(lambda numbers: events.append("update"))
     assert not [event for event in events if "wait" in event]
-    assert events[-2:] == ["0.invalidate", "1.invalidate"]
+    assert events[-3:] == ["0.invalidate", "1.invalidate", "comm.publish"]
 
 
 @pytest.mark.parametrize(
