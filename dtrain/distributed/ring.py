@@ -48,8 +48,8 @@ class RingSchedule:
         if ring:  # the largest on top, because a send that does not fit at the end leaves a gap there
             self._split = min(2 * sum(ring), _longest_run(ring, window + 2) + max(ring))
         if self._split < 2 * sum(ring):
-            # a slot is free again window sends after its last use; in a ring of window + 2 slots that would leave one
-            # in flight when the next is opened, half the window leaves half of it
+            # a slot is free again `window` sends after its last use, so a ring of window + 2 slots would allow only one
+            # send in flight when the next gradient is opened; half the window allows half of it
             window = window // 2 + 1
         self.window = window
         self.capacity = self._split + 2 * sum(last)

@@ -21,7 +21,7 @@ class Announced(Protocol):
 
 
 class Announcer(Protocol):
-    """What the exchange needs of :class:`dtrain.distributed.host_memory.HostMemory`."""
+    """The methods of :class:`dtrain.distributed.host_memory.HostMemory` that the exchange calls."""
 
     rank: int
     device: torch.device

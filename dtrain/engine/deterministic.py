@@ -1,4 +1,4 @@
-"""What ``reproducible=True`` asks of the model and of this process."""
+"""Checks of the model and settings of the process for ``reproducible=True``."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class FlatGradient(ABC):
 
     @property
     def storage(self) -> Tensor:
-        """What this rank holds of the gradient from one step to the next."""
+        """The tensor that this rank holds from one step to the next."""
         return self.main_grad
 
     @abstractmethod

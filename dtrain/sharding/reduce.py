@@ -60,7 +60,7 @@ class GradientReducer:
 
     def receive(self, group: ParameterGroup, grad: Tensor) -> None:
         """Records ``grad``, which ``group`` has taken, and reduces the groups that may start."""
-        self.monitor.record_magnitude(grad)  # as it leaves backward: neither weighted, nor rounded, nor summed
+        self.monitor.record_magnitude(grad)  # of the gradient itself, before weights, rounding and sums
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first

@@ -180,8 +180,8 @@ class Replica:
 class ShardedReplica(Replica):
     """Compute replica of which each rank holds its shard; the whole exists only while it is unsharded.
 
-    Every unshard takes memory that nobody holds, so tensors that a caller kept do not change. While the replica is
-    sharded, the copies are empty.
+    Every unshard takes memory without another reference, so tensors that a caller kept do not change. While the replica
+    is sharded, the copies are empty.
     """
 
     def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:

@@ -100,7 +100,7 @@ def test_every_rank_gets_its_shards_and_the_weights_of_all(world: int, shared: b
 
 
 def collectives_over_axes(rank: int, world: int, shared: bool) -> dict[str, Any]:
-    """All collectives over both axes of a 2 x 2 mesh, in flight together."""
+    """Runs all collectives over both axes of a 2 x 2 mesh, in flight together."""
     comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     axes = {name: comm.over(mesh.get_group(name)) for name in ("replicate", "shard")}

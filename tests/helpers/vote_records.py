@@ -1,4 +1,4 @@
-"""What one rank brings into a vote, built and changed by the names of its fields."""
+"""One rank's row of a vote, built and changed by the names of its fields."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Cache(Enum):
-    """How long a :class:`QuantizedWeight` keeps the copies that it casts.
+    """Time for which a :class:`QuantizedWeight` keeps the copies that it casts.
 
     Attributes:
         NEVER: it casts in each forward and again in each backward. For weights that are resharded between the two:
