@@ -150,9 +150,13 @@ class GradientExchange(Protocol):
     def begin(self, weight: Tensor) -> None:
         """Begins a micro-batch; ``weight``, FP32 0-dim on the device, is sent with its gradients."""
 
+    def gap(self, index: int) -> int:
+        """Returns the elements between the shards of send ``index`` in its buffer, which the exchange itself uses."""
+        return 0
+
     @abstractmethod
     def open(self, index: int) -> Tensor:
-        """Returns a buffer [numel] for the next gradient of send ``index``, zero outside ``filled``.
+        """Returns a buffer [numel + world_size * gap] for the next gradient of send ``index``, zero outside ``filled``.
 
         It neither waits nor communicates, so ranks may open in different orders.
         """

@@ -45,10 +45,14 @@ class PrivateExchange(GradientExchange):
         sends: in the order in which they start.
         device: where the gradients live.
         num_buffers: buffers that a send holds, its own and those for what arrives.
+        num_extra: elements of a buffer beyond those of its gradient; of all, so that gradients of one size share them.
     """
 
-    def __init__(self, sends: Sequence[GradientSend], device: torch.device, num_buffers: int) -> None:
-        self._sends = sends
+    def __init__(
+        self, sends: Sequence[GradientSend], device: torch.device, num_buffers: int, num_extra: int = 0
+    ) -> None:
+        self.sends = sends
+        self._num_extra = num_extra
         self.pool = BufferPool(device)
         self.num_started = 0
         self._opened: dict[int, Tensor] = {}
@@ -56,18 +60,25 @@ class PrivateExchange(GradientExchange):
         self._num_kept = [num_kept_in_flight(sizes, index) for index in range(len(sizes))]
 
     def open(self, index: int) -> Tensor:
-        send = self._sends[index]
-        self._opened[index] = self.pool.take(send.filled, send.numel, send.dtype)
+        send = self.sends[index]
+        self._opened[index] = self.pool.take(self._key(index), send.numel + self._num_extra, send.dtype)
         return self._opened[index]
+
+    def give_back(self, index: int, gradient: Tensor) -> None:
+        """Takes back the buffer of send ``index``."""
+        self.pool.give(self._key(index), gradient)
+
+    def _key(self, index: int) -> object:
+        return self.sends[index].filled, self.gap(index)
 
     def take_opened(self, index: int) -> tuple[GradientSend, Tensor, int]:
         """Returns send ``index``, its buffer and its number, and counts it as started."""
         number, self.num_started = self.num_started, self.num_started + 1
-        return self._sends[index], self._opened.pop(index), number
+        return self.sends[index], self._opened.pop(index), number
 
     def finish_first(self) -> int:
         # by the sizes alone, which are equal on all ranks, so that all wait for the same sends
-        return self.num_started - 1 - self._num_kept[self.num_started % len(self._sends)]
+        return self.num_started - 1 - self._num_kept[self.num_started % len(self.sends)]
 
     def idle(self) -> list[Tensor]:
         return self.pool.idle()

@@ -28,7 +28,7 @@ from dtrain.distributed.communicator import (
     byte_view,
     require_fp32,
 )
-from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError
 
@@ -37,6 +37,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
+_WEIGHT_NUMEL = 64  # elements that a weight takes, so that the shards after it are aligned
 
 
 class ProcessGroup(Communicator):
@@ -56,6 +57,7 @@ class ProcessGroup(Communicator):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.schedule = CollectiveSchedule() if schedule is None else schedule
+        self._row_sums: list[_RowSum] = []  # in flight, in their order
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -69,11 +71,20 @@ class ProcessGroup(Communicator):
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
         if self.device.type == "cpu" or dtype != torch.float32:  # else the backend would sum in ``dtype``
+            self._finish_row_sums()
             received = torch.empty_like(flat, dtype=dtype)
             arrival = self.all_to_all_single(received, flat.to(dtype), label=label)
-            return _RowSum(arrival, received.view(self.world_size, -1).unbind(), output)
+            self._row_sums.append(_RowSum(arrival, received.view(self.world_size, -1).unbind(), output))
+            return self._row_sums[-1]
         what = self.schedule.record("reduce_scatter_sum", label, flat)
         return self._start(what, reduce_scatter_single, output, flat)
+
+    def _finish_row_sums(self) -> None:
+        """Finishes the oldest sums as long as what they receive exceeds the limit; one may, so that two overlap."""
+        self._row_sums = [row_sum for row_sum in self._row_sums if row_sum.nbytes]
+        # by the sizes alone, which are equal on all ranks, so that all wait for the same ones
+        while len(self._row_sums) > 1 and sum(row_sum.nbytes for row_sum in self._row_sums) > MAX_BYTES_IN_FLIGHT:
+            self._row_sums.pop(0).wait()
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
         """Starts sending shard r of ``flat`` [world_size * n] to rank r; ``output`` gets this rank's of all ranks."""
@@ -161,6 +172,11 @@ class _RowSum:
     def __init__(self, arrival: Handle, rows: Sequence[Tensor], output: Tensor) -> None:
         self._in_flight: tuple[Handle, Sequence[Tensor], Tensor] | None = arrival, rows, output
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds until it is finished."""
+        return sum(row.nbytes for row in self._in_flight[1]) if self._in_flight is not None else 0
+
     def wait(self) -> None:
         in_flight, self._in_flight = self._in_flight, None  # a collective that is complete holds no memory
         if in_flight is not None:
@@ -170,56 +186,72 @@ class _RowSum:
 
 
 class _AllToAllExchange(PrivateExchange):
-    """The rows of an all-to-all are slices of the gradient, so weights go ahead of them, in an all-gather."""
+    """The weight of a micro-batch follows each shard of its first send, in the gap."""
 
     def __init__(self, comm: ProcessGroup, sends: Sequence[GradientSend]) -> None:
-        super().__init__(sends, comm.device, 2)  # sent and received
+        super().__init__(sends, comm.device, 2, comm.world_size * _WEIGHT_NUMEL)  # sent and received
         self._comm = comm
-        self._weights = torch.empty(0)
-        self._weights_arrival: Handle | None = None
+        self._weight = torch.empty(0)
+        self._first: _ReceivedGradient | None = None  # of this micro-batch
+
+    def gap(self, index: int) -> int:
+        return 0 if index else _WEIGHT_NUMEL
 
     def begin(self, weight: Tensor) -> None:
-        if self._sends:
-            self._weights = torch.empty(self._comm.world_size, dtype=torch.float32, device=self._comm.device)
-            self._weights_arrival = self._comm.all_gather(self._weights, weight.reshape(1), label="weights")
+        self._weight, self._first = weight, None
 
     def send(self, index: int) -> GradientHandle:
         send, gradient, number = self.take_opened(index)
-        received = self.pool.take("received", send.numel, send.dtype)
-        arrival = self._comm.all_to_all_single(received, gradient, label=send.label)
-        assert self._weights_arrival is not None, "begin has not been called"
-        return _ReceivedGradient(
-            self, number, (send, gradient, received), (self._weights_arrival, arrival), self._weights
-        )
+        if self._first is None:
+            self.weights(gradient).copy_(self._weight)
+        received = self.pool.take("received", gradient.numel(), send.dtype)
+        sent = send.numel + self._comm.world_size * self.gap(index)
+        arrival = self._comm.all_to_all_single(received[:sent], gradient[:sent], label=send.label)
+        handle = _ReceivedGradient(self, number, index, (gradient, received), arrival, self._first)
+        self._first = self._first or handle
+        return handle
 
-    def give_back(self, send: GradientSend, gradient: Tensor, received: Tensor) -> None:
-        self.pool.give(send.filled, gradient)
-        self.pool.give("received", received)
+    def shards(self, index: int, buffer: Tensor) -> Sequence[Tensor]:
+        """Returns the shard of each rank in ``buffer``, which was sent or received."""
+        numel = self.sends[index].numel // self._comm.world_size
+        return [buffer.narrow(0, rank * (numel + self.gap(index)), numel) for rank in range(self._comm.world_size)]
+
+    def weights(self, buffer: Tensor) -> Tensor:
+        """Returns [world_size] FP32, the weights in the ``buffer`` of a first send."""
+        return buffer.view(self._comm.world_size, -1)[:, -_WEIGHT_NUMEL:].view(torch.float32)[:, 0]
 
 
 class _ReceivedGradient(GradientHandle):
+    """A gradient; ``first`` is the first one of its micro-batch, which holds the weights, or None if it is this one."""
+
     def __init__(
         self,
         exchange: _AllToAllExchange,
         number: int,
-        buffers: tuple[GradientSend, Tensor, Tensor],
-        arrivals: tuple[Handle, Handle],
-        weights: Tensor,
+        index: int,
+        buffers: tuple[Tensor, Tensor],
+        arrival: Handle,
+        first: _ReceivedGradient | None,
     ) -> None:
         self.number = number
+        self.weights = torch.empty(0)
         self._exchange = exchange
+        self._index = index
         self._buffers = buffers
-        self._arrivals = arrivals
-        self._weights = weights
+        self._arrival = arrival
+        self._first = first
 
     def wait(self) -> tuple[Sequence[Tensor], Tensor]:
-        for arrival in self._arrivals:
-            arrival.wait()
-        _, _, received = self._buffers
-        return received.view(len(self._weights), -1).unbind(), self._weights
+        self._arrival.wait()
+        _, received = self._buffers
+        if self._first is None:
+            self.weights = self._exchange.weights(received).clone()  # read after the buffer is given back
+        return self._exchange.shards(self._index, received), (self._first or self).weights
 
     def release(self) -> None:
-        self._exchange.give_back(*self._buffers)
+        gradient, received = self._buffers
+        self._exchange.give_back(self._index, gradient)
+        self._exchange.pool.give("received", received)
 
 
 # by process group; torch keeps a group until all end, so one for each engine would pile up

@@ -87,22 +87,18 @@ class _LocalExchange(PrivateExchange):
 
     def begin(self, weight: Tensor) -> None:
         self._weights = weight.reshape(1)
-        if self._sends:
-            self._schedule.record("all_gather", "weights", self._weights)
 
     def send(self, index: int) -> GradientHandle:
         send, gradient, number = self.take_opened(index)
         self._schedule.record("all_to_all_single", send.label, gradient)
-        return _LocalGradient(self, number, send, gradient, self._weights)
+        return _LocalGradient(self, number, index, gradient, self._weights)
 
 
 class _LocalGradient(GradientHandle):
-    def __init__(
-        self, exchange: _LocalExchange, number: int, send: GradientSend, gradient: Tensor, weights: Tensor
-    ) -> None:
+    def __init__(self, exchange: _LocalExchange, number: int, index: int, gradient: Tensor, weights: Tensor) -> None:
         self.number = number
         self._exchange = exchange
-        self._send = send
+        self._index = index
         self._gradient = gradient
         self._weights = weights
 
@@ -110,4 +106,4 @@ class _LocalGradient(GradientHandle):
         return [self._gradient], self._weights
 
     def release(self) -> None:
-        self._exchange.pool.give(self._send.filled, self._gradient)
+        self._exchange.give_back(self._index, self._gradient)

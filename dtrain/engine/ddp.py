@@ -241,7 +241,7 @@ class _Gradients:
                 return None
             self._monitor.record_magnitude(grad)
             if self._micro_batch is not None:
-                self._monitor.record_finiteness(self._micro_batch, number, [grad])
+                self._monitor.record_finiteness(self._micro_batch, number, grad)
             return None if self._weight.is_one else grad * self._weight.value
 
         return on_gradient

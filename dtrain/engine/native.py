@@ -23,9 +23,11 @@ from dtrain.optim.rules import rule_of
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
 from dtrain.sharding.build import grad_dtype
+from dtrain.sharding.group import tensor_shard
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES, memory_formula
+from dtrain.sharding.quantized_replicas import Float8Views
 
 if TYPE_CHECKING:
     from dtrain.kernels.squares import SquareSums
@@ -50,9 +52,12 @@ class NativeEngine(StepEngine):
     name = "native"
 
     def __init__(self, request: EngineRequest, sharded: ShardedModel) -> None:
-        super().__init__(request, sharded.backward_names, sharded.reducer.monitor)
+        backward_names = [name for group in sharded.reducer.groups for name in group.trained]
+        super().__init__(request, backward_names, sharded.reducer.monitor)
         self.sharded = sharded
-        sharded.attach(self.module)
+        for views in (buffer.replica.views for buffer in sharded.buffers):
+            if isinstance(views, Float8Views):
+                views.attach(self.module)
         self.forward_communicates = sharded.scheduler is not None
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is reduced
         self._square_sums: SquareSums | None = None
@@ -100,7 +105,7 @@ class NativeEngine(StepEngine):
         return {
             "sum_squares": self.sharded.canonical_sum(squares),
             # the same weights in the same order at every world size
-            "sum_weights": torch.cat(self.sharded.reducer.queue.weights).double().sum(),
+            "sum_weights": torch.cat(self.sharded.reducer.weights).double().sum(),
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
@@ -123,31 +128,52 @@ class NativeEngine(StepEngine):
                 raise ContractError(f"main_grad is {tensor.dtype}; the contract says float32")
 
     def _check_step(self) -> None:
-        self.sharded.check()
+        for replica in self.sharded.replicas:
+            replica.views.check()
         super()._check_step()
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self.sharded.owned_shards(kind)
+        for buffer in self.sharded.buffers:
+            yield from buffer.owned_shards(kind, self.rank)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self.sharded.local_shards(kind)
+        for buffer in self.sharded.buffers:
+            yield from buffer.local_shards(kind)
 
     def frozen_shards(self) -> Iterator[TensorShard]:
-        return self.sharded.frozen_shards()
+        for replica in self.sharded.frozen:
+            for interval in replica.layout.intervals(*replica.layout.shard(self.rank)):
+                yield tensor_shard("frozen", interval, replica.local[0])
 
     def replicated_frozen(self) -> dict[str, Tensor]:
         sharded = {name for replica in self.sharded.frozen for name in replica.views.parameters}
         return {name: p for name, p in super().replicated_frozen().items() if name not in sharded}
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        return self.sharded.full_state(kind)
+        for buffer in self.sharded.buffers:
+            layout, full = buffer.layout, buffer.values(kind)
+            if kind == MAIN_GRAD:  # a copy, because the next backward may write it before all ranks have read it
+                full = full.clone()
+            if full.numel() < layout.numel:
+                shard, full = full, full.new_zeros(layout.numel)
+                self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
+            for slot in layout.slots:
+                yield slot.spec.name, full[slot.start : slot.stop].view(slot.spec.shape)
 
     def _held(self, kind: str) -> list[Tensor]:
         return [buffer.values(kind) for buffer in self.sharded.buffers]
 
     def _storages(self) -> dict[str, list[Tensor]]:
-        frozen = [tensor for replica in self.sharded.frozen for tensor in replica.persistent]
-        return self.sharded.storages() | {"frozen": [*self.replicated_frozen().values(), *frozen]}
+        sharded, exchange = self.sharded, self.sharded.reducer.exchange
+        trained = [tensor for buffer in sharded.buffers for tensor in buffer.replica.persistent]
+        frozen = [tensor for replica in sharded.frozen for tensor in replica.persistent]
+        return {
+            "compute": [*trained, *sharded.scales.tensors],
+            "unsharded": [tensor for replica in sharded.replicas for tensor in replica.unsharded],
+            MAIN_GRAD: [buffer.gradient.storage for buffer in sharded.buffers],
+            "unreduced_grad": [] if exchange is None else exchange.idle(),
+            "frozen": [*self.replicated_frozen().values(), *frozen],
+        }
 
     def memory_formula(self) -> dict[str, int]:
         replicas = [(slot.spec.numel, buffer) for buffer in self.sharded.buffers for slot in buffer.layout.slots]

@@ -31,25 +31,19 @@ class NonfiniteSearch:
     """Finds the first of ``grads`` with an element that is Inf or NaN, without waiting for the device.
 
     Args:
-        grads: views of one flat buffer that is zero between them, in the order of their numbers, from multiples of 16
-            elements on; later searches take views at the same distances.
+        grads: numbers and views, which lie in one flat buffer from multiples of 16 elements on. The elements up to the
+            next multiple after each are zero. Later searches take views at the same distances.
     """
 
-    def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._offsets = _offsets(grads)
-        # rounded up into the zeros that follow each parameter, so that accesses are vectors
-        sizes = [-(-grad.numel() // 16) * 16 for grad in grads]
-        rows = [[offset, size, n] for n, (offset, size) in enumerate(zip(self._offsets, sizes, strict=True))]
-        self._lowest = self._offsets.index(0)
-        self._table = TileTable(rows, [-(-size // _TILE) for size in sizes], grads[0].device)
+    def __init__(self, grads: Sequence[tuple[int, Tensor]]) -> None:
+        starts = [int(grad.storage_offset()) for _, grad in grads]
+        self._lowest = starts.index(min(starts))
+        # rounded up into the zeros that follow, so that accesses are vectors
+        sizes = [-(-grad.numel() // 16) * 16 for _, grad in grads]
+        rows = [[start - min(starts), size, n] for start, size, (n, _) in zip(starts, sizes, grads, strict=True)]
+        self._table = TileTable(rows, [-(-size // _TILE) for size in sizes], grads[0][1].device)
 
-    def search(self, grads: Sequence[Tensor], number: int, found: Tensor) -> None:
+    def search(self, grads: Sequence[tuple[int, Tensor]], number: int, found: Tensor) -> None:
         """Lowers ``found`` int64, 0-dim, to ``number`` + the number of the first gradient that is not finite."""
-        lowest = grads[self._lowest]
+        _, lowest = grads[self._lowest]
         self._table.launch(_first_nonfinite, lowest, number, found, FIELDS=_FIELDS, TILE=_TILE, num_warps=_NUM_WARPS)
-
-
-def _offsets(grads: Sequence[Tensor]) -> list[int]:
-    """Returns the elements from the lowest of ``grads`` to each."""
-    starts = [int(grad.storage_offset()) for grad in grads]
-    return [start - min(starts) for start in starts]

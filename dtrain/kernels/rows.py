@@ -13,7 +13,7 @@ _NUM_WARPS = 8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _add_rows(target, rows, weights, numel, num_rows, OVERWRITES: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rows(target, rows, weights, numel, stride, num_rows, OVERWRITES: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = index < numel
     if OVERWRITES:
@@ -24,7 +24,7 @@ def _add_rows(target, rows, weights, numel, num_rows, OVERWRITES: tl.constexpr, 
     number = 0
     while number < num_rows:
         total += tl.load(row + index, mask=mask, other=0.0).to(tl.float32) * tl.load(weights + number)
-        row += numel
+        row += stride
         number += 1
     tl.store(target + index, total, mask=mask)
 
@@ -34,7 +34,7 @@ def add_rows(target: Tensor, rows: Tensor, weights: Tensor, *, overwrites: bool)
 
     Args:
         target: FP32 [n].
-        rows: [k, n] of any floating dtype, contiguous.
+        rows: [k, n] of any floating dtype, each contiguous.
         weights: FP32 [k].
         overwrites: whether the old values of ``target`` are dropped.
     """
@@ -47,6 +47,7 @@ def add_rows(target: Tensor, rows: Tensor, weights: Tensor, *, overwrites: bool)
         rows,
         weights,
         numel,
+        rows.stride(0),
         num_rows,
         OVERWRITES=overwrites,
         BLOCK=_BLOCK,

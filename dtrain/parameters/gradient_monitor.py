@@ -17,12 +17,13 @@ class GradientMonitor:
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
-        found: int64, 0-dim, on a GPU: :meth:`record_finiteness` lowers it to the number of the first gradient that is
-            not finite, with one launch for the gradients of a flat buffer; its reader resets it. None: sums are kept.
+        found: int64, 0-dim, on a GPU: :meth:`search` lowers it to the number of the first gradient that is not finite,
+            with one launch for the gradients of a flat buffer; its reader resets it. None: :meth:`record_finiteness`
+            keeps sums.
 
     Attributes:
-        is_enabled: whether :meth:`record_finiteness` records. With a single micro-batch on a single rank there is
-            nothing to tell apart.
+        is_enabled: whether finiteness is recorded. With a single micro-batch on a single rank there is nothing to tell
+            apart.
         records_magnitude: whether :meth:`record_magnitude` records.
     """
 
@@ -31,33 +32,32 @@ class GradientMonitor:
         self.records_magnitude = False
         self.found = found
         self._num_parameters = num_parameters
-        self._searches: dict[int, Any] = {}  # by the number of the first gradient
+        self._searches: dict[int, Any] = {}  # by the number of their first gradient
         self._maxima: list[Tensor] = []
         self._no_maximum: Tensor | None = None
         self._sums: dict[torch.dtype, list[Tensor]] = {}
         self._numbers: dict[torch.dtype, list[int]] = {}
 
-    def record_finiteness(self, micro_batch: int, first: int, grads: Sequence[Tensor]) -> None:
-        """Records the gradients of parameters ``first``, ``first + 1``, ...; any floating dtype, one for all."""
-        if not self.is_enabled:
+    def record_finiteness(self, micro_batch: int, number: int, grad: Tensor) -> None:
+        """Records the gradient of parameter ``number``, or a part of it; any floating dtype."""
+        if not self.is_enabled or self.found is not None:
             return
-        if self.found is not None:
-            self._search(micro_batch, first, grads, self.found)
-            return
-        dtype = grads[0].dtype
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
-        wide = torch.float32 if dtype == torch.float16 else None
-        self._sums.setdefault(dtype, []).extend(grad.sum(dtype=wide) for grad in grads)
+        wide = torch.float32 if grad.dtype == torch.float16 else None
+        self._sums.setdefault(grad.dtype, []).append(grad.sum(dtype=wide))
         # ordered by micro-batch, then by backward, so the least number is the gradient that went wrong first
-        start = micro_batch * self._num_parameters + first
-        self._numbers.setdefault(dtype, []).extend(range(start, start + len(grads)))
+        self._numbers.setdefault(grad.dtype, []).append(micro_batch * self._num_parameters + number)
 
-    def _search(self, micro_batch: int, first: int, grads: Sequence[Tensor], found: Tensor) -> None:
+    def search(self, micro_batch: int, grads: Sequence[tuple[int, Tensor]]) -> None:
+        """Records the gradients of a flat buffer, or their parts, with the numbers of their parameters."""
+        if not self.is_enabled or self.found is None:
+            return
+        first, _ = grads[0]
         if first not in self._searches:
             from dtrain.kernels.nonfinite import NonfiniteSearch  # it imports Triton, which is for GPUs
 
             self._searches[first] = NonfiniteSearch(grads)
-        self._searches[first].search(grads, micro_batch * self._num_parameters + first, found)
+        self._searches[first].search(grads, micro_batch * self._num_parameters, self.found)
 
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
         """Returns the number of each gradient (micro-batch x parameters + parameter), and which are bad: bool."""

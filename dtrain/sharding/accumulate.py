@@ -7,7 +7,6 @@ tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,24 +30,8 @@ def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
         target.mul_(weight.value)
 
 
-class GradientSum(Protocol):
-    """Sum of the gradients of one shard over one step.
-
-    Args:
-        main_grad: FP32 [n], holds the sum once it is finished.
-    """
-
-    def __init__(self, main_grad: Tensor) -> None: ...
-
-    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Adds the next gradients [n], in order of the micro-batches' global index."""
-
-    def finish(self) -> None:
-        """Completes the sum, zero if nothing was added, and starts the next step."""
-
-
 class RunningSum:
-    """Adds every gradient to the main grad as it arrives, without memory of its own."""
+    """The sum of a shard's gradients over one step, each added to the main grad FP32 [n] as it arrives."""
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
@@ -56,10 +39,16 @@ class RunningSum:
         self._empty = True
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Adds the gradients; the first of a step overwrites the last step's sum."""
+        """Adds the next gradients [n] times ``weights``; the first of a step overwrites the last step's sum."""
         numel = self._main_grad.numel()
         if self._adds_rows and len(grads) > 1:
-            self._push_rows(grads[0].as_strided((len(grads), numel), (numel, 1)), weights)
+            from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
+
+            # the rows of one buffer, as a GPU receives them: one launch for any number of ranks
+            stride = int(grads[1].storage_offset() - grads[0].storage_offset())
+            rows = grads[0].as_strided((len(grads), numel), (stride, 1))
+            add_rows(self._main_grad, rows, torch.stack([w.value for w in weights]), overwrites=self._empty)
+            self._empty = False
             return
         # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition
         is_pair = self._empty and len(grads) > 1 and grads[0].dtype == torch.float32 and all(w.is_one for w in weights)
@@ -77,21 +66,15 @@ class RunningSum:
                 add_scaled(target, grad[block], weight)
         self._empty = False
 
-    def _push_rows(self, grads: Tensor, weights: Sequence[Weight]) -> None:
-        """Adds the rows of ``grads`` [ranks, n], as a GPU receives them: one launch for any number of ranks."""
-        from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
-
-        add_rows(self._main_grad, grads, torch.stack([weight.value for weight in weights]), overwrites=self._empty)
-        self._empty = False
-
     def finish(self) -> None:
+        """Completes the sum, zero if nothing was added, and starts the next step."""
         if self._empty:
             self._main_grad.zero_()
         self._empty = True
 
 
 class TreeSum:
-    """Sums along one balanced binary tree that depends only on the number of gradients.
+    """The same sum along one balanced binary tree, which depends only on the number of gradients.
 
     A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive gradients; two blocks of
     a level merge into the next. Leftovers merge right to left. So any split of the same gradients over ranks gives the
@@ -103,6 +86,7 @@ class TreeSum:
         self._levels: list[Tensor | None] = []
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+        """Adds the next gradients, in the order of the micro-batches' global index."""
         for grad, weight in zip(grads, weights, strict=True):
             self._push(grad, weight)
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientSend
-from dtrain.distributed.gradient_buffers import num_kept_in_flight
 from dtrain.optim.rule import StateSpec
 from dtrain.parameters.groups import (
     ParamGroup,
@@ -37,14 +36,14 @@ from dtrain.precision.float8.weights import TransposeSet
 from dtrain.sharding.accumulate import RunningSum, TreeSum
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
-from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient, ReductionQueue
+from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient
 from dtrain.sharding.group import FlatBuffer, ParameterGroup
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
-from dtrain.sharding.replicas import ParameterViews, Replica, ShardedReplica
+from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.storage_pool import StoragePool
 from dtrain.sharding.unshard import UnshardScheduler
 
@@ -64,11 +63,10 @@ def build(
     builder = _Builder(model, contract, comm, options)
     buffers, exchange = builder.buffers(states)
     groups = builder.groups(buffers)
-    order = [builder.trained[index].name for index in backward_order(builder.trained)]
-    backward = sorted((group for group in groups if group.buffers), key=lambda group: order.index(group.name))
-    reducer = GradientReducer(backward, ReductionQueue(len(buffers), exchange))
+    backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
+    reducer = GradientReducer(backward, exchange)
     scheduler = None
-    if any(isinstance(replica, ShardedReplica) for group in groups for replica in group.replicas):
+    if any(replica.is_sharded for group in groups for replica in group.replicas):
         reshards, prefetch = options.reshard_after_forward, options.prefetch
         scheduler = UnshardScheduler(
             model, groups, comm, builder.pool, reshard_after_forward=reshards, prefetch=prefetch
@@ -80,7 +78,7 @@ class _Builder:
     """Steps 1 to 3 of [Note: construction order].
 
     Attributes:
-        trained: the groups of the trained parameters.
+        order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
         pool: memory of unsharded replicas.
     """
 
@@ -91,10 +89,11 @@ class _Builder:
         self._options = options
         self._placements = STAGES[options.zero_stage]
         self._parameters = dict(model.named_parameters())
-        self.trained = self._find_groups()
-        self._frozen = self._find_groups(self.trained)
+        trained = self._find_groups()
+        self.order = [trained[index].name for index in backward_order(trained)]
+        self._frozen = self._find_groups(trained)
         decayed = decayed_names(model)
-        self._layouts = [layout for group in self.trained for layout in self._layouts_of(group, decayed)]
+        self._layouts = [layout for group in trained for layout in self._layouts_of(group, decayed)]
         self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         self.pool = StoragePool(comm.device)
@@ -147,16 +146,15 @@ class _Builder:
     # -- replicas and masters ----------------------------------------------------------------------------------------
 
     def _replica(self, layout: FlatLayout) -> Replica:
-        is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
         if layout.dtype == E4M3:
             recipe = self._contract.recipe
             assert recipe is not None
+            is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
             transposes = self._transposes if is_whole else None
             views: ParameterViews = Float8Views(layout, self._parameters, self._table, recipe, transposes)
         else:
             views = ParameterViews(layout, self._parameters)
-        replica = Replica if is_whole else ShardedReplica
-        return replica(layout, views, self._comm, self._placements, self.pool)
+        return Replica(layout, views, self._comm, self._placements, self.pool)
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
         """Yields the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""
@@ -213,19 +211,17 @@ class _Builder:
 
     def _gradients(self, segments: Sequence[ArenaSegment]) -> tuple[Sequence[FlatGradient], GradientExchange | None]:
         comm, options = self._comm, self._options
-        order = [self.trained[index].name for index in backward_order(self.trained)]
-        backward = sorted(segments, key=lambda segment: order.index(segment.layout.group))
-        sends = [self._send(segment.layout) for segment in backward]
         held = [self._placements.gradient.segment(segment.layout, comm.rank) for segment in segments]
         if not options.reproducible and all(own.numel == own.layout.numel for own in held):
             fulls = self._split(comm.allocate(sum(own.numel for own in held), torch.float32), held)
-            sizes = [4 * send.numel for send in sends]
             return [
-                AccumulatedGradient(segment, comm, full, sends[n].dtype, num_kept_in_flight(sizes, n))
-                for segment, full, n in zip(segments, fulls, map(backward.index, segments), strict=True)
+                AccumulatedGradient(segment, comm, full, self._send(segment.layout).dtype)
+                for segment, full in zip(segments, fulls, strict=True)
             ], None
+        backward = sorted(segments, key=lambda segment: self.order.index(segment.layout.group))
         # the root group, last in backward, is opened early
-        exchange = comm.gradient_exchange(sends, sum(segment.layout.group == order[-1] for segment in backward))
+        num_early = sum(segment.layout.group == self.order[-1] for segment in backward)
+        exchange = comm.gradient_exchange([self._send(segment.layout) for segment in backward], num_early)
         is_gathered = any(segment.numel == segment.layout.numel for segment in segments)
         # the other ranks read the main grads only in the all-gather of the sums
         allocate = comm.allocate if is_gathered else partial(torch.zeros, device=comm.device)

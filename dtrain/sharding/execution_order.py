@@ -20,10 +20,6 @@ class ExecutionOrder:
     def current(self) -> ParameterGroup | None:
         return self._used[-1] if self._used else None
 
-    @property
-    def is_at_end(self) -> bool:
-        return bool(self._used) and self._index == len(self._expected) - 1
-
     def begin(self) -> None:
         self._used, self._index = [], -1
 

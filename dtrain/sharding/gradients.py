@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
-from dtrain.sharding.layout import ArenaSegment
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.layout import ArenaSegment, FlatLayout
 from dtrain.sharding.replicas import slot_views
 
 
@@ -38,30 +39,27 @@ class FlatGradient(ABC):
     Attributes:
         main_grad: the weighted sum over all micro-batches of all ranks, still scaled.
         shard: this rank's shard of it.
+        storage: the tensor that this rank holds from one step to the next.
     """
 
     def __init__(self, segment: ArenaSegment, comm: Communicator, main_grad: Tensor) -> None:
         self._layout = segment.layout
         self._comm = comm
-        self.main_grad = main_grad
+        self.main_grad = self.storage = main_grad
         self.shard = segment.shard_of(main_grad, comm.rank)
 
-    @property
-    def storage(self) -> Tensor:
-        """The tensor that this rank holds from one step to the next."""
-        return self.main_grad
+    @abstractmethod
+    def parts(self, slot: int) -> Sequence[Tensor]:
+        """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
 
     @abstractmethod
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         """Takes the gradient of parameter ``slot`` from one micro-batch, the step's first one or a later one."""
 
-    @abstractmethod
-    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
-        """Takes zeros for the parameters ``missing``; returns the gradients of all, views of the buffer."""
-
-    @abstractmethod
-    def finish_first(self, number: int) -> int:
-        """Returns the number of the reduction that must be finished before this one, ``number``; negative: none."""
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
+        """Takes zeros for parameter ``slot``, which has no gradient in the micro-batch."""
+        for part in self.parts(slot):
+            part.zero_()
 
     @abstractmethod
     def reduce(self) -> None:
@@ -88,40 +86,30 @@ class AccumulatedGradient(FlatGradient):
         segment, comm: as above.
         full: FP32 [layout.numel], zero in its padding; the main grad is this rank's range of it.
         dtype: in which the sum is sent.
-        num_kept: number of reductions that may be in flight when this one starts.
     """
 
-    def __init__(
-        self, segment: ArenaSegment, comm: Communicator, full: Tensor, dtype: torch.dtype, num_kept: int
-    ) -> None:
+    def __init__(self, segment: ArenaSegment, comm: Communicator, full: Tensor, dtype: torch.dtype) -> None:
         super().__init__(segment, comm, segment.of(full))
-        self._full = full
+        self.storage = full
         self._dtype = dtype
-        self._num_kept = num_kept
         self._views = slot_views(full, segment.layout)
         self._handle: Handle | None = None
 
-    @property
-    def storage(self) -> Tensor:
-        return self._full
+    def parts(self, slot: int) -> Sequence[Tensor]:
+        return self._views[slot : slot + 1]
 
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         # the first gradient of a step overwrites the last step's sum
         (assign_scaled if is_first else add_scaled)(self._views[slot], grad, weight)
 
-    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
         if is_first:
-            for slot in missing:
-                self._views[slot].zero_()
-        return self._views
-
-    def finish_first(self, number: int) -> int:
-        return number - 1 - self._num_kept
+            super().receive_zeros(slot, is_first=is_first)
 
     def reduce(self) -> None:
         gathers = self.shard.numel() < self.main_grad.numel()
         self._handle = self._comm.reduce_scatter_sum(
-            self.shard, self._full, label=self._layout.name, dtype=self._dtype, gathers=gathers
+            self.shard, self.storage, label=self._layout.name, dtype=self._dtype, gathers=gathers
         )
 
     def finish_reduction(self) -> None:
@@ -146,34 +134,29 @@ class ExchangedGradient(FlatGradient):
         main_grad: Tensor,
         exchange: GradientExchange,
         index: int,
-        gradient_sum: type[GradientSum],
+        gradient_sum: type[RunningSum | TreeSum],
     ) -> None:
         super().__init__(segment, comm, main_grad)
         self._exchange = exchange
         self._index = index
         self._sum = gradient_sum(self.shard)
-        self._views: list[Tensor] = []  # of the buffer that this micro-batch fills
+        self._parts: list[list[Tensor]] = []  # by slot, of the buffer that this micro-batch fills
         self._in_flight: deque[GradientHandle] = deque()
 
-    def _opened(self) -> list[Tensor]:
-        if not self._views:
-            self._views = slot_views(self._exchange.open(self._index), self._layout)
-        return self._views
+    def parts(self, slot: int) -> Sequence[Tensor]:
+        if not self._parts:
+            buffer = self._exchange.open(self._index)
+            self._parts = slot_parts(buffer, self._layout, self._exchange.gap(self._index))
+        return self._parts[slot]
 
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        self._opened()[slot].copy_(grad)  # unweighted: the product would be rounded to the reduce dtype
-
-    def complete(self, missing: Iterable[int], *, is_first: bool) -> list[Tensor]:
-        views = self._opened()
-        for slot in missing:  # the buffer holds another gradient from before
-            views[slot].zero_()
-        return views
-
-    def finish_first(self, number: int) -> int:
-        return self._exchange.finish_first()
+        parts = self.parts(slot)
+        cut = [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
+        for part, values in zip(parts, cut, strict=True):
+            part.copy_(values)  # unweighted: the product would be rounded to the reduce dtype
 
     def reduce(self) -> None:
-        self._views = []  # the next micro-batch takes another buffer while this one is read
+        self._parts = []  # the next micro-batch takes another buffer while this one is read
         self._in_flight.append(self._exchange.send(self._index))
 
     def finish_reduction(self) -> Tensor:
@@ -188,49 +171,14 @@ class ExchangedGradient(FlatGradient):
         return super().start_gather()
 
 
-class ReductionQueue:
-    """The reductions in flight, in their order: [Note: order of waits] in ``sharding.reduce``.
-
-    Args:
-        num_buffers: number of reductions of one micro-batch.
-        exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
-
-    Attributes:
-        exchange: see above.
-        weights: [world_size] of each micro-batch of this step that was exchanged.
-    """
-
-    def __init__(self, num_buffers: int, exchange: GradientExchange | None) -> None:
-        self._num_buffers = num_buffers
-        self.exchange = exchange
-        self._num_started = 0
-        self._in_flight: deque[tuple[int, FlatGradient]] = deque()  # with their numbers
-        self.weights: list[Tensor] = []
-
-    def begin_micro_batch(self, weight: Weight, *, is_first: bool) -> None:
-        """Begins a micro-batch, the step's first or a later one."""
-        if is_first:
-            self.weights = []
-        if self.exchange is not None:
-            self.exchange.begin(weight.value)
-
-    def start(self, gradient: FlatGradient) -> None:
-        """Starts the reduction of ``gradient``; finishes the oldest ones first if too many are in flight."""
-        # by numbers that are equal on all ranks, so all wait for the same ones here
-        oldest = gradient.finish_first(self._num_started)
-        while self._in_flight and self._in_flight[0][0] <= oldest:
-            self._finish_oldest()
-        gradient.reduce()
-        self._in_flight.append((self._num_started, gradient))
-        self._num_started += 1
-
-    def finish(self) -> None:
-        """Finishes all reductions."""
-        while self._in_flight:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        number, gradient = self._in_flight.popleft()
-        weights = gradient.finish_reduction()
-        if weights is not None and number % self._num_buffers == 0:  # the same for all buffers of a micro-batch
-            self.weights.append(weights)
+def slot_parts(buffer: Tensor, layout: FlatLayout, gap: int) -> list[list[Tensor]]:
+    """Returns each parameter in a ``buffer`` with ``gap`` elements after each shard: a view, or its flat parts."""
+    size = layout.shard_numel if gap else layout.numel
+    found = []
+    for slot in layout.slots:
+        bounds = [slot.start, *range(slot.start // size * size + size, slot.stop, size), slot.stop]
+        # all elements of a shard are moved by the gaps before it
+        moved = [(start + start // size * gap, stop + start // size * gap) for start, stop in pairwise(bounds)]
+        parts = [buffer[start:stop] for start, stop in moved]
+        found.append(parts if len(parts) > 1 else [parts[0].view(slot.spec.shape)])
+    return found

@@ -13,7 +13,7 @@ from dtrain.errors import UsageError
 from dtrain.optim.rule import UpdateSlice
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.float8.cast import E4M3
-from dtrain.sharding.gradients import FlatGradient, ReductionQueue
+from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
 from dtrain.sharding.replicas import Replica
 
@@ -43,16 +43,18 @@ class FlatBuffer:
         return self.segment.layout
 
     def update_slices(self) -> list[UpdateSlice]:
-        """Returns the segment, cut where the weight-decay class changes. FP8 replicas are cast after the update."""
-        is_cast = self.layout.dtype != E4M3 and not self.replica.shares_master
-        target = self.replica.local[0] if is_cast else None
-        whole = UpdateSlice(True, self.master, self.gradient.main_grad, tuple(self.states.values()), target)
+        """Returns the segment, cut where the weight-decay class changes."""
+        whole = UpdateSlice(True, self.master, self.gradient.main_grad, tuple(self.states.values()), self._cast_target)
         return [whole.part(decayed, start, stop) for decayed, start, stop in self.segment.class_ranges()]
 
+    @property
+    def _cast_target(self) -> Tensor | None:
+        """Where a master is cast; None for FP8, which is cast after the update, and for the same storage."""
+        return None if self.layout.dtype == E4M3 or self.replica.shares_master else self.replica.local[0]
+
     def cast_master(self) -> None:
-        """Casts the master into the replica, unless that is FP8 or the same storage."""
-        if self.layout.dtype != E4M3 and not self.replica.shares_master:
-            self.replica.local[0].copy_(self.master)
+        if self._cast_target is not None:
+            self._cast_target.copy_(self.master)
 
     def values(self, kind: str) -> Tensor:
         """Returns the master, the main grad or a state, [segment.numel]."""
@@ -97,8 +99,8 @@ class ParameterGroup:
         self.name = name
         self.buffers = buffers
         self.replicas = [*(buffer.replica for buffer in buffers), *frozen]
-        # (gradient, number of its slot) of each trained parameter
-        self._slots = [(buffer.gradient, n) for buffer in buffers for n in range(len(buffer.layout.slots))]
+        # (gradient, slot) of each trained parameter by its number; backward is expected to reach the last slot first
+        self._slots = [(buffer.gradient, n) for buffer in buffers for n in range(len(buffer.layout.slots))[::-1]]
         self._missing: set[int] = set()
         self._weight: Weight | None = None  # of the micro-batch
         self._is_first = True  # of the step's micro-batches
@@ -118,8 +120,8 @@ class ParameterGroup:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters by name, in the order of :meth:`accumulate`'s numbers."""
-        return {name: p for buffer in self.buffers for name, p in buffer.replica.views.parameters.items()}
+        """The trained parameters by name, in the order of their numbers."""
+        return {name: p for buffer in self.buffers for name, p in reversed(buffer.replica.views.parameters.items())}
 
     # -- replicas: only sharded ones are unsharded and resharded -----------------------------------------------------
 
@@ -159,7 +161,7 @@ class ParameterGroup:
         """Number of trained parameters that have given no gradient in this micro-batch."""
         return len(self._missing)
 
-    def install_hooks(self, on_accumulated: Callable[[ParameterGroup, Tensor], None]) -> None:
+    def install_hooks(self, on_accumulated: Callable[[ParameterGroup, int, Tensor], None]) -> None:
         """Takes the parameters' gradients from now on; ``on_accumulated``, a method, is called after each."""
         # a parameter that refers to its group would be a cycle, which frees late
         owner, listener = ref(self), WeakMethod(on_accumulated)
@@ -174,7 +176,7 @@ class ParameterGroup:
                     )
                 if grad is not None:  # a user's autograd function may return None; the gradient is then zero
                     group.accumulate(number, grad)
-                    listen(group, grad)
+                    listen(group, number, grad)
 
             parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -204,26 +206,18 @@ class ParameterGroup:
         gradient.receive(slot, grad, self._weight, is_first=self._is_first)
         self._missing.discard(number)
 
-    def complete(self) -> Iterator[list[Tensor]]:
-        """Takes zeros for the missing gradients; yields the gradients of each flat buffer, views of it."""
+    def parts(self, number: int) -> Sequence[Tensor]:
+        """Returns the gradient of trained parameter ``number`` as it is reduced, in one part or several."""
+        gradient, slot = self._slots[number]
+        return gradient.parts(slot)
+
+    def complete(self) -> None:
+        """Takes zeros for the missing gradients."""
         self.is_complete = True
-        missing = [self._slots[number] for number in sorted(self._missing)]
+        for gradient, slot in (self._slots[number] for number in self._missing):
+            gradient.receive_zeros(slot, is_first=self._is_first)
+
+    def reduce(self, start: Callable[[FlatGradient], None]) -> None:
+        """Calls ``start`` with the gradient of each flat buffer; all ranks call in the same order."""
         for buffer in self.buffers:
-            slots = [slot for gradient, slot in missing if gradient is buffer.gradient]
-            yield buffer.gradient.complete(slots, is_first=self._is_first)
-
-    def reduce(self, queue: ReductionQueue) -> None:
-        """Starts the reduction of each flat buffer; all ranks call in the same order."""
-        for buffer in self.buffers:
-            queue.start(buffer.gradient)
-
-    # -- the update --------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Checks that the model still computes with this group's tensors.
-
-        Raises:
-            ContractError: naming the parameter that was frozen, replaced or written to.
-        """
-        for replica in self.replicas:
-            replica.views.check()
+            start(buffer.gradient)

@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.float8_scales import Float8Scales
-from dtrain.sharding.group import MAIN_GRAD, FlatBuffer, ParameterGroup, tensor_shard
+from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.layout import CHUNK, FlatLayout
-from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import Replica
 from dtrain.sharding.unshard import UnshardScheduler
@@ -35,10 +33,9 @@ class ShardedModel:
         comm: the ranks.
 
     Attributes:
-        groups: see above.
+        groups, reducer, scales, scheduler: see above.
         buffers: the trained flat buffers of all groups, in their order.
-        reducer: see above.
-        scheduler: see above.
+        replicas: of all groups, also those of frozen parameters.
     """
 
     def __init__(
@@ -51,9 +48,10 @@ class ShardedModel:
     ) -> None:
         self.groups = groups
         self.buffers = [buffer for group in groups for buffer in group.buffers]
+        self.replicas = [replica for group in groups for replica in group.replicas]
         self.reducer = reducer
         self.scheduler = scheduler
-        self._scales = scales
+        self.scales = scales
         self._comm = comm
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
@@ -61,16 +59,10 @@ class ShardedModel:
             group.install_hooks(self._gradient_received)
         self.refresh()
 
-    def attach(self, model: nn.Module) -> None:
-        """Connects the model's Linears that compute in FP8 with their weights here."""
-        for buffer in self.buffers:
-            if isinstance(buffer.replica.views, Float8Views):
-                buffer.replica.views.attach(model)
-
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _gradient_received(self, group: ParameterGroup, grad: Tensor) -> None:
-        self.reducer.receive(group, grad)
+    def _gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
+        self.reducer.receive(group, number, grad)
         if self.scheduler is not None:
             self.scheduler.gradient_received(group)
 
@@ -85,16 +77,6 @@ class ShardedModel:
             finally:
                 for group in self.groups:
                     group.takes_gradients = False
-
-    @property
-    def backward_names(self) -> list[str]:
-        """Trained parameters in the order in which backward is expected to reach them."""
-        return [
-            slot.spec.name
-            for group in self.reducer.groups
-            for buffer in group.buffers
-            for slot in reversed(buffer.layout.slots)
-        ]
 
     # -- the update --------------------------------------------------------------------------------------------------
 
@@ -134,14 +116,14 @@ class ShardedModel:
         update = update or self._cast_masters
         if self._float8:
             update(self._float8)
-            self._scales.measure()
+            self.scales.measure()
         handles = []
         for numbers in self._buckets:
             update(numbers)
             for number in numbers:
                 handles += self.buffers[number].replica.start_gather()
         if self._float8:
-            self._scales.cast()
+            self.scales.cast()
             for number in self._float8:
                 handles += self.buffers[number].replica.start_gather()
         for handle in handles:  # before the next vote: [Note: buffer reuse]
@@ -149,17 +131,11 @@ class ShardedModel:
         for buffer in self.buffers:  # after the waits: operands are made from gathered values
             buffer.replica.views.invalidate()
         if self.scheduler is not None:  # the all-gathers of a step, two of each unit, read the same shards
-            replicas = [replica for group in self.groups for replica in group.replicas]
-            self._comm.publish([local for replica in replicas for local in replica.local])
+            self._comm.publish([local for replica in self.replicas for local in replica.local])
 
     def _cast_masters(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.buffers[number].cast_master()
-
-    def check(self) -> None:
-        """Checks that the model still computes with the replicas; raises ``ContractError`` naming the parameter."""
-        for group in self.groups:
-            group.check()
 
     # -- the norm ----------------------------------------------------------------------------------------------------
 
@@ -187,8 +163,6 @@ class ShardedModel:
             column += width
         return torch.cat(squares).sum()
 
-    # -- logical access ----------------------------------------------------------------------------------------------
-
     @property
     def layouts(self) -> list[FlatLayout]:
         """Layouts of the trained flat buffers."""
@@ -197,47 +171,4 @@ class ShardedModel:
     @property
     def frozen(self) -> list[Replica]:
         """Replicas of the frozen parameters that are sharded."""
-        return [replica for group in self.groups for replica in group.replicas if not replica.layout.is_trained]
-
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields this rank's share of a master, main grad or optimizer state, which it saves, at every stage."""
-        for buffer in self.buffers:
-            yield from buffer.owned_shards(kind, self._comm.rank)
-
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        """Yields all of ``kind`` that this rank holds and must load."""
-        for buffer in self.buffers:
-            yield from buffer.local_shards(kind)
-
-    def frozen_shards(self) -> Iterator[TensorShard]:
-        """Yields this rank's share of the frozen parameters that are sharded."""
-        for replica in self.frozen:
-            for interval in replica.layout.intervals(*replica.layout.shard(self._comm.rank)):
-                yield tensor_shard("frozen", interval, replica.local[0])
-
-    def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full FP32 tensor) of every trained parameter, buffer by buffer; all ranks call."""
-        for buffer in self.buffers:
-            yield from self._full(buffer, kind)
-
-    def _full(self, buffer: FlatBuffer, kind: str) -> Iterator[tuple[str, Tensor]]:
-        layout, full = buffer.layout, buffer.values(kind)
-        if kind == MAIN_GRAD:  # a copy, because the next backward may write it before all ranks have read it
-            full = full.clone()
-        if full.numel() < layout.numel:
-            shard, full = full, torch.zeros(layout.numel, dtype=full.dtype, device=full.device)
-            self._comm.all_gather(full, shard, label=f"full {layout.name}").wait()
-        for slot in layout.slots:
-            yield slot.spec.name, full[slot.start : slot.stop].view(slot.spec.shape)
-
-    def storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that hold this rank's model states, by the kinds of ``engine.memory()``."""
-        exchange = self.reducer.queue.exchange
-        replicas = [replica for group in self.groups for replica in group.replicas]
-        trained = [buffer.replica for buffer in self.buffers]
-        return {
-            "compute": [*(tensor for replica in trained for tensor in replica.persistent), *self._scales.tensors],
-            "unsharded": [tensor for replica in replicas for tensor in replica.unsharded],
-            "main_grad": [buffer.gradient.storage for buffer in self.buffers],
-            "unreduced_grad": [] if exchange is None else exchange.idle(),
-        }
+        return [replica for replica in self.replicas if not replica.layout.is_trained]

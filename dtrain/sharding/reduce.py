@@ -1,4 +1,4 @@
-"""The order in which the groups' gradients are reduced during backward, the same on all ranks.
+"""The reductions of the groups' gradients during backward, in one order on all ranks.
 
 [Note: order of waits] Backends match collectives by their order, and a wait may send a ready message first. So all
 ranks wait for reductions in the order in which they started them, which is the same on all ranks. A gradient's arrival
@@ -8,59 +8,70 @@ when it starts a group, and at the end of the step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import Tensor
 
+from dtrain.distributed.communicator import GradientExchange
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.gradients import ReductionQueue
+from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.group import ParameterGroup
 
 
 class GradientReducer:
-    """Completes the groups' gradients of a micro-batch and starts their reductions, in one order on all ranks.
+    """Completes the groups' gradients of a micro-batch, and starts and finishes their reductions.
 
     A group is reduced when its own gradients and those of all groups before it are complete, so ranks whose graphs
     differ (unused parameters, data-dependent branches) still issue the same collectives.
 
     Args:
         groups: the groups with trained parameters, in the order in which backward is expected to complete them.
-        queue: the reductions in flight.
+        exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
 
     Attributes:
-        groups: see above.
-        queue: see above.
+        groups, exchange: see above.
         monitor: records whether the gradients are finite.
+        weights: [world_size] of each micro-batch of this step that was exchanged.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], queue: ReductionQueue) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup], exchange: GradientExchange | None) -> None:
         self.groups = groups
-        self.queue = queue
+        self.exchange = exchange
         # number of each group's first parameter in the order of backward
         first_numbers = list(accumulate((len(group.trained) for group in groups), initial=0))
         self._first_numbers = dict(zip(groups, first_numbers, strict=False))
         self.monitor = GradientMonitor(first_numbers[-1])
+        self.weights: list[Tensor] = []
         self._micro_batch = 0
         self._is_first = True  # no backward of this step before this one
         self._reduces = False  # in this micro-batch
         self._next = 0  # group to be reduced
+        self._num_started = 0  # reductions
+        self._in_flight: deque[FlatGradient] = deque()
+        self._num_gradients = sum(len(group.buffers) for group in groups)
         self._is_finished = True
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
         """Begins micro-batch ``number`` with ``weight``; accumulated sums are reduced after the ``last``."""
         self._is_first, self._is_finished = self._is_finished, False
-        self.queue.begin_micro_batch(weight, is_first=self._is_first)
+        if self._is_first:
+            self.weights = []
+        if self.exchange is not None:
+            self.exchange.begin(weight.value)
         self._micro_batch = number
-        self._reduces = last or self.queue.exchange is not None
+        self._reduces = last or self.exchange is not None
         self._next = 0
         for group in self.groups:
             group.begin_micro_batch(weight, is_first=self._is_first)
 
-    def receive(self, group: ParameterGroup, grad: Tensor) -> None:
-        """Records ``grad``, which ``group`` has taken, and reduces the groups that may start."""
+    def receive(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
+        """Records ``grad``, which ``group`` has taken as ``number``, and reduces the groups that may start."""
         self.monitor.record_magnitude(grad)  # of the gradient itself, before weights, rounding and sums
+        for part in group.parts(number):  # now, while it is in the cache
+            self.monitor.record_finiteness(self._micro_batch, self._first_numbers[group] + number, part)
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first
@@ -76,15 +87,31 @@ class GradientReducer:
             self._reduce_next()
 
     def _complete(self, group: ParameterGroup) -> None:
+        group.complete()
         number = self._first_numbers[group]
-        for grads in group.complete():
-            # backward reaches the last parameter first
-            self.monitor.record_finiteness(self._micro_batch, number, grads[::-1])
-            number += len(grads)
+        for buffer in group.buffers if self.monitor.found is not None else ():
+            parts = [buffer.gradient.parts(slot) for slot in range(len(buffer.layout.slots))[::-1]]
+            self.monitor.search(self._micro_batch, [(n, part) for n, own in enumerate(parts, number) for part in own])
+            number += len(parts)
 
     def _reduce_next(self) -> None:
-        self.groups[self._next].reduce(self.queue)
+        self.groups[self._next].reduce(self._start)
         self._next += 1
+
+    def _start(self, gradient: FlatGradient) -> None:
+        # by numbers that are equal on all ranks, so all wait for the same ones here
+        oldest = -1 if self.exchange is None else self.exchange.finish_first()
+        while self._in_flight and self._num_started - len(self._in_flight) <= oldest:
+            self._finish_oldest()
+        gradient.reduce()
+        self._in_flight.append(gradient)
+        self._num_started += 1
+
+    def _finish_oldest(self) -> None:
+        number = self._num_started - len(self._in_flight)
+        weights = self._in_flight.popleft().finish_reduction()
+        if weights is not None and number % self._num_gradients == 0:  # the same for all gradients of a micro-batch
+            self.weights.append(weights)
 
     def finish(self) -> None:
         """Completes the main grads of this step; a second call does nothing."""
@@ -94,7 +121,8 @@ class GradientReducer:
         if not self._reduces:  # the batch ended early, so no micro-batch was marked as the last
             self._reduces = True
             self.end_micro_batch()
-        self.queue.finish()
+        while self._in_flight:
+            self._finish_oldest()
         # all are started before the first wait, which sends their ready messages together
         gathers = [buffer.gradient.start_gather() for group in self.groups for buffer in group.buffers]
         for handle in gathers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +90,10 @@ class ParameterViews:
 
 
 class Replica:
-    """Compute replica of one flat buffer, whole on this rank; zeros until it is first refreshed.
+    """Compute replica of one flat buffer; its values are zero until it is first refreshed.
+
+    It is whole on this rank, or sharded: then each rank holds its shard, and the whole exists only while it is
+    unsharded. Every unshard takes memory without another reference, so tensors that a caller kept do not change.
 
     [Note: FP32 replicas] An FP32 replica has the numbers of its master, so the master is this rank's part of it: the
     update writes it once and casts nothing. Other ranks read it in the all-gather, to which [Note: buffer reuse]
@@ -101,11 +105,12 @@ class Replica:
         views: the model's parameters.
         comm: the ranks that share the layout.
         placements: a row of the stage table.
-        pool: memory of whole copies that exist for a time.
+        pool: memory of unsharded copies.
 
     Attributes:
-        copies: the whole flat buffer, each [numel].
+        copies: the whole flat buffer, each [numel]; empty while it is sharded.
         local: this rank's part of each copy; the masters are cast into it.
+        is_sharded: whether this rank holds only its part between uses.
         is_gathered: whether a change of ``local`` is followed by an all-gather: other ranks own the rest.
     """
 
@@ -121,23 +126,22 @@ class Replica:
         self.views = views
         self._comm = comm
         self._pool = pool
-        self._segment = placements.master.segment(layout, comm.rank)
-        self.is_gathered = self._segment.numel < layout.numel
-        self.local, self.copies = self._allocate(views.num_copies)
-
-    def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        copies = [self._zeros(self.layout.numel, others_read=self.is_gathered) for _ in range(count)]
-        return [self._segment.of(copy) for copy in copies], copies
-
-    def _zeros(self, numel: int, *, others_read: bool) -> Tensor:
-        if others_read:
-            return self._comm.allocate(numel, self.layout.dtype)
-        return torch.zeros(numel, dtype=self.layout.dtype, device=self._comm.device)
+        self._pending: list[Handle] = []
+        self._owned = placements.master.segment(layout, comm.rank)
+        held = placements.compute.segment(layout, comm.rank).numel
+        self.is_sharded = held < layout.numel
+        self.is_gathered = self._owned.numel < held
+        others_read = self._owned.numel < layout.numel
+        allocate = comm.allocate if others_read else partial(torch.zeros, device=comm.device)
+        tensors = [allocate(held, dtype=layout.dtype) for _ in range(views.num_copies)]
+        self.local = tensors if self.is_sharded else [self._owned.of(copy) for copy in tensors]
+        self.copies = [copy.new_empty(0) for copy in tensors] if self.is_sharded else tensors
 
     def attach(self) -> None:
         """Makes the model's parameters views of the replica, which frees their own values."""
         self.views.unbind()
-        self.views.bind(self.copies)
+        if not self.is_sharded:
+            self.views.bind(self.copies)
 
     @property
     def shares_master(self) -> bool:
@@ -155,57 +159,20 @@ class Replica:
         ]
 
     def start_unshard(self) -> None:
-        """Starts to make the replica whole; a whole one has nothing to do."""
-
-    def unshard(self) -> None:
-        """Waits until the replica is whole and binds the parameters to it."""
-
-    def reshard(self) -> None:
-        """Frees what other ranks own."""
-
-    @property
-    def persistent(self) -> list[Tensor]:
-        """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
-        if not self.shares_master:
-            return [*self.copies, *self.views.cached()]
-        copy = self.copies[0]
-        return [copy[: self._segment.start], copy[self._segment.stop :]]
-
-    @property
-    def unsharded(self) -> list[Tensor]:
-        """Tensors that this rank holds only while the group is unsharded."""
-        return []
-
-
-class ShardedReplica(Replica):
-    """Compute replica of which each rank holds its shard; the whole exists only while it is unsharded.
-
-    Every unshard takes memory without another reference, so tensors that a caller kept do not change. While the replica
-    is sharded, the copies are empty.
-    """
-
-    def _allocate(self, count: int) -> tuple[list[Tensor], list[Tensor]]:
-        self._pending: list[Handle] = []
-        self.is_gathered = False  # but before each use
-        local = [self._zeros(self.layout.shard_numel, others_read=True) for _ in range(count)]
-        return local, [shard.new_empty(0) for shard in local]
-
-    def attach(self) -> None:
-        self.reshard()
-
-    def start_unshard(self) -> None:
+        """Starts to make a sharded replica whole."""
         with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
             self.copies = [self._pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
         self._pending = self._start_all_gather()
 
     def unshard(self) -> None:
+        """Waits until the replica is whole and binds the parameters to it."""
         self._wait()
         with torch.inference_mode(False):  # as in start_unshard
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
-        """Frees the whole flat buffer; waits for an all-gather in flight first, as [Note: buffer reuse] requires."""
+        """Frees what other ranks own; waits for an all-gather in flight first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
         for copy in self.copies:
@@ -220,8 +187,14 @@ class ShardedReplica(Replica):
 
     @property
     def persistent(self) -> list[Tensor]:
-        return [] if self.shares_master else self.local
+        """Tensors that this rank holds from one refresh to the next; without the masters' storage."""
+        if self.is_sharded:
+            return [] if self.shares_master else self.local
+        if not self.shares_master:
+            return [*self.copies, *self.views.cached()]
+        return [self.copies[0][: self._owned.start], self.copies[0][self._owned.stop :]]
 
     @property
     def unsharded(self) -> list[Tensor]:
-        return [*self.copies, *self.views.cached()]
+        """Tensors that this rank holds only while the group is unsharded."""
+        return [*self.copies, *self.views.cached()] if self.is_sharded else []

@@ -13,38 +13,28 @@ from dtrain.sharding.replicas import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """A flat buffer of an unsharded replica."""
+class SavedTensorRef:
+    """Reference to a view of a copy of an unsharded replica, which autograd saves instead of the view."""
 
     group: ParameterGroup
     replica: Replica
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class SavedTensorRef:
-    """Reference to a view of an unsharded replica, which autograd saves instead of the view."""
-
-    copy: _Copy
+    number: int  # of the copy
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
 class SavedTensors:
-    """Saves views as references, which are resolved when backward needs them.
-
-    Hooks on the outputs of modules would miss outputs that are not tensors, and activation checkpointing.
-    """
+    """Saves views as references, which are resolved when backward needs them."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, _Copy] = {}  # by address
+        self._copies: dict[int, tuple[ParameterGroup, Replica, int]] = {}  # with their numbers, by address
 
     def add(self, group: ParameterGroup) -> None:
         """Saves views of ``group``, which is unsharded, as references from now on."""
         for replica in group.replicas:
             for number, copy in enumerate(replica.copies):
-                self._copies[copy.data_ptr()] = _Copy(group, replica, number)
+                self._copies[copy.data_ptr()] = group, replica, number
 
     def remove(self, group: ParameterGroup) -> None:
         """Forgets the addresses of ``group``, which may be given to other tensors once it is resharded."""
@@ -57,16 +47,15 @@ class SavedTensors:
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
             found = self._copies.get(tensor.untyped_storage().data_ptr())
             # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
-            if found is not None and tensor.dtype == found.replica.layout.dtype:
-                return SavedTensorRef(found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            if found is not None and tensor.dtype == found[1].layout.dtype:
+                return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # detached: autograd would keep an output alive that holds its own graph; the version is shared
         return tensor.detach(), tensor._version
 
     def unpack(self, saved: Any) -> Tensor:
         """Returns the tensor; the group of a reference must be unsharded."""
         if isinstance(saved, SavedTensorRef):
-            copies = saved.copy.replica.copies
-            return copies[saved.copy.number].as_strided(saved.size, saved.stride, saved.offset)
+            return saved.replica.copies[saved.number].as_strided(saved.size, saved.stride, saved.offset)
         tensor: Tensor
         tensor, version = saved
         if tensor._version != version:  # torch checks this only without hooks

@@ -192,9 +192,7 @@ class UnshardScheduler:
                     f"(zero_stage=3); return a view or a copy, or keep it gathered: "
                     f"keep_gathered=['{names[id(value)]}']"
                 )
-        # backward begins with the group that forward used last
-        is_last = group is self._forward.current and self._forward.is_at_end
-        if not (self._records_graph and (is_last or not self._reshard_after_forward)):
+        if not self._records_graph:  # else it stays until others need its room, because backward begins with the last
             self._reshard(group)
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -227,8 +225,8 @@ class UnshardScheduler:
         self._pool.clear()
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedTensorRef) and not self._is_current(saved.copy.group):
-            self._use(saved.copy.group)
+        if isinstance(saved, SavedTensorRef) and not self._is_current(saved.group):
+            self._use(saved.group)
         return self._saved.unpack(saved)
 
     # -- groups ----------------------------------------------------------------------------------------------------

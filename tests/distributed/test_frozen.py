@@ -187,7 +187,9 @@ def test_a_unit_is_gathered_once_a_pass(prefetch: int, recomputes: bool) -> None
     trained = {f"blocks.{number}/bfloat16" for number in (0, 1, 3, 4)} | {"root/bfloat16"}
     frozen = {f"{unit}/bfloat16/frozen" for unit in UNITS}
     root = {"root/bfloat16/frozen", "root/float32/frozen"}
-    want = {label: 1 if label.startswith(("root/", "blocks.4/")) else 2 for label in trained | frozen | root}
+    # the last 1 + prefetch units stay unsharded from forward to backward
+    once = ("root/", *(f"blocks.{number}/" for number in (4, 3, 2)[: 1 + prefetch]))
+    want = {label: 1 if label.startswith(once) else 2 for label in trained | frozen | root}
     assert run_ranks(2, gathers, {"prefetch": prefetch}, recomputes) == [want] * 2
     kept = {"prefetch": prefetch, "reshard_after_forward": False}
     assert run_ranks(2, gathers, kept, recomputes) == [dict.fromkeys(want, 1)] * 2

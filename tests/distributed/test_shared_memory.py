@@ -322,7 +322,7 @@ def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str,
         rng = random.Random(rank)
         engine = dtrain.initialize(Deep(), seed=0, comm=communicator(shared=shared), **options)
         assert isinstance(engine, NativeEngine)
-        assert isinstance(engine.sharded.reducer.queue.exchange, RingExchange) == shared
+        assert isinstance(engine.sharded.reducer.exchange, RingExchange) == shared
         master = next(engine.local_shards("master")).data
         assert is_shared(engine.comm, master) == (shared and "zero_stage" in options)
         for step in range(6):

@@ -53,9 +53,14 @@ def exchange_gradients(comm: Communicator, num_early: int) -> list[tuple[int, li
     for micro_batch in range(4):
         exchange.begin(torch.tensor(0.1 + comm.rank + 10 * micro_batch))
         for index in [2, 0, 1] if num_early else [0, 1, 2]:
-            gradient = exchange.open(index)
-            for start, stop in SENDS[index].filled:
-                gradient[start:stop] = value(comm.rank, micro_batch, index)
+            gradient, gap = exchange.open(index), exchange.gap(index)
+            numel = SENDS[index].numel // comm.world_size
+            for shard in range(comm.world_size):
+                for start, stop in SENDS[index].filled:
+                    start, stop = max(start, shard * numel), min(stop, (shard + 1) * numel)
+                    gradient[start + shard * gap : max(start, stop) + shard * gap] = value(
+                        comm.rank, micro_batch, index
+                    )
         for index in range(len(SENDS)):
             while in_flight and in_flight[0].number <= exchange.finish_first():
                 finish()
@@ -93,10 +98,14 @@ def test_every_rank_gets_its_shards_and_the_weights_of_all(world: int, shared: b
     logs = run_ranks(world, exchange_over, shared)
     assert all(log == logs[0] for log in logs)
     entries = [entry for entry in logs[0] if not entry.startswith("gather_rows")]  # of the ring's allocation
-    # in shared memory the weights lie in the ready messages
-    weights = [] if shared and world > 1 else [f"all_gather(weights, {world} x float32)"]
-    sends = [f"all_to_all_single({s.label}, {s.numel} x {str(s.dtype).removeprefix('torch.')})" for s in SENDS]
-    assert entries == [*weights, *sends] * 4
+    # the weights take no collective: in shared memory they lie in the ready messages, else in gaps of the first send
+    gap = 0 if shared or world == 1 else world * 64
+    numels = [SENDS[0].numel + gap, *(send.numel for send in SENDS[1:])]
+    sends = [
+        f"all_to_all_single({send.label}, {numel} x {str(send.dtype).removeprefix('torch.')})"
+        for send, numel in zip(SENDS, numels, strict=True)
+    ]
+    assert entries == sends * 4
 
 
 def collectives_over_axes(rank: int, world: int, shared: bool) -> dict[str, Any]:

@@ -71,12 +71,12 @@ def expected_collectives(precision: str, stage: int, ranks: int, num_micro_batch
         if stage == 3:
             first, *others = blocks
             yield from gathers(first, *root, *others)  # the first block is prefetched, the root before it is used
-        yield Collective("all_gather", "weights", ranks, FP32)
         if stage == 3:
-            yield from gathers(*blocks[-2::-1])  # the last block and the root are unsharded still
-        for name, numel, dtype in backward_order(buffers):
+            yield from gathers(*blocks[-3::-1])  # the last two blocks and the root are unsharded still
+        for number, (name, numel, dtype) in enumerate(backward_order(buffers)):
             sent = PRECISIONS[precision] if dtype == FP8 else dtype  # a gradient has the compute dtype
-            yield Collective("all_to_all_single", name, numel, sent)
+            # the weight follows each shard of the first one
+            yield Collective("all_to_all_single", name, numel + (0 if number else 64 * ranks), sent)
     for name, numel, _ in backward_order(buffers) if stage < 2 else ():
         yield Collective("reduce_scatter_sum", name, numel, FP32)
     if stage == 0:

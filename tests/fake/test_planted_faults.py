@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Handle
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.single_rank import Completed
-from dtrain.sharding.replicas import Replica, ShardedReplica
+from dtrain.sharding.replicas import Replica
 from tests.fake.collectives import MissingWait
 from tests.fake.device import DEVICE, HOST_READS
 from tests.fake.harness import FakeRank, fake_engine
@@ -100,22 +100,22 @@ def forget_gather() -> Any:
     return mock.patch.object(Replica, "start_gather", started)
 
 
-def forget_weights() -> Any:
-    """The weights of the micro-batch are used before they have arrived."""
-    own = ProcessGroup.all_gather
+def forget_exchange() -> Any:
+    """Gradients and the weights among them are used before they have arrived."""
+    own = ProcessGroup.all_to_all_single
 
-    def started(comm: ProcessGroup, output: Tensor, shard: Tensor, *, label: str) -> Handle:
-        handle = own(comm, output, shard, label=label)
-        return Completed() if label == "weights" else handle
+    def started(comm: ProcessGroup, *args: Any, **kwargs: Any) -> Handle:
+        own(comm, *args, **kwargs)
+        return Completed()
 
-    return mock.patch.object(ProcessGroup, "all_gather", started)
+    return mock.patch.object(ProcessGroup, "all_to_all_single", started)
 
 
 FORGETFUL = {
     "reduce-scatter": (0, forget_sum),
-    "weights": (2, forget_weights),
+    "all-to-all": (2, forget_exchange),
     "all-gather after the update": (2, forget_gather),
-    "all-gather of a group": (3, lambda: mock.patch.object(ShardedReplica, "_wait", return_value=None)),
+    "all-gather of a group": (3, lambda: mock.patch.object(Replica, "_wait", return_value=None)),
 }
 
 

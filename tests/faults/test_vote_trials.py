@@ -393,9 +393,9 @@ class Rank:
             first = 0
             for layout in trial.model.backward_order:
                 grads = slot_views(gradients[layout.name][micro_batch, self.rank], layout)[::-1]
-                for grad in grads:
+                for number, grad in enumerate(grads, first):
                     self.monitor.record_magnitude(grad)
-                self.monitor.record_finiteness(micro_batch, first, grads)
+                    self.monitor.record_finiteness(micro_batch, number, grad)
                 first += len(grads)
 
     def owned_main_grads(self) -> list[Tensor]:

@@ -117,7 +117,7 @@ def require_recovery(applied: list[bool]) -> None:
 def test_infinity_on_the_device_is_skipped_and_named() -> None:
     engine = make_engine("bf16", 2)
     before = masters(engine)
-    name = engine.sharded.backward_names[-1]
+    name = engine.backward_names[-1]
     handle = dict(engine.module.named_parameters())[name].register_hook(lambda g: g * float("inf"))
     outcome = train(engine, 1)[0]
     handle.remove()

@@ -101,7 +101,7 @@ class DeepSpeedEngine(StepEngine):
             if grad is None:  # a backward of the user's own has returned None
                 return
             self.monitor.record_magnitude(grad)
-            self.monitor.record_finiteness(self._micro_batch, number, [grad])
+            self.monitor.record_finiteness(self._micro_batch, number, grad)
 
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(record, number))

@@ -79,7 +79,7 @@ class BackwardState:
         if self._weight is None:
             raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
         self._monitor.record_magnitude(grad)
-        self._monitor.record_finiteness(self._number, self._numbers[name], [grad])
+        self._monitor.record_finiteness(self._number, self._numbers[name], grad)
         return self._weight
 
     def send_buffer(self, numel: int) -> Tensor:

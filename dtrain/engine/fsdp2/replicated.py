@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.local_shards import LocalShard, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.gradients import AccumulatedGradient, ReductionQueue
+from dtrain.sharding.gradients import AccumulatedGradient
 from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
@@ -44,7 +44,7 @@ class ReplicatedParameters:
         self._low_precision: list[tuple[nn.Parameter, Tensor]] = []  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
         self._gradients: list[AccumulatedGradient] = []
-        self._received: set[tuple[AccumulatedGradient, int]] = set()  # gradients and slots with a sum of this step
+        self._slots: list[tuple[AccumulatedGradient, int]] = []  # of each parameter
         self.main_grads: list[Tensor] = []
         self.local_shards: list[LocalShard] = []
         for layout in flat_layouts("replicated", specs, comm.world_size):
@@ -52,7 +52,7 @@ class ReplicatedParameters:
             # shared memory on CPU: the ranks read each other's gradients
             main_grad = comm.allocate(layout.numel, torch.float32)
             segment = Placement.REPLICATE.segment(layout, comm.rank)
-            gradient = AccumulatedGradient(segment, comm, main_grad, torch.float32, num_kept=1)
+            gradient = AccumulatedGradient(segment, comm, main_grad, torch.float32)
             for number, (slot, view) in enumerate(zip(layout.slots, slot_views(master, layout), strict=True)):
                 spec, parameter = slot.spec, parameters[slot.spec.name]
                 view.copy_(parameter.detach())
@@ -65,16 +65,18 @@ class ReplicatedParameters:
                     LocalShard(spec.name, spec.shape, 0, master[own], main_grad[own], spec.decayed, replicated=True)
                 )
                 self._install_hook(parameter, spec.name, gradient, number)
+                self._slots.append((gradient, number))
             self._gradients.append(gradient)
             self.main_grads.append(main_grad)
+        self._missing = set(self._slots)  # those without a gradient in this step
 
     def _install_hook(self, parameter: nn.Parameter, name: str, gradient: AccumulatedGradient, slot: int) -> None:
         def on_gradient(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             if grad is None:  # a backward of the user's own has returned None
                 return
-            is_first = (gradient, slot) not in self._received
-            self._received.add((gradient, slot))
+            is_first = (gradient, slot) in self._missing
+            self._missing.discard((gradient, slot))
             gradient.receive(slot, grad, self._on_gradient(name, grad), is_first=is_first)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -91,13 +93,13 @@ class ReplicatedParameters:
 
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
-        queue = ReductionQueue(len(self._gradients), None)
+        for gradient, slot in self._missing:
+            gradient.receive_zeros(slot, is_first=True)
+        self._missing = set(self._slots)
         for gradient in self._gradients:
-            slots = range(len(gradient.complete((), is_first=True)))
-            gradient.complete([slot for slot in slots if (gradient, slot) not in self._received], is_first=True)
-            queue.start(gradient)
-        queue.finish()
-        self._received.clear()
+            gradient.reduce()
+        for gradient in self._gradients:
+            gradient.finish_reduction()
         # all are started before the first wait, so that they overlap
         for handle in [gradient.start_gather() for gradient in self._gradients]:
             if handle is not None:

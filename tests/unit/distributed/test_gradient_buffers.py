@@ -71,9 +71,9 @@ def test_a_single_rank_records_like_several() -> None:
     made.begin(torch.ones(()))
     made.open(0)
     made.send(0)
-    assert comm.schedule.log == ["all_gather(weights, 1 x float32)", "all_to_all_single(g0, 10 x float32)"]
+    assert comm.schedule.log == ["all_to_all_single(g0, 10 x float32)"]
     assert reductions == ["g0"]
-    assert comm.schedule.num_issued == 2
+    assert comm.schedule.num_issued == 1
     before = comm.schedule.hash
     comm.schedule.begin_step()
     assert comm.schedule.log == []

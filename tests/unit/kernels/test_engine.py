@@ -39,7 +39,7 @@ def make_engine(precision: str, *, kernels: bool, **options: Any) -> NativeEngin
 
 def train(engine: NativeEngine, micro_batches: int, *, bad: tuple[int, int] | None = None) -> list[dtrain.StepOutcome]:
     """Trains; the gradient of the first weight of backward is Inf in step and micro-batch ``bad``."""
-    weight = dict(engine.module.named_parameters())[engine.sharded.backward_names[-1]]
+    weight = dict(engine.module.named_parameters())[engine.backward_names[-1]]
     outcomes = []
     for step in range(STEPS):
         for number, tokens in enumerate(engine.accumulate(list(batch(step, micro_batches)))):

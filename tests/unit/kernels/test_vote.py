@@ -63,7 +63,7 @@ def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
         if bad is not None:
             flat[bad, 17] = math.nan
             flat[2, 3] = math.inf
-        monitor.record_finiteness(2, 0, list(flat))
+        monitor.search(2, list(enumerate(flat)))
         row = vote.record(known().host, losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
         found.append(DeviceRecord.from_row(row[NUM_HOST:].tolist()).bad_gradient)
     assert found == [-1, 2 * 3 + 2, 2 * 3 + 1, -1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding import accumulate
-from dtrain.sharding.accumulate import GradientSum, RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
 
 few = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**31)
@@ -28,7 +28,7 @@ def random_grads(number: int, seed: int, dtype: torch.dtype = torch.float32, num
     return list((torch.randn(number, numel, generator=generator) * sizes).to(dtype).unbind())
 
 
-def summed(kind: type[GradientSum], grads: list[Tensor], weights: list[float] | None = None) -> Tensor:
+def summed(kind: type[RunningSum | TreeSum], grads: list[Tensor], weights: list[float] | None = None) -> Tensor:
     """Returns the main grad, which starts as NaN."""
     main_grad = torch.full_like(grads[0], math.nan, dtype=torch.float32)
     gradient_sum = kind(main_grad)

@@ -1,4 +1,4 @@
-"""A parameter group's gradients in one micro-batch, and the queue of their reductions."""
+"""A parameter group's gradients in one micro-batch, and the order of their reductions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import UsageError
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.accumulate import RunningSum
-from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient, ReductionQueue
+from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient, slot_parts
 from dtrain.sharding.group import FlatBuffer, ParameterGroup
 from dtrain.sharding.layout import FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.placement import STAGES, Placement
+from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.storage_pool import StoragePool
 
@@ -24,6 +25,7 @@ COMM = SingleRank(torch.device("cpu"))
 ONE = Weight(torch.ones(()), is_one=True)
 THREE = Weight(torch.tensor(3.0))
 SHAPES = {"w": (3, 2), "v": (4,), "b": (2,)}
+NUMBERS = {"v": 0, "w": 1, "b": 2}  # backward is expected to reach the last one of a flat buffer first
 
 
 def make_group(kind: str) -> ParameterGroup:
@@ -41,7 +43,7 @@ def make_group(kind: str) -> ParameterGroup:
         for start, stop in layout.extents:
             grad[start:stop] = torch.nan
         if kind == "accumulated":
-            return AccumulatedGradient(segment, COMM, grad, torch.float32, 0)
+            return AccumulatedGradient(segment, COMM, grad, torch.float32)
         return ExchangedGradient(segment, COMM, grad, exchange, number, RunningSum)
 
     def buffer(number: int, layout: FlatLayout) -> FlatBuffer:
@@ -53,19 +55,27 @@ def make_group(kind: str) -> ParameterGroup:
 
 
 def micro_batch(
-    group: ParameterGroup, grads: dict[int, float], weight: Weight = ONE, *, is_first: bool = True
-) -> list[list[Tensor]]:
+    group: ParameterGroup, grads: dict[str, float], weight: Weight = ONE, *, is_first: bool = True
+) -> dict[str, Tensor]:
+    """Returns the gradients of a micro-batch as they are reduced."""
     group.begin_micro_batch(weight, is_first=is_first)
-    for number, value in grads.items():
-        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], value))
-    return [[view.clone() for view in views] for views in group.complete()]
+    for name, value in grads.items():
+        group.accumulate(NUMBERS[name], torch.full(SHAPES[name], value))
+    group.complete()
+    return {name: part.clone() for name, number in NUMBERS.items() for part in group.parts(number)}
 
 
 def main_grads(group: ParameterGroup) -> dict[str, set[float]]:
     """Returns the distinct elements of each parameter's main grad, once the reductions are done."""
-    queue = ReductionQueue(len(group.buffers), None)
-    group.reduce(queue)
-    queue.finish()
+    started: list[FlatGradient] = []
+
+    def start(gradient: FlatGradient) -> None:
+        gradient.reduce()
+        started.append(gradient)
+
+    group.reduce(start)
+    for gradient in started:
+        gradient.finish_reduction()
     found = {}
     for buffer in group.buffers:
         buffer.gradient.start_gather()
@@ -86,70 +96,95 @@ def test_gradients_are_taken_in_any_order(kind: str) -> None:
     group = make_group(kind)
     group.begin_micro_batch(ONE, is_first=True)
     assert (group.num_missing, group.is_complete) == (3, False)
-    for left, number in ((2, 1), (1, 2), (0, 0)):
-        group.accumulate(number, torch.full(tuple(SHAPES.values())[number], 1.0 + number))
+    for left, name, value in ((2, "v", 2.0), (1, "b", 3.0), (0, "w", 1.0)):
+        group.accumulate(NUMBERS[name], torch.full(SHAPES[name], value))
         assert group.num_missing == left
+        (part,) = group.parts(NUMBERS[name])
+        assert (tuple(part.shape), float(part.mean())) == (SHAPES[name], value)
     assert not group.is_complete, "until it is completed"
-    (first, second), (third,) = group.complete()
+    group.complete()
     assert group.is_complete
-    assert [(tuple(view.shape), float(view.mean())) for view in (first, second, third)] == [
-        ((3, 2), 1.0),
-        ((4,), 2.0),
-        ((2,), 3.0),
-    ]
     assert main_grads(group) == {"w": {1.0}, "v": {2.0}, "b": {3.0}}
+
+
+def test_parameters_are_numbered_in_the_order_of_backward() -> None:
+    assert list(make_group("accumulated").trained) == sorted(NUMBERS, key=lambda name: NUMBERS[name])
 
 
 @KINDS
 def test_a_second_gradient_in_a_micro_batch_is_refused(kind: str) -> None:
     group = make_group(kind)
     group.begin_micro_batch(ONE, is_first=True)
-    group.accumulate(1, torch.ones(4))
+    group.accumulate(NUMBERS["v"], torch.ones(4))
     with pytest.raises(UsageError, match=r"'v' got a second gradient in one micro-batch; .* use_reentrant=False"):
-        group.accumulate(1, torch.full((4,), 5.0))
+        group.accumulate(NUMBERS["v"], torch.full((4,), 5.0))
     assert group.num_missing == 2
-    list(group.complete())
+    group.complete()
     assert main_grads(group)["v"] == {1.0}, "the second one is not in the sum"
 
 
 @KINDS
 def test_missing_gradients_are_zero(kind: str) -> None:
     group = make_group(kind)
-    micro_batch(group, {0: 1.0, 1: 2.0, 2: 3.0})
+    micro_batch(group, {"w": 1.0, "v": 2.0, "b": 3.0})
     assert main_grads(group) == {"w": {1.0}, "v": {2.0}, "b": {3.0}}
     # the buffers hold the gradients of the step before
-    (_, missing), (alone,) = micro_batch(group, {0: 7.0})
-    assert not missing.any()
-    assert not alone.any()
+    grads = micro_batch(group, {"w": 7.0})
+    assert not grads["v"].any()
+    assert not grads["b"].any()
     assert main_grads(group) == {"w": {7.0}, "v": {0.0}, "b": {0.0}}
 
 
 def test_the_first_micro_batch_of_a_step_overwrites_and_later_ones_add() -> None:
     group = make_group("accumulated")
     for _ in range(2):  # the second step is as the first, whose main grads were NaN
-        micro_batch(group, {0: 1.0, 1: 1.0, 2: 1.0}, THREE)
-        micro_batch(group, {0: 2.0, 2: 5.0}, is_first=False)  # `v` is missing, and keeps its sum
+        micro_batch(group, {"w": 1.0, "v": 1.0, "b": 1.0}, THREE)
+        micro_batch(group, {"w": 2.0, "b": 5.0}, is_first=False)  # `v` is missing, and keeps its sum
         assert main_grads(group) == {"w": {5.0}, "v": {3.0}, "b": {8.0}}
 
 
 def test_an_exchanged_gradient_is_sent_without_its_weight() -> None:
     """A product would be rounded to the reduce dtype; the owner applies the weight."""
     group = make_group("exchanged")
-    (first, _), _ = micro_batch(group, {0: 1.0}, THREE)
-    assert set(first.view(-1).tolist()) == {1.0}
+    assert set(micro_batch(group, {"w": 1.0}, THREE)["w"].view(-1).tolist()) == {1.0}
 
 
-# -- the queue ---------------------------------------------------------------------------------------------------------
+# -- the parts of a parameter in a buffer with gaps --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("gap", [0, 64])
+def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
+    shapes = {"a": (700, 3), "none": (0, 4), "b": (5,), "c": (4000,), "d": (2, 2)}
+    specs = [ParamSpec(name, shape, torch.float32, name != "c") for name, shape in shapes.items()]
+    (layout,) = flat_layouts("unit", specs, world_size)
+    flat = torch.arange(1.0, layout.numel + 1)
+    rows = torch.zeros(world_size, layout.shard_numel + gap)
+    rows[:, : layout.shard_numel] = flat.view(world_size, -1)
+    parts = slot_parts(rows.view(-1), layout, gap)
+    assert len(parts) == len(layout.slots)
+    for slot, found in zip(layout.slots, parts, strict=True):
+        crossed = (max(slot.stop - 1, slot.start) // layout.shard_numel) - slot.start // layout.shard_numel
+        assert len(found) == 1 + (crossed if gap else 0)
+        assert len(found) > 1 or found[0].shape == slot.spec.shape
+        assert torch.equal(torch.cat([part.reshape(-1) for part in found]), flat[slot.start : slot.stop])
+        for part in found:
+            part.fill_(0)
+    assert not (rows[:, layout.shard_numel :]).any(), "nothing lies in the gaps"
+    gaps = torch.ones(layout.numel, dtype=torch.bool)
+    for start, stop in layout.extents:
+        gaps[start:stop] = False
+    assert torch.equal(rows[:, : layout.shard_numel].reshape(-1), flat * gaps), "no other element was touched"
+
+
+# -- the order of reductions -------------------------------------------------------------------------------------------
 
 
 class FakeGradient:
     """Records when its reductions start and finish."""
 
-    def __init__(self, name: str, events: list[str], first: dict[int, int], weights: Tensor | None = None) -> None:
-        self._name, self._events, self._first, self._weights = name, events, first, weights
-
-    def finish_first(self, number: int) -> int:
-        return self._first.get(number, -1)
+    def __init__(self, name: str, events: list[str], weights: Tensor | None = None) -> None:
+        self._name, self._events, self._weights = name, events, weights
 
     def reduce(self) -> None:
         self._events.append(f"start {self._name}")
@@ -159,52 +194,97 @@ class FakeGradient:
         return self._weights
 
 
-def queued(first: dict[int, int], names: str) -> tuple[list[str], ReductionQueue]:
+class FakeExchange:
+    """Demands that reductions are finished before others start: ``first`` has the numbers of both."""
+
+    def __init__(self, first: dict[int, int]) -> None:
+        self._first = first
+        self.num_started = 0
+
+    def begin(self, weight: Tensor) -> None:
+        pass
+
+    def finish_first(self) -> int:
+        self.num_started += 1
+        return self._first.get(self.num_started - 1, -1)
+
+
+class FakeGroup:
+    """A group of one flat buffer without parameters."""
+
+    def __init__(self, gradient: FakeGradient) -> None:
+        self.gradient, self.buffers, self.trained = gradient, [self], dict[str, Any]()
+        self.is_complete = False
+        self.layout = self
+
+    slots = ()
+
+    def begin_micro_batch(self, weight: Weight, *, is_first: bool) -> None:
+        self.is_complete = False
+
+    def complete(self) -> None:
+        self.is_complete = True
+
+    def reduce(self, start: Any) -> None:
+        start(self.gradient)
+
+
+class NoGather(FakeGradient):
+    def start_gather(self) -> None:
+        self._events.append(f"gather {self._name}")
+
+
+def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None) -> tuple[list[str], GradientReducer]:
     events: list[str] = []
-    queue = ReductionQueue(len(names), None)
-    for name in names:
-        gradient: Any = FakeGradient(name, events, first)
-        queue.start(gradient)
-    return events, queue
+    groups: Any = [FakeGroup(NoGather(name, events, weights)) for name in names]
+    exchange: Any = FakeExchange(first)
+    return events, GradientReducer(groups, exchange)
+
+
+def reduced(first: dict[int, int], names: str) -> tuple[list[str], GradientReducer]:
+    events, reducer = reducer_of(names, first)
+    reducer.begin_micro_batch(ONE, number=0, last=True)
+    reducer.end_micro_batch()
+    return events, reducer
 
 
 def test_reductions_finish_in_the_order_in_which_they_started() -> None:
-    events, queue = queued({}, "abc")
+    events, reducer = reduced({}, "abc")
     assert events == ["start a", "start b", "start c"]
-    queue.finish()
-    assert events[3:] == ["finish a", "finish b", "finish c"]
-    queue.finish()
-    assert len(events) == 6, "each once"
+    reducer.finish()
+    assert events[3:6] == ["finish a", "finish b", "finish c"]
+    assert events[6:] == ["gather a", "gather b", "gather c"]
+    reducer.finish()
+    assert len(events) == 9, "each once"
 
 
 def test_what_must_be_finished_first_is_finished_and_no_more() -> None:
-    events, queue = queued({2: 0, 3: 0, 4: 2}, "abcde")
+    events, reducer = reduced({2: 0, 3: 0, 4: 2}, "abcde")
     assert events == [
         *("start a", "start b"),
         *("finish a", "start c"),  # c waits for number 0
         "start d",  # which is finished already
         *("finish b", "finish c", "start e"),  # e waits for all up to number 2
     ]
-    queue.finish()
-    assert events[-2:] == ["finish d", "finish e"]
+    reducer.finish()
+    assert events[8:10] == ["finish d", "finish e"]
 
 
 def test_a_wait_for_what_has_not_started_ends() -> None:
-    events, _ = queued({1: 5}, "ab")
+    events, _ = reduced({1: 5}, "ab")
     assert events == ["start a", "finish a", "start b"]
 
 
 def test_numbers_go_on_over_micro_batches_and_weights_are_taken_once_each() -> None:
-    events: list[str] = []
-    queue = ReductionQueue(2, None)
-    first = {3: 1}  # the second gradient of the second micro-batch waits for the first micro-batch
-    for micro in range(2):
-        queue.begin_micro_batch(ONE, is_first=micro == 0)
-        for name in "ab":
-            gradient: Any = FakeGradient(f"{name}{micro}", events, first, torch.tensor([1.0 + micro, 5.0]))
-            queue.start(gradient)
-    assert events == ["start a0", "start b0", "start a1", "finish a0", "finish b0", "start b1"]
-    queue.finish()
-    assert [weights.tolist() for weights in queue.weights] == [[1.0, 5.0], [2.0, 5.0]]
-    queue.begin_micro_batch(ONE, is_first=True)
-    assert queue.weights == [], "of the new step"
+    weights = torch.tensor([1.0, 5.0])
+    # the second gradient of the second micro-batch waits for the first micro-batch
+    events, reducer = reducer_of("ab", {3: 1}, weights)
+    for number in range(2):
+        reducer.begin_micro_batch(ONE, number=number, last=number == 1)
+        reducer.end_micro_batch()
+        weights += 1
+    assert events == ["start a", "start b", "start a", "finish a", "finish b", "start b"]
+    reducer.finish()
+    assert len(reducer.weights) == 2, "of two micro-batches"
+    reducer.begin_micro_batch(ONE, number=0, last=True)
+    assert reducer.weights == [], "of the new step"

@@ -36,7 +36,7 @@ def test_a_view_is_found_again_in_other_memory() -> None:
     ]
     wanted = [(view.clone(), view.stride(), view.storage_offset()) for view in views]
     packed = [saved.pack(view) for view in views]
-    assert all(isinstance(found, SavedTensorRef) and found.copy.group is group for found in packed)
+    assert all(isinstance(found, SavedTensorRef) and found.group is group for found in packed)
     del views
     saved.remove(group)  # resharded, then unsharded elsewhere
     replica.copies = [copy.clone() for copy in replica.copies]

@@ -93,11 +93,11 @@ def test_findings_travel_as_they_are() -> None:
 def test_monitor_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
     monitor = GradientMonitor(3)
     grad = torch.full((5000,), 100.0, dtype=dtype)  # as FP16, its sum would overflow
-    monitor.record_finiteness(0, 2, [grad])
+    monitor.record_finiteness(0, 2, grad)
     bad_grad = grad.clone()
     bad_grad[-1] = value
-    monitor.record_finiteness(1, 0, [grad, bad_grad])
-    monitor.record_finiteness(1, 2, [grad])
+    for number, recorded in enumerate([grad, bad_grad, grad]):
+        monitor.record_finiteness(1, number, recorded)
     numbers, bad = monitor.finiteness()
     assert list(numbers) == [2, 3, 4, 5]
     assert bad is not None
@@ -109,10 +109,10 @@ def test_monitor_finds_one_bad_element(dtype: torch.dtype, value: float) -> None
 def test_monitor_keeps_numbers_and_sums_together_over_dtypes() -> None:
     monitor = GradientMonitor(2)
     good, bad = torch.ones(4), torch.tensor([1.0, math.nan])
-    monitor.record_finiteness(0, 0, [good.bfloat16()])
-    monitor.record_finiteness(0, 1, [bad])
-    monitor.record_finiteness(1, 0, [bad.bfloat16()])
-    monitor.record_finiteness(1, 1, [good])
+    monitor.record_finiteness(0, 0, good.bfloat16())
+    monitor.record_finiteness(0, 1, bad)
+    monitor.record_finiteness(1, 0, bad.bfloat16())
+    monitor.record_finiteness(1, 1, good)
     numbers, marks = monitor.finiteness()
     assert marks is not None
     assert dict(zip(numbers, marks.tolist(), strict=True)) == {0: False, 1: True, 2: True, 3: False}
