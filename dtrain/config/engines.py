@@ -10,7 +10,9 @@ from dtrain.config.fields import CheckedRecord, at_least, between, one_of, optio
 from dtrain.errors import ConfigError
 
 _ZERO_STAGE = "What is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also weights."
-_SHARDING_UNITS = "Name patterns of modules, each sharded as a unit; auto: each element of a ModuleList or Sequential."
+_SHARDING_UNITS = (
+    "Name patterns of modules, each sharded as a unit; auto: each element of an outermost ModuleList or Sequential."
+)
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
@@ -69,7 +71,7 @@ class Native(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(EngineConfig):
-    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps unsharded weights until backward, 3 frees them."""
+    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps weights unsharded until a step's last backward."""
 
     name: str = option("fsdp2")
     sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
