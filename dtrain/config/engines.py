@@ -10,7 +10,9 @@ from dtrain.config.fields import CheckedRecord, at_least, between, one_of, optio
 from dtrain.errors import ConfigError
 
 _ZERO_STAGE = "What is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also weights."
-_SHARDING_UNITS = "Name patterns of modules, each sharded as a unit; auto: each element of a ModuleList or Sequential."
+_SHARDING_UNITS = (
+    "Name patterns of modules, each sharded as a unit; auto: each element of an outermost ModuleList or Sequential."
+)
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
@@ -43,7 +45,7 @@ class EngineConfig(CheckedRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class Native(EngineConfig):
-    """dtrain's own engine: sharded FP32 masters, gradients sent in the replica dtype, one vote per step."""
+    """dtrain's own engine: sharded FP32 masters, gradients reduced during backward and summed in FP32, one vote."""
 
     sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
     reshard_after_forward: bool = setting(
@@ -51,7 +53,7 @@ class Native(EngineConfig):
     )
     prefetch: int = at_least(1, 0, "At stage 3, number of groups unsharded ahead of their use.")
     keep_gathered: list[str] = setting(
-        [], "At stage 3, name patterns of modules or parameters that stay unsharded throughout a step."
+        [], "At stage 3, name patterns of modules or parameters that stay unsharded from forward to backward."
     )
 
     def _check(self) -> None:
@@ -69,7 +71,7 @@ class Native(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDP2(EngineConfig):
-    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps unsharded weights until backward, 3 frees them."""
+    """PyTorch's ``fully_shard`` with dtrain's vote; stage 2 keeps weights unsharded until a step's last backward."""
 
     name: str = option("fsdp2")
     sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
@@ -104,10 +106,10 @@ ENGINES: dict[str, type[EngineConfig]] = {"native": Native, "fsdp2": FSDP2, "dee
 
 
 def engines_with(setting: str) -> list[str]:
-    """Names of the engines whose record has a field ``setting``."""
+    """Returns the names of the engines whose record has a field ``setting``."""
     return [name for name, record in ENGINES.items() if setting in settings_of(record)]
 
 
 def settings_of(record: type[EngineConfig]) -> list[str]:
-    """The names of an engine's settings."""
+    """Returns the names of an engine's settings."""
     return [item.name for item in fields(record) if item.name != "name"]

@@ -27,7 +27,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
     Raises:
         ConfigError: cuBLAS has chosen others before.
     """
-    # torch reads it once, in the first product on a GPU, and refuses products ever after if it is not set
+    # torch reads it once, in the first product on a GPU, and refuses every later product if it is not set
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # on by default with deterministic algorithms: it would write every new tensor once more

@@ -29,7 +29,7 @@ class Engine(ABC):
     """One training step on all ranks: forward, backward, reduction, vote, update.
 
     Attributes:
-        module: the user's model; its parameters are the compute replicas.
+        module: the user's model, whose parameters the engine manages.
         comm: the ranks that train together.
         policy: the precision policy in force.
         contract: that policy resolved on the model.
@@ -93,9 +93,9 @@ class Engine(ABC):
                     engine.backward(loss_of(engine(x), y))
             engine.step()
 
-        Every rank runs the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``. A
-        step whose last one was not told is reduced by :meth:`step`. An exception ends the batch: if no backward came
-        before it, the next micro-batch is the first again.
+        Every rank runs the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``. If
+        none was marked as the last, :meth:`step` reduces. An exception ends the batch: if no backward came before it,
+        the next micro-batch is the first again.
 
         Args:
             last: whether it is this rank's last one before :meth:`step`; its backward starts the reductions that need
@@ -180,7 +180,7 @@ class Engine(ABC):
 
     @contextmanager
     def eval(self) -> Iterator[None]:
-        """Forwards inside consume no micro-batch number and build no graph; the module is in eval mode."""
+        """Context of forwards that consume no micro-batch number and build no graph; the module is in eval mode."""
         # of each module: a user may keep some in eval mode while the others train
         modes = [(module, module.training) for module in self.module.modules()]
         outer = self._evaluating

@@ -83,7 +83,7 @@ class NativeEngine(StepEngine):
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         reducer = self.sharded.reducer
-        # before backward, so that the weights travel while it runs
+        # before backward, so that the weights are sent while it runs
         reducer.begin_micro_batch(weight, number=self._micro_batch, last=self._is_last)
         if loss.requires_grad:  # else this rank's gradients are zero, and it reduces with the others all the same
             with self.sharded.backward():

@@ -1,10 +1,11 @@
 """The update of a flat FP32 arena by any rule: unscale, states, master, and the cast into the compute replica.
 
-The arena is updated segment by segment, so that the first groups are gathered while others are updated. A rule may have
-a kernel of its own for that (:meth:`dtrain.optim.rule.Rule.segment_kernel`); else it is applied block by block. Which
-one runs is chosen at the start of a run, because their bits differ in the last places. Each gives the same bits for
-every cut of the arena at chunks and for any sharding. None waits for the device, which decides itself whether an update
-is skipped.
+The arena is all that this rank holds of the flat buffers' masters, states and main grads; a segment is one buffer's
+part of it. Segments are updated in several calls, so that the first groups are gathered while others are updated. A
+rule may have a kernel of its own for that (:meth:`dtrain.optim.rule.Rule.segment_kernel`); else it is applied block by
+block. Which one runs is chosen at the start of a run, because their bits differ in the last places. Each gives the same
+bits for every cut of the arena at chunks and for any sharding. None waits for the device, which decides itself whether
+an update is skipped.
 """
 
 from __future__ import annotations

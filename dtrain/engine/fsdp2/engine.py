@@ -42,7 +42,10 @@ def build(request: EngineRequest) -> Engine:
 
 
 class Fsdp2Engine(StepEngine):
-    """The step over ``fully_shard``: stage 2 keeps weights unsharded until the step, 3 reshards them after each use."""
+    """The step over ``fully_shard``.
+
+    Stage 2 keeps weights unsharded until the last backward of a step, stage 3 reshards them after each use.
+    """
 
     name = "fsdp2"
     forward_communicates = True  # at stage 2 too: the first forward after an update gathers

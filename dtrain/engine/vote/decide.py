@@ -17,7 +17,7 @@ from torch import Tensor
 from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
-"""Why a step is not applied, by code from 1; the highest code explains most and wins. The last two end the run."""
+"""Reasons not to apply a step, by code from 1. If several hold, the highest counts. The last two end the run."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
 class FusedVoteTensors(VoteTensors):
-    """Two launches a step, besides the stack of the losses.
+    """The same in two launches a step, besides the stack of the losses.
 
     Args:
         max_grad_norm: clipping threshold, or None.

@@ -49,7 +49,7 @@ class HostRecord(_Record):
         data_cursor: samples consumed before this step.
         lr: learning rate of this step.
         loss_scale: in force during this step's backward.
-        stop_requested: 1 if this rank wants to stop after this step.
+        stop_requested: 1 if a stop after this step was requested on this rank.
         save_failed: 1 if this rank knows that the asynchronous save under way has failed.
     """
 

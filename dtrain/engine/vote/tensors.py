@@ -12,7 +12,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
 class VoteTensors:
-    """In tensor code: some fifty small operations a step.
+    """The device's part of a vote in tensor code: some fifty small operations a step.
 
     Args:
         max_grad_norm: clipping threshold, or None.
@@ -59,7 +59,7 @@ class VoteTensors:
                 bad_gradient,
             )
         )
-        # float bits travel as int64: one dtype, one all-gather
+        # float bits are sent as int64: one dtype, one all-gather
         return torch.cat((upload(host.to_row(), device), floats.view(torch.int64), integers))
 
     def decide(
