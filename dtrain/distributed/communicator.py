@@ -17,6 +17,8 @@ only after all of them have read it. No rank waits for that explicitly; it follo
   collective. Every rank has left its waits before it votes, and these buffers are written only after the vote, which no
   rank leaves before all have joined it. So a collective on such a buffer must be waited for before the next vote, even
   if no rank needs its result. Shards are published after they are written, and read in waits until the next vote.
+- In ``reduce_scatter_sum(gathers=True)`` the owner writes its sum into the same range of every rank's buffer. No other
+  rank reads or writes that range until the all-gather that follows has been waited for.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
 - Unreduced gradients are written several times between two votes. A :class:`GradientExchange` hands out their buffers
   and follows [Note: ring buffer reuse] in ``distributed.ring``.
@@ -209,9 +211,10 @@ class Communicator(Protocol):
         """
 
     def publish(self, shards: Sequence[Tensor]) -> None:
-        """Declares that ``shards``, from :meth:`allocate`, keep their bytes until the next call; all ranks call.
+        """Declares that ``shards``, from :meth:`allocate`, keep their bytes until the next vote; all ranks call.
 
-        Until then other ranks may read them at any time, so their all-gathers need not announce them again.
+        Until then other ranks may read them at any time, so their all-gathers need not announce them again. Each call
+        replaces the shards of the last one.
         """
         return
 

@@ -1,7 +1,8 @@
 """Collectives over a process group: NCCL, or gloo through sockets.
 
-``reduce_scatter_sum`` on gloo is an all-to-all of the shards and a local sum in rank order: that takes half the time of
-gloo's own reduce-scatter, which blocks its caller and sums in the dtype of its input.
+``reduce_scatter_sum`` on gloo, or in a dtype narrower than FP32, is an all-to-all of the shards and a local sum in rank
+order, because backends sum in the dtype of their input. On gloo that also takes half the time of its own
+reduce-scatter, which blocks its caller.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Engine(ABC):
 
     def _accumulate(self, items: Iterator[Batch]) -> Iterator[Batch]:
         before = self._current.state
-        if before == "open" or (before != "untold" and self._has_backward()):
+        if before == "open" or (before != "unmarked" and self._has_backward()):
             # two batches in one step would give two micro-batches one number, and with it one RNG key
             raise UsageError(
                 f"engine.accumulate was called again before engine.step, or after engine.micro_batch; one batch makes "
@@ -137,7 +137,7 @@ class Engine(ABC):
         following: Batch | object = next(items, _END)
         if following is _END:
             raise UsageError("engine.accumulate got an empty batch; every rank gives at least one micro-batch")
-        if before != "untold":
+        if before != "unmarked":
             self._end_batch()  # micro-batches without any backward: as if they had not been
         current: MicroBatch | None = None
         try:

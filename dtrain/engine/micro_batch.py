@@ -15,14 +15,14 @@ class MicroBatch:
     Attributes:
         number: its index on this rank, from 0 in each step.
         is_last: whether it is this rank's last one in the step, whose backward reduces.
-        state: ``untold``, if the caller marks no micro-batches, so that a step has one; ``open`` inside
+        state: ``unmarked``, if the caller marks no micro-batches, so that a step has one; ``open`` inside
             ``engine.micro_batch``; ``closed`` after it; ``over`` if none can follow it in this step.
         num_forwards: forwards of it in training mode so far.
     """
 
     number: int = 0
     is_last: bool = True
-    state: Literal["untold", "open", "closed", "over"] = "untold"
+    state: Literal["unmarked", "open", "closed", "over"] = "unmarked"
     num_forwards: int = 0
 
     def following(self, *, is_last: bool, has_backward: bool) -> MicroBatch:

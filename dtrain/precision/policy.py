@@ -73,9 +73,10 @@ class PrecisionPolicy:
         if self.reduce_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"reduce dtype must be float32, bfloat16 or float16; got {self.reduce_dtype}")
         if self.reduce_dtype == torch.float16 != self.compute_dtype:
+            compute = str(self.compute_dtype).removeprefix("torch.")
             raise ConfigError(
-                f"reduce dtype float16 under compute dtype {self.compute_dtype}: no loss scale keeps these gradients "
-                f"in the range of FP16 (6e-8 to 65,504); use bf16 or fp32"
+                f"reduce dtype float16 under compute dtype {compute}: no loss scale keeps these gradients in the range "
+                f"of FP16 (6e-8 to 65,504); use bf16 or fp32"
             )
         check_rules(self.rules)
         if self.uses_float8 and self.name != "auto" and self.compute_dtype != torch.bfloat16:

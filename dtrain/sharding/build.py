@@ -6,8 +6,8 @@
 1. Layouts: arithmetic only.
 2. For each flat buffer: replica and master; the master takes the parameters' unrounded values, then the parameters
    become views of the replica, which frees their own values.
-3. Main grads and the send buffers of gradients.
-4. Scales of FP8 replicas, the scheduler of stage 3, the gradient hooks.
+3. Optimizer states, main grads and the send buffers of gradients.
+4. Replicas of frozen parameters, scales of FP8 replicas, the scheduler of stage 3, the gradient hooks.
 5. The first refresh, which fills the replicas.
 """
 
@@ -67,15 +67,12 @@ def build(
     reducer = GradientReducer(backward, exchange)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
-        reshards, prefetch = options.reshard_after_forward, options.prefetch
-        scheduler = UnshardScheduler(
-            model, groups, comm, builder.pool, reshard_after_forward=reshards, prefetch=prefetch
-        )
+        scheduler = UnshardScheduler(model, groups, comm, builder.pool, options)
     return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm)
 
 
 class _Builder:
-    """Steps 1 to 3 of [Note: construction order].
+    """Steps 1 to 3 of [Note: construction order], and the replicas of frozen parameters.
 
     Attributes:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
@@ -175,7 +172,7 @@ class _Builder:
     def buffers(self, states: Sequence[StateSpec]) -> tuple[list[FlatBuffer], GradientExchange | None]:
         """Returns the flat buffers of the trained parameters, and the exchange of their gradients, if they are sent.
 
-        Masters, states and main grads of all buffers lie in one contiguous tensor each.
+        States, main grads, and masters without an FP32 replica lie in one contiguous tensor each.
         """
         segments = [self._placements.master.segment(layout, self._comm.rank) for layout in self._layouts]
         separate = [segment for segment in segments if segment.layout.dtype != torch.float32]  # [Note: FP32 replicas]

@@ -1,12 +1,10 @@
 """The gradient of one flat buffer, from backward to the main grad.
 
-There are two kinds, chosen by the gradient's placement:
-
-- :class:`AccumulatedGradient` (REPLICATE): micro-batches accumulate in an unsharded FP32 buffer, whose sum is
-  reduce-scattered after the last one.
-- :class:`ExchangedGradient` (SHARD): every micro-batch's gradient is sent to the owners of its shards unreduced, in the
-  replica dtype; each owner applies the weights and sums in FP32. That is half the bytes of FP32, it rounds nothing
-  between ranks, and it allows the canonical order of reproducible runs.
+- :class:`AccumulatedGradient`, where every rank holds the main grad: micro-batches accumulate in an unsharded FP32
+  buffer, whose sum is reduce-scattered after the last one.
+- :class:`ExchangedGradient`, where it is sharded, and in reproducible runs: every micro-batch's gradient is sent to the
+  owners of its shards unreduced, as backward left it; each owner applies the weights and sums in FP32. That is half the
+  bytes of FP32, it rounds nothing between ranks, and it allows the canonical order of reproducible runs.
 
 Gradients are sent in the reduce dtype, rounded once if that is narrower; sums are FP32 always.
 """
@@ -80,7 +78,7 @@ class FlatGradient(ABC):
 
 
 class AccumulatedGradient(FlatGradient):
-    """REPLICATE: accumulates in ``full``, and reduce-scatters it once a step.
+    """The gradient that this rank accumulates in ``full``, which is reduce-scattered once a step.
 
     Args:
         segment, comm: as above.
@@ -118,12 +116,12 @@ class AccumulatedGradient(FlatGradient):
 
 
 class ExchangedGradient(FlatGradient):
-    """SHARD: sends the shards of each micro-batch's gradient to their owners, which sum them.
+    """The gradient whose shards are sent to their owners in each micro-batch, which sum them.
 
     Args:
         segment, comm, main_grad: as above.
-        exchange: send buffers.
-        index: number of the flat buffer in the exchange.
+        exchange: its send buffers.
+        index: number of the flat buffer among the sends of the exchange.
         gradient_sum: makes the sum of a shard.
     """
 

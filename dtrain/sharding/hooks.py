@@ -10,7 +10,7 @@ from dtrain.sharding.group import ParameterGroup
 
 
 class GuardedParameters(dict[str, Any]):
-    """Replacement of a module's ``_parameters``: a read by name, as ``self.weight`` does, requires the group first."""
+    """Replacement of a module's ``_parameters``: ``self.weight`` is read only if its group may be."""
 
     def __init__(
         self,

@@ -130,7 +130,7 @@ class ShardedModel:
             handle.wait()
         for buffer in self.buffers:  # after the waits: operands are made from gathered values
             buffer.replica.views.invalidate()
-        if self.scheduler is not None:  # the all-gathers of a step, two of each unit, read the same shards
+        if self.scheduler is not None:  # all all-gathers until the next update read these
             self._comm.publish([local for replica in self.replicas for local in replica.local])
 
     def _cast_masters(self, numbers: Sequence[int]) -> None:
@@ -146,8 +146,8 @@ class ShardedModel:
     def chunk_squares(self) -> Tensor:
         """Returns FP64 [chunks of this rank], the sums of squares of the main grads' chunks.
 
-        The FP32 norm of 1,024 elements is precise enough and twenty times faster than one in FP64. A gradient counts as
-        not finite if it overflows, above 1.8e19 in a chunk.
+        The FP32 norm of 1,024 elements is precise enough and twenty times faster than one in FP64. If the
+        norm of a chunk overflows (elements above 1.8e19), its gradient counts as not finite.
         """
         norms = [torch.linalg.vector_norm(grad.view(-1, CHUNK), dim=1) for grad in self.owned_main_grads()]
         return torch.cat(norms).double().square_()

@@ -1,4 +1,4 @@
-"""ZeRO stages as a table of placements; no other module of this package knows a stage number.
+"""ZeRO stages as a table of placements; no other module of this package branches on a stage number.
 
 Communication is what moves a tensor between placements (Rajbhandari et al., "ZeRO", SC 2020, section 5)::
 

@@ -131,8 +131,8 @@ class Replica:
         held = placements.compute.segment(layout, comm.rank).numel
         self.is_sharded = held < layout.numel
         self.is_gathered = self._owned.numel < held
-        others_read = self._owned.numel < layout.numel
-        allocate = comm.allocate if others_read else partial(torch.zeros, device=comm.device)
+        # shared, if other ranks read it
+        allocate = comm.allocate if self._owned.numel < layout.numel else partial(torch.zeros, device=comm.device)
         tensors = [allocate(held, dtype=layout.dtype) for _ in range(views.num_copies)]
         self.local = tensors if self.is_sharded else [self._owned.of(copy) for copy in tensors]
         self.copies = [copy.new_empty(0) for copy in tensors] if self.is_sharded else tensors

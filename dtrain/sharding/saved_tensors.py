@@ -1,4 +1,4 @@
-"""The tensors that autograd saves in a forward over sharded weights: views of an unsharded replica by reference."""
+"""References that autograd saves in a forward over sharded weights, instead of views of unsharded replicas."""
 
 from __future__ import annotations
 

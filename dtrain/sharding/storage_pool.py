@@ -13,10 +13,10 @@ _use_count: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class StoragePool:
-    """Storages of one size that are reused within a forward and backward.
+    """Storages that are reused, by their size, within a forward and backward.
 
-    malloc returns memory of this size to the system, and the page faults of taking it again are most of the time that
-    stage 3 takes over stage 2. A GPU's allocator keeps its memory by itself.
+    malloc would return memory of this size to the system, and the page faults of taking it again would be most of the
+    time that stage 3 takes in addition to stage 2. A GPU's allocator keeps its memory by itself.
     """
 
     def __init__(self, device: torch.device) -> None:

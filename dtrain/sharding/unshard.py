@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
 from dtrain.parameters.groups import callable_parts
@@ -44,8 +45,7 @@ class UnshardScheduler:
         groups: all parameter groups, sharded.
         comm: the ranks that share the groups.
         pool: memory of the unsharded replicas.
-        reshard_after_forward: reshard a group after its forward; else it stays unsharded until backward has used it.
-        prefetch: number of groups that are unsharded ahead of their use.
+        options: ``reshard_after_forward`` and ``prefetch``.
 
     Attributes:
         peak: largest number of groups, besides the root, that were unsharded at a time.
@@ -57,14 +57,12 @@ class UnshardScheduler:
         groups: Sequence[ParameterGroup],
         comm: Communicator,
         pool: StoragePool,
-        *,
-        reshard_after_forward: bool,
-        prefetch: int,
+        options: Native,
     ) -> None:
         self._comm = comm
         self._pool = pool
-        self._reshard_after_forward = reshard_after_forward
-        self._num_ahead = prefetch
+        self._reshard_after_forward = options.reshard_after_forward
+        self._num_ahead = options.prefetch
         self._groups = list(groups)
         self._forward = ExecutionOrder([group for group in groups if group.name])
         self._backward: ExecutionOrder | None = None  # no backward has been yet
@@ -81,12 +79,10 @@ class UnshardScheduler:
 
     def _install(self, model: nn.Module) -> None:
         # prepended hooks run last to first, so those of one module run in the order model, unit, owner of a parameter
-        owners = {id(p): group for group in self._groups for p in group.parameters.values()}
-        names = {id(p): name for group in self._groups for name, p in group.parameters.items()}
+        owners = {id(p): (group, name) for group in self._groups for name, p in group.parameters.items()}
         for module in model.modules():
-            owned = {key: p for key, p in module._parameters.items() if id(p) in owners}
-            if owned:
-                guards = {key: (owners[id(p)], names[id(p)]) for key, p in owned.items()}
+            guards = {key: owners[id(p)] for key, p in module._parameters.items() if id(p) in owners}
+            if guards:
                 self._guard(module, guards)
         for group in self._groups:
             for module in callable_parts(model.get_submodule(group.name)) if group.name else ():

@@ -76,7 +76,7 @@ def test_dtype_during_reduction(name: str, asked: str, reduces_every_micro_batch
 @pytest.mark.parametrize(
     ("name", "asked", "reduces_every_micro_batch", "message"),
     [
-        ("bf16", "fp16", True, "reduce dtype float16 under compute dtype torch.bfloat16: no loss scale .* range"),
+        ("bf16", "fp16", True, "reduce dtype float16 under compute dtype bfloat16: no loss scale .* range"),
         ("bf16", "fp16", False, "no loss scale"),
         ("fp32", "fp16", True, "no loss scale"),
         ("fp16", "bf16", True, "reduce dtype bfloat16 under compute dtype float16: .* three bits of each"),
