@@ -35,7 +35,7 @@ class GradientMonitor:
         self._searches: dict[int, Any] = {}  # by the number of their first gradient
         self._maxima: list[Tensor] = []
         self._no_maximum: Tensor | None = None
-        self._sums: dict[torch.dtype, list[Tensor]] = {}
+        self._sums: dict[torch.dtype, Tensor] = {}
         self._numbers: dict[torch.dtype, list[int]] = {}
 
     def record_finiteness(self, micro_batch: int, number: int, grad: Tensor) -> None:
@@ -43,10 +43,16 @@ class GradientMonitor:
         if not self.is_enabled or self.found is not None:
             return
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
-        wide = torch.float32 if grad.dtype == torch.float16 else None
-        self._sums.setdefault(grad.dtype, []).append(grad.sum(dtype=wide))
+        dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
+        numbers = self._numbers.setdefault(dtype, [])
+        if dtype not in self._sums:
+            # one tensor: small ones between the gradients would keep malloc from using their memory again
+            self._sums[dtype] = torch.empty(self._num_parameters, dtype=dtype, device=grad.device)
+        elif len(numbers) == len(self._sums[dtype]):
+            self._sums[dtype] = self._sums[dtype].repeat(2)
+        torch.sum(grad, dim=(), dtype=dtype, out=self._sums[dtype][len(numbers)])
         # ordered by micro-batch, then by backward, so the least number is the gradient that went wrong first
-        self._numbers.setdefault(grad.dtype, []).append(micro_batch * self._num_parameters + number)
+        numbers.append(micro_batch * self._num_parameters + number)
 
     def search(self, micro_batch: int, grads: Sequence[tuple[int, Tensor]]) -> None:
         """Records the gradients of a flat buffer, or their parts, with the numbers of their parameters."""
@@ -62,9 +68,8 @@ class GradientMonitor:
     def finiteness(self) -> tuple[Sequence[int], Tensor | None]:
         """Returns the number of each gradient (micro-batch x parameters + parameter), and which are bad: bool."""
         numbers = [number for own in self._numbers.values() for number in own]
-        # a kernel for each dtype, because stack takes one, instead of one for each gradient
-        bad = [~torch.stack(sums).isfinite() for sums in self._sums.values()]
-        return numbers, torch.cat(bad) if bad else None
+        bad = [~self._sums[dtype][: len(own)].isfinite() for dtype, own in self._numbers.items()]
+        return numbers, torch.cat(bad) if numbers else None
 
     def record_magnitude(self, grad: Tensor) -> None:
         """Records the largest element of a gradient as it leaves backward, neither weighted nor summed."""
@@ -82,5 +87,4 @@ class GradientMonitor:
 
     def clear(self) -> None:
         self._maxima.clear()
-        self._sums.clear()
         self._numbers.clear()
