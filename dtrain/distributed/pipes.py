@@ -7,8 +7,9 @@ other end has ended, unless a child that the process forked still holds that end
 [Note: full pipes] A write waits while the pipe is full, yet no ranks wait for each other in a circle. A message takes
 one page of a pipe at most, and a rank has at most as many messages that it has sent and not received as its smallest
 pipe has pages. Let a rank wait to write message n to another rank, whose pipe holds the p messages n - p to n - 1. The
-other rank has not received message n - p, so it has not sent message n yet. A rank that waits to receive message n has
-sent it, and waits for a rank that has not. So every rank waits for one that has sent fewer messages than itself.
+other rank has not received message n - p, so it has not begun message n. A rank that waits to receive message n has
+sent it, and waits for one that has not begun it or waits to write it. So a chain of waits leads to ranks that are
+further and further behind, and the last one does not wait.
 """
 
 from __future__ import annotations
