@@ -1,16 +1,16 @@
 """Collectives of CPU ranks of one host, which read each other's buffers.
 
-Buffers from :meth:`HostMemory.allocate` are read in place; all else goes through the process group. Only a ready
-message is sent through gloo: one small all-gather, batched over all buffers announced before the first wait. So order,
-failures, time-outs and bits are the same as with sockets. A rank that has received a ready message sees the sender's
-stores, because sending and receiving on a socket are system calls that take locks, which order memory on x86 and on
-ARM. The weight of a micro-batch lies in the ready messages of its gradients.
+Buffers from :meth:`HostMemory.allocate` are read in place. Only a ready message is sent, through pipes: one for all
+buffers announced before the first wait. Small rows go through the pipes too, all else through the process group; order,
+failures, time-outs and bits are the same. A rank that has received a ready message sees the sender's stores, because
+writing and reading a pipe are system calls that take its lock, which orders memory on x86 and on ARM. The weight of a
+micro-batch lies in the ready messages of its gradients.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from dtrain.distributed.communicator import (
 )
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.logging import logger
-from dtrain.distributed.process_group import ProcessGroup, all_gather_single, named_failure, sum_in_order
+from dtrain.distributed.pipes import MAX_PAYLOAD_BYTES, Message, Pipes
+from dtrain.distributed.process_group import ProcessGroup, named_failure, sum_in_order
 from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.shared_memory import SharedMemory
@@ -34,6 +35,7 @@ from dtrain.errors import CommunicationError
 
 _READY_MESSAGE_BYTES = 16 * 2**20  # bytes of announced buffers after which the message is sent
 _READY_MESSAGE_ENTRIES = 16  # buffers in one message
+_ENTRY = struct.Struct("<5q")  # number of the collective, region, offset, bytes, weight of a buffer
 _ALIGNMENT = 64  # bytes; of the slots of the ring
 
 
@@ -50,8 +52,11 @@ class HostMemory(ProcessGroup):
         self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
     ) -> None:
         super().__init__(group, device, schedule)
-        self.memory = SharedMemory(self.rank, self.exchange_text)
         self._ready_message = _ReadyMessage(self)
+        self.pipes = Pipes(self.rank, self.world_size, group._get_backend(device).options._timeout)
+        self.pipes.open(self.exchange_text)
+        self.memory = SharedMemory(self.rank, self.exchange_text)
+        self.memory.unsupported_reason = self.pipes.unsupported_reason  # shared buffers need ready messages
         self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
         self._written: set[tuple[int, int]] = set()  # sums that this rank has written, or will write, to all ranks
 
@@ -97,6 +102,16 @@ class HostMemory(ProcessGroup):
             self._written.add(_extent(output))
         return _SumRead(self.announce(what, flat), output, self.rank, dtype, gathers)
 
+    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+        if self.pipes.unsupported_reason or not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:
+            return super().gather_rows(row, label=label)
+        what = self.schedule.record("gather_rows", label, row)
+        self.flush()
+        payload = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
+        with named_failure(f"rank {self.rank}: {what}"):
+            payloads = self.pipes.receive(self.pipes.send("gather_rows", payload))
+        return torch.frombuffer(bytearray().join(payloads), dtype=row.dtype).view(self.world_size, row.numel())
+
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if sends:
             sizes = [-(-send.nbytes // _ALIGNMENT) * _ALIGNMENT for send in sends]
@@ -110,6 +125,7 @@ class HostMemory(ProcessGroup):
         super().release()
         self._published.clear()
         self.memory.release()
+        self.pipes.release()
 
     def announce(self, what: str, tensor: Tensor, weight: int = 0) -> Announcement:
         """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order."""
@@ -117,7 +133,7 @@ class HostMemory(ProcessGroup):
         assert location is not None
         message = self._ready_message
         announcement = Announcement(self, what, self.schedule.num_issued, tensor, message)
-        message.entries.append((announcement.collective, *location, tensor.nbytes, weight))
+        message.entries.append(_ENTRY.pack(announcement.collective, *location, tensor.nbytes, weight))
         message.nbytes += tensor.nbytes
         # by the sizes alone, which are equal on all ranks, so that all send at the same point
         if message.nbytes >= _READY_MESSAGE_BYTES or len(message.entries) == _READY_MESSAGE_ENTRIES:
@@ -137,35 +153,25 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class _ReadyMessage:
-    """One all-gather of the locations of buffers that are ready; sent when a rank waits for one of them, or earlier."""
+    """The locations of buffers that are ready; sent when a rank waits for one of them, or earlier."""
 
     def __init__(self, comm: HostMemory) -> None:
         self._comm = comm
-        # (number of the collective, region, offset, bytes, weight) of each buffer
-        self.entries: list[tuple[int, int, int, int, int]] = []
+        self.entries: list[bytes] = []
         self.nbytes = 0
-        self._rows: Tensor | None = None  # [world_size, _READY_MESSAGE_ENTRIES, 5] once it is sent
-        self._work: Any = None
+        self._message: Message | None = None  # once it is sent
 
     def send(self) -> None:
-        comm = self._comm
-        # of a fixed size, so that messages with unequal numbers of entries are noticed
-        row = torch.zeros(_READY_MESSAGE_ENTRIES, 5, dtype=torch.int64)
-        row[: len(self.entries)] = torch.tensor(self.entries, dtype=torch.int64)
-        self._rows = torch.empty(comm.world_size, *row.shape, dtype=torch.int64)
-        with named_failure(f"rank {comm.rank}: the message that buffers are ready"):
-            self._work = all_gather_single(self._rows.view(-1), row.view(-1), group=comm.process_group, async_op=True)
+        with named_failure(f"rank {self._comm.rank}: the message that buffers are ready"):
+            self._message = self._comm.pipes.send("ready message", b"".join(self.entries))
 
-    def wait(self, index: int) -> list[list[int]]:
+    def wait(self, index: int) -> list[tuple[int, ...]]:
         """Returns entry number ``index`` of every rank."""
-        if self._work is None:
+        if self._message is None:
             self._comm.flush()
-        if self._work is None:  # the communicator has dropped this message, so another send would be empty
+        if self._message is None:  # the communicator has dropped this message, so another send would be empty
             raise RuntimeError("an earlier attempt to send it failed")
-        self._work.wait()
-        assert self._rows is not None
-        entries: list[list[int]] = self._rows[:, index].tolist()
-        return entries
+        return [_ENTRY.unpack_from(row, index * _ENTRY.size) for row in self._comm.pipes.receive(self._message)]
 
 
 class Announcement:

@@ -43,7 +43,7 @@ class SharedMemory:
 
     def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
         """Returns ``work()`` (plain JSON) of every rank, or None, with a reason, if it failed on one."""
-        values, self.unsupported_reason = _on_every_rank(work, self._exchange_text)
+        values, self.unsupported_reason = try_on_every_rank(work, self._exchange_text)
         return None if self.unsupported_reason else values
 
     def allocate(self, nbytes: int) -> UntypedStorage | None:
@@ -101,7 +101,7 @@ def compare_hosts(exchange_text: Callable[[str], list[str]], *, is_allowed: bool
     Raises:
         DivergenceError: ``is_allowed`` differs between the ranks.
     """
-    reports, reason = _on_every_rank(lambda: [is_allowed, _host_of_memory() if is_allowed else None], exchange_text)
+    reports, reason = try_on_every_rank(lambda: [is_allowed, _host_of_memory() if is_allowed else None], exchange_text)
     for rank, (allowed, _) in enumerate(reports):
         if allowed != reports[0][0]:
             raise DivergenceError(
@@ -115,7 +115,7 @@ def compare_hosts(exchange_text: Callable[[str], list[str]], *, is_allowed: bool
     return reason
 
 
-def _on_every_rank(work: Callable[[], Any], exchange_text: Callable[[str], list[str]]) -> tuple[list[Any], str]:
+def try_on_every_rank(work: Callable[[], Any], exchange_text: Callable[[str], list[str]]) -> tuple[list[Any], str]:
     """Returns ``work()`` (plain JSON) of every rank, or nothing and a reason if it failed on one."""
     try:
         report = {"value": work()}
@@ -145,12 +145,22 @@ def _host_of_memory() -> list[str]:
     return host
 
 
+def open_descriptor(pid: int, descriptor: int, inode: int, flags: int) -> int:
+    """Opens an open file of another process of this user, and returns the new descriptor.
+
+    Raises:
+        OSError: it cannot be opened, or is another file.
+    """
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
+    if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
+        os.close(opened)
+        raise OSError(f"/proc/{pid} is another process here")
+    return opened
+
+
 def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
-    pid, descriptor, inode = file
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    opened = open_descriptor(*file, os.O_RDWR)
     try:
-        if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
-            raise OSError(f"/proc/{pid} is another process here")
         return UntypedStorage.from_file(f"/proc/self/fd/{opened}", shared=True, nbytes=nbytes)  # type: ignore[return-value]
     finally:
         os.close(opened)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
+import re
 import signal
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed import host_memory, setup, shared_memory
+from dtrain.distributed import host_memory, pipes, setup, shared_memory
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.host_memory import HostMemory, RingExchange
 from dtrain.distributed.setup import make_communicator
@@ -87,6 +91,11 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
             comm.barrier()
             flat.add_(rank)
             shard.mul_(2)
+    for numel in (1, 400, 3000):  # of 3000 the rows are too large for the pipes
+        for dtype in DTYPES:
+            got[f"rows {numel} {dtype}"] = comm.gather_rows(numbers(rank, numel, 8).to(dtype), label="rows")
+        got[f"rows {numel} bool"] = comm.gather_rows(numbers(rank, numel, 8) > 0, label="rows")
+    got["rows 0"] = comm.gather_rows(torch.empty(0), label="rows")
     full = fill(comm, world * NUMEL, torch.float32, 3)
     output = torch.empty(NUMEL)
     comm.reduce_scatter_sum(output, full, label="rs").wait()
@@ -113,6 +122,7 @@ def test_same_bits_as_sockets(world: int) -> None:
     for rank in range(world):
         assert through_sockets[rank].keys() == in_place[rank].keys()
         for name, tensor in through_sockets[rank].items():
+            assert in_place[rank][name].dtype == tensor.dtype
             assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
     for rank in range(world):
         rows = [numbers(other, world * NUMEL, 7).bfloat16().float().view(world, -1)[rank] for other in range(world)]
@@ -123,12 +133,21 @@ def test_same_bits_as_sockets(world: int) -> None:
 
 def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
     """Something fails on the last rank only; every rank falls back to sockets and continues."""
-    if what == "other host" and rank == world - 1:
-        shared_memory.host_identity = lambda: ["another", "host"]
+    if rank == world - 1:
+        if what == "other host":
+            shared_memory.host_identity = lambda: ["another", "host"]
+        elif what == "create pipes":
+            os.pipe2 = _fail  # type: ignore[assignment]
+        elif what == "open pipes":
+            pipes.open_descriptor = _fail  # type: ignore[assignment]
     log: list[str] = []
     setup.logger.info = log.append
+    descriptors = len(os.listdir("/proc/self/fd"))
     comm = communicator(shared=True)
-    before = is_shared(comm, comm.allocate(8, torch.float32)) if what != "other host" else True
+    before = is_shared(comm, comm.allocate(8, torch.float32)) == (what in ("map", "memory is short"))
+    assert isinstance(comm, HostMemory) == (what != "other host")
+    if "pipes" in what:
+        assert len(os.listdir("/proc/self/fd")) == descriptors
     if rank == world - 1:
         if what == "map":
             shared_memory._map = _fail  # type: ignore[assignment]
@@ -142,6 +161,7 @@ def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
     all_reduce(comm, tensor)
     right = torch.equal(tensor, torch.full_like(tensor, world * (world + 1) / 2))
     assert not any((is_shared(comm, tensor), is_shared(comm, later)))
+    assert comm.gather_rows(torch.tensor([rank]), label="rows").flatten().tolist() == list(range(world))
     reason = log[-1].removeprefix("buffers are sent through sockets, not shared memory: ")
     return before, reason, right
 
@@ -155,6 +175,8 @@ def _fail(*_: object) -> None:
     [
         ("map", "rank 1: [Errno 28] injected"),
         ("memory is short", "rank 1: [Errno 28] injected"),
+        ("create pipes", "rank 1: [Errno 28] injected"),
+        ("open pipes", "rank 1: [Errno 28] injected"),
         ("other host", "the ranks are on several hosts or in several containers"),
     ],
 )
@@ -182,8 +204,48 @@ def test_leaves_no_descriptor_and_no_file() -> None:
         assert files == set()
 
 
-def lose_a_rank(rank: int, world: int, folder: str) -> tuple[str, float]:
-    """Rank 1 dies before it has sent the ready message of its gradient."""
+def open_descriptors(rank: int, world: int) -> list[int]:
+    """Returns how many descriptors are open with a communicator, after its release, and after another is collected."""
+    before = set(os.listdir("/proc/self/fd"))
+    counts = []
+
+    def count() -> None:
+        counts.append(len(set(os.listdir("/proc/self/fd")) - before))
+
+    for is_released in (True, False):
+        comm = communicator(shared=True)
+        fill(comm, 8, torch.float32, 0)
+        comm.barrier()
+        count()
+        if is_released:
+            comm.release()
+        else:
+            del comm
+            gc.collect()
+        count()
+    return counts
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_descriptor_outlives_its_communicator(world: int) -> None:
+    assert run_ranks(world, open_descriptors) == [[2 * (world - 1), 0] * 2] * world
+
+
+FAILURES = {
+    "all_to_all": r"rank 0: all_to_all_single\(blocks.0, 6000 x float32\) failed",
+    "gather_rows": r"rank 0: gather_rows\(vote, 3 x int64\) failed",
+}
+
+
+def start(comm: Communicator, what: str, tensor: Tensor) -> Callable[[], Any]:
+    """Starts a collective; returns what waits for it."""
+    if what == "all_to_all":
+        return comm.reduce_scatter_sum(torch.empty(NUMEL), tensor, label="blocks.0").wait
+    return lambda: comm.gather_rows(torch.zeros(3, dtype=torch.int64), label="vote")
+
+
+def lose_a_rank(rank: int, world: int, folder: str, what: str) -> None:
+    """Rank 1 dies before it has sent its message: that its gradient is ready, or its row."""
     comm = communicator(shared=True)
     tensor = fill(comm, world * NUMEL, torch.float32, 0)
     all_reduce(comm, tensor)
@@ -191,25 +253,66 @@ def lose_a_rank(rank: int, world: int, folder: str) -> tuple[str, float]:
     if rank == 1:
         Path(folder, "pid").write_text(str(os.getpid()), encoding="ascii")
         time.sleep(60)
-    pending = comm.reduce_scatter_sum(torch.empty(NUMEL), tensor, label="blocks.0")
+    wait = start(comm, what, tensor)
     while not Path(folder, "pid").exists() or not Path(folder, "pid").read_text(encoding="ascii"):
         time.sleep(0.01)
     os.kill(int(Path(folder, "pid").read_text(encoding="ascii")), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(
-        CommunicationError, match=r"rank 0: all_to_all_single\(blocks.0, 6000 x float32\) failed"
-    ) as caught:
-        pending.wait()
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match=FAILURES[what]) as caught:
+        wait()
+    assert time.monotonic() - began < 5
     Path(folder, "error").write_text(str(caught.value), encoding="ascii")
-    return str(caught.value), time.monotonic() - start
 
 
-def test_a_killed_rank_is_an_error_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", sorted(FAILURES))
+def test_a_killed_rank_is_an_error_at_once(tmp_path: Path, what: str) -> None:
     start = time.monotonic()
-    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result"):
-        run_ranks(2, lose_a_rank, str(tmp_path))
-    assert (tmp_path / "error").read_text(encoding="ascii").endswith(")")
+    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result") as caught:
+        run_ranks(2, lose_a_rank, str(tmp_path), what)
+    assert "rank 0:" not in str(caught.value)
+    assert (tmp_path / "error").read_text(encoding="ascii").endswith("(rank 1 has ended)")
     assert time.monotonic() - start < 20
+
+
+def stop_a_rank(rank: int, world: int, what: str) -> float:
+    """Rank 1 is stopped before it sends its message; returns how long the other waits for it."""
+    comm = make_communicator(dist.new_group(timeout=timedelta(seconds=2)), CPU)
+    tensor = fill(comm, world * NUMEL, torch.float32, 0)
+    pid = int(comm.exchange_text(str(os.getpid()))[1])
+    if rank == 1:
+        os.kill(pid, signal.SIGSTOP)
+        return 0.0
+    while " T " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii"):  # it has not stopped itself yet
+        time.sleep(0.01)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError, match=FAILURES[what] + r".*\(rank 1 sent no message for 2 s\)"):
+        start(comm, what, tensor)()
+    elapsed = time.monotonic() - began
+    os.kill(pid, signal.SIGCONT)
+    return elapsed
+
+
+@pytest.mark.parametrize("what", sorted(FAILURES))
+def test_a_rank_that_hangs_is_an_error_after_the_time_out(what: str) -> None:
+    assert 1.9 < run_ranks(2, stop_a_rank, what)[0] < 10
+
+
+def send_different_messages(rank: int, world: int) -> str:
+    comm = communicator(shared=True)
+    tensor = fill(comm, world * NUMEL, torch.float32, 0)
+    wait = start(comm, sorted(FAILURES)[rank], tensor)
+    with pytest.raises(CommunicationError) as caught:
+        wait()
+    return str(caught.value)
+
+
+def test_messages_of_different_collectives_are_an_error() -> None:
+    first, second = run_ranks(2, send_different_messages)
+    assert re.match(FAILURES["all_to_all"], first)
+    row, ready = r"message \d+, gather_rows of 24 bytes", r"message \d+, ready message of 40 bytes"
+    assert re.search(rf"\(expected {ready}, got {row} of rank 1; the ranks issued different collectives\)$", first)
+    assert second.startswith("rank 1: gather_rows(vote, 3 x int64) failed")
+    assert re.search(rf"\(expected {row}, got {ready} of rank 0; the ranks issued different collectives\)$", second)
 
 
 def differ(rank: int, world: int, what: str) -> str:
@@ -226,8 +329,8 @@ def differ(rank: int, world: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("number", "collective number 7 here, of 64 bytes, and met number 8 of rank 1"),
-        ("size", "of 64 bytes, and met number 7 of rank 1, of 32 bytes"),
+        ("number", "collective number 11 here, of 64 bytes, and met number 12 of rank 1"),
+        ("size", "of 64 bytes, and met number 11 of rank 1, of 32 bytes"),
     ],
 )
 def test_other_collectives_on_another_rank_are_an_error(what: str, message: str) -> None:

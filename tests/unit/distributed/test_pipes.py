@@ -1,0 +1,235 @@
+"""Small messages between ranks, here threads: every rank gets those of all, no rank deadlocks, failures are named."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.distributed import pipes
+from dtrain.distributed.pipes import MAX_PAYLOAD_BYTES, Message, Pipes
+from dtrain.distributed.shared_memory import open_descriptor
+
+
+def on_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(work, range(world)))
+
+
+def open_pipes(world: int, timeout_s: float = 5.0) -> list[Pipes]:
+    """Returns the pipes of all ranks."""
+    texts = [""] * world
+    barrier = threading.Barrier(world, timeout=20.0)
+
+    def open_rank(rank: int) -> Pipes:
+        def exchange_text(text: str) -> list[str]:
+            texts[rank] = text
+            barrier.wait()
+            received = list(texts)
+            barrier.wait()
+            return received
+
+        opened = Pipes(rank, world, timedelta(seconds=timeout_s))
+        opened.open(exchange_text)
+        return opened
+
+    return on_threads(world, open_rank)
+
+
+@contextmanager
+def pages_of_new_pipes(pages: int) -> Iterator[None]:
+    """Makes new pipes smaller, as those of a user who has many."""
+    real = os.pipe2
+
+    def small(flags: int) -> tuple[int, int]:
+        ends = real(flags)
+        fcntl.fcntl(ends[0], fcntl.F_SETPIPE_SZ, pages * mmap.PAGESIZE)
+        return ends
+
+    with mock.patch.object(os, "pipe2", small):
+        yield
+
+
+def payload(rank: int, number: int, size: int) -> bytes:
+    return random.Random(100 * number + rank).randbytes(size)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(2, 4),
+    st.sampled_from([1, 2, 16]),
+    st.lists(st.integers(0, 40) | st.integers(0, MAX_PAYLOAD_BYTES) | st.just(MAX_PAYLOAD_BYTES), max_size=70),
+    st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0]), min_size=4, max_size=4),
+    st.integers(0, 1000),
+)
+def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
+    world: int, pages: int, sizes: list[int], chances: list[float], seed: int
+) -> None:
+    """Rank r receives one of its messages after a send with chance ``chances[r]``, and at the end the others."""
+    with pages_of_new_pipes(pages):
+        ranks = open_pipes(world)
+
+    def work(rank: int) -> None:
+        rng = random.Random(seed + rank)
+        pending: list[tuple[int, Message]] = []
+
+        def receive_one() -> None:
+            number, message = pending.pop(rng.randrange(len(pending)))
+            expected = [payload(other, number, sizes[number]) for other in range(world)]
+            assert ranks[rank].receive(message) == expected
+            assert ranks[rank].receive(message) == expected, "a message that was received can be asked for again"
+
+        for number, size in enumerate(sizes):
+            pending.append((number, ranks[rank].send("row", payload(rank, number, size))))
+            if rng.random() < chances[rank]:
+                receive_one()
+        while pending:
+            receive_one()
+
+    on_threads(world, work)
+    for rank in ranks:
+        rank.release()
+
+
+def test_longer_messages_are_refused() -> None:
+    first, second = open_pipes(2)
+    with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD_BYTES} bytes; got {MAX_PAYLOAD_BYTES + 1}"):
+        first.send("row", bytes(MAX_PAYLOAD_BYTES + 1))
+    assert first.send("row", bytes(MAX_PAYLOAD_BYTES)).header == second.send("row", bytes(MAX_PAYLOAD_BYTES)).header
+
+
+def test_what_a_rank_sent_before_it_ended_is_received() -> None:
+    first, second, third = open_pipes(3)
+    messages = [first.send("row", b"first"), third.send("row", b"third")]
+    second.send("row", b"other")
+    second.release()
+    assert first.receive(messages[0]) == third.receive(messages[1]) == [b"first", b"other", b"third"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="rank 1 has ended"):
+            first.send("row", b"more")
+
+
+def test_a_rank_that_ends_without_its_message_is_an_error() -> None:
+    first, second, third = open_pipes(3)
+    messages = [first.send("row", b"first"), third.send("row", b"third")]
+    second.release()
+    for rank, message in zip((first, third), messages, strict=True):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"^rank 1 has ended$"):
+                rank.receive(message)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "got"), [("ready", 4, "ready of 4 bytes"), ("row", 3, "row of 3 bytes"), ("row", 0, "of 0 bytes")]
+)
+def test_other_messages_are_an_error_before_more_bytes_are_waited_for(kind: str, size: int, got: str) -> None:
+    first, second = open_pipes(2)
+    message = first.send("row", b"1234")
+    second.send(kind, bytes(size))
+    with pytest.raises(RuntimeError, match=rf"expected message 0, row of 4 bytes, got message 0, .*{got} of rank 1"):
+        first.receive(message)
+
+
+def test_a_message_that_was_lost_is_an_error() -> None:
+    first, second = open_pipes(2)
+    with mock.patch.object(os, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        first.send("row", b"1234")
+    first.send("row", b"5678")
+    message = second.send("row", b"1234")
+    with pytest.raises(RuntimeError, match=r"expected message 0, .* got message 1, row of 4 bytes of rank 0"):
+        second.receive(message)
+
+
+def test_waits_have_a_time_out() -> None:
+    with pages_of_new_pipes(1):
+        first, second, third = open_pipes(3, timeout_s=0.1)
+    message = first.send("row", bytes(MAX_PAYLOAD_BYTES))
+    third.send("row", bytes(MAX_PAYLOAD_BYTES))
+    with pytest.raises(RuntimeError, match=r"^rank 1 sent no message for 0.1 s$"):
+        first.receive(message)
+    second.send("row", bytes(MAX_PAYLOAD_BYTES))
+    first.receive(message)
+    with pytest.raises(RuntimeError, match=r"^rank 1 read no message for 0.1 s$"):
+        first.send("row", bytes(MAX_PAYLOAD_BYTES))
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_descriptors_are_closed() -> None:
+    gc.collect()
+    before = descriptors()
+    ranks = open_pipes(3)
+    ends = [end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())]
+    assert len(descriptors() - before) == len(ends) == 12, "no rank keeps the write ends of its own pipes"
+    assert all(fcntl.fcntl(end, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for end in ends), "no child program inherits one"
+    message = ranks[0].send("row", b"1")
+    for _ in range(2):
+        ranks[0].release()
+    with pytest.raises(RuntimeError, match="the pipes were released"):
+        ranks[0].send("row", b"2")
+    with pytest.raises(RuntimeError, match="the pipes were released"):
+        ranks[0].receive(message)
+    assert len(descriptors() - before) == 8
+    ranks.clear()
+    gc.collect()
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("what", ["os.pipe2", "open_descriptor", "exchange"])
+def test_a_failure_on_one_rank_leaves_no_descriptor_on_any(what: str) -> None:
+    gc.collect()
+    before, calls = descriptors(), []
+    real = os.pipe2 if what == "os.pipe2" else open_descriptor
+
+    def fail_third(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(24, "injected")
+        return real(*args)
+
+    if what == "exchange":
+        single = Pipes(0, 3, timedelta(seconds=1))
+        with pytest.raises(RuntimeError, match="the other ranks are gone"):
+            single.open(mock.Mock(side_effect=RuntimeError("the other ranks are gone")))
+        with pytest.raises(RuntimeError, match="not open yet"):
+            single.send("row", b"1")
+        del single
+        gc.collect()
+    else:
+        module, name = (os, "pipe2") if what == "os.pipe2" else (pipes, "open_descriptor")
+        with mock.patch.object(module, name, fail_third):
+            ranks = open_pipes(3)
+        assert len({rank.unsupported_reason for rank in ranks}) == 1
+        assert ranks[0].unsupported_reason.endswith(": [Errno 24] injected")
+        with pytest.raises(RuntimeError, match="injected"):
+            ranks[0].send("row", b"1")
+    assert descriptors() == before
+
+
+def test_another_file_is_not_opened() -> None:
+    reader, writer = os.pipe()
+    try:
+        inode = os.fstat(writer).st_ino
+        os.close(open_descriptor(os.getpid(), writer, inode, os.O_WRONLY))
+        before = descriptors()
+        with pytest.raises(OSError, match="is another process here"):
+            open_descriptor(os.getpid(), writer, inode + 1, os.O_WRONLY)
+        assert descriptors() == before
+    finally:
+        os.close(reader)
+        os.close(writer)
