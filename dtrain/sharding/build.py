@@ -67,7 +67,7 @@ def build(
     reducer = GradientReducer(backward, exchange)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
-        scheduler = UnshardScheduler(model, groups, comm, builder.pool, options)
+        scheduler = UnshardScheduler(model, groups, comm, options)
     return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm)
 
 
@@ -76,7 +76,6 @@ class _Builder:
 
     Attributes:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
-        pool: memory of unsharded replicas.
     """
 
     def __init__(self, model: nn.Module, contract: Contract, comm: Communicator, options: Native) -> None:
@@ -93,7 +92,7 @@ class _Builder:
         self._layouts = [layout for group in trained for layout in self._layouts_of(group, decayed)]
         self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
-        self.pool = StoragePool(comm.device)
+        self._pool = StoragePool(comm.device)  # of unsharded replicas
 
     # -- groups and layouts ------------------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class _Builder:
             views: ParameterViews = Float8Views(layout, self._parameters, self._table, recipe, transposes)
         else:
             views = ParameterViews(layout, self._parameters)
-        return Replica(layout, views, self._comm, self._placements, self.pool)
+        return Replica(layout, views, self._comm, self._placements, self._pool)
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
         """Yields the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""

@@ -13,7 +13,7 @@ _use_count: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class StoragePool:
-    """Storages that are reused, by their size, within a forward and backward.
+    """Storages that are reused, by their size; they are kept from one step to the next.
 
     malloc would return memory of this size to the system, and the page faults of taking it again would be most of the
     time that stage 3 takes in addition to stage 2. A GPU's allocator keeps its memory by itself.
@@ -38,7 +38,3 @@ class StoragePool:
         if self._is_used and tensor.numel():
             storage = tensor.untyped_storage()
             self._free.setdefault(storage.nbytes(), []).append(storage)
-
-    def clear(self) -> None:
-        """Frees what is not in use."""
-        self._free.clear()

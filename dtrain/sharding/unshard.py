@@ -31,7 +31,6 @@ from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook
 from dtrain.sharding.saved_tensors import SavedTensorRef, SavedTensors
-from dtrain.sharding.storage_pool import StoragePool
 
 
 class UnshardScheduler:
@@ -44,7 +43,6 @@ class UnshardScheduler:
         model: hooks are installed on its modules.
         groups: all parameter groups, sharded.
         comm: the ranks that share the groups.
-        pool: memory of the unsharded replicas.
         options: ``reshard_after_forward`` and ``prefetch``.
 
     Attributes:
@@ -56,11 +54,9 @@ class UnshardScheduler:
         model: nn.Module,
         groups: Sequence[ParameterGroup],
         comm: Communicator,
-        pool: StoragePool,
         options: Native,
     ) -> None:
         self._comm = comm
-        self._pool = pool
         self._reshard_after_forward = options.reshard_after_forward
         self._num_ahead = options.prefetch
         self._groups = list(groups)
@@ -163,8 +159,6 @@ class UnshardScheduler:
             # a prefetched group that was not used is not ready; its all-gather is waited for: [Note: buffer reuse]
             if not (self._records_graph and group.is_ready):
                 self._reshard(group)
-        if not self._records_graph:
-            self._pool.clear()
 
     def _enter_unit(self, group: ParameterGroup) -> None:
         if not self._depth and not self._in_backward:
@@ -218,7 +212,6 @@ class UnshardScheduler:
         """Reshards all groups; called before the shards change."""
         for group in self._groups:
             self._reshard(group)
-        self._pool.clear()
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, SavedTensorRef) and not self._is_current(saved.group):

@@ -110,17 +110,6 @@ def test_a_storage_is_reused_only_when_nobody_holds_it() -> None:
     assert bool((kept == 1).all())
 
 
-def test_a_pool_that_is_cleared_holds_nothing() -> None:
-    pool = StoragePool(CPU)
-    tensor = pool.take(10, torch.float32, CPU)
-    reference = weakref.ref(tensor.untyped_storage())
-    pool.give(tensor)
-    del tensor
-    assert reference() is not None
-    pool.clear()
-    assert reference() is None
-
-
 def test_a_device_has_an_allocator_of_its_own() -> None:
     pool = StoragePool(torch.device("cuda", 0))
     tensor = torch.zeros(10)
