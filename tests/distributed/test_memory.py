@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import platform
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +186,22 @@ def shares_storage(rank: int, world: int, precision: str) -> dict[int, set[bool]
 def test_fp32_replicas_are_the_masters_at_every_stage(world: int, precision: str) -> None:
     for found in run_ranks(world, shares_storage, precision):
         assert found == {stage: {True} for stage in range(4)}
+
+
+def lies_in_heap(num_bytes: int) -> bool:
+    """Whether malloc takes ``num_bytes`` from its heap; what it maps goes back to the system when it is freed."""
+    address = torch.empty(num_bytes, dtype=torch.uint8).data_ptr()
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    start, stop = next(line.split()[0] for line in lines if line.endswith("[heap]")).split("-")
+    return int(start, 16) <= address < int(stop, 16)
+
+
+def heap_before_and_after(rank: int, world: int) -> list[bool]:
+    before = lies_in_heap(12 * 2**20)  # freed, it raises malloc's threshold to its own size
+    dtrain.initialize(nn.Linear(4, 4))
+    return [before, lies_in_heap(28 * 2**20)]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
+    assert run_ranks(1, heap_before_and_after) == [[False, True]]
