@@ -71,7 +71,7 @@ class NativeEngine(StepEngine):
             if self.rule.is_compiled and self.device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
-                grads = self.sharded.owned_main_grads()
+                grads = [buffer.gradient.shard for buffer in self.sharded.buffers]
                 self._square_sums, self._vote_tensors = fused_vote(grads, CHUNK, self.options, self.comm)
                 self.monitor.found = self._vote_tensors.bad_gradient
 

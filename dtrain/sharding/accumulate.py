@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.hardware import has_compiler
+from dtrain.sharding.layout import CHUNK
 
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
@@ -30,6 +31,12 @@ def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
         target.mul_(weight.value)
 
 
+def chunk_norms(values: Tensor, out: Tensor | None = None) -> Tensor:
+    """Returns FP32 [n / CHUNK], the Euclidean norms of the chunks of ``values`` FP32 [n]."""
+    norms: Tensor = torch.linalg.vector_norm(values.view(-1, CHUNK), dim=1, out=out)
+    return norms
+
+
 class RunningSum:
     """The sum of a shard's gradients over one step, each added to the main grad FP32 [n] as it arrives."""
 
@@ -37,10 +44,13 @@ class RunningSum:
         self._main_grad = main_grad
         self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
         self._empty = True
+        self.norms: Tensor | None = None  # of the sum's chunks, if they were taken while it was in the cache
 
-    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
-        """Adds the next gradients [n] times ``weights``; the first of a step overwrites the last step's sum."""
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
+        """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
         numel = self._main_grad.numel()
+        is_cpu = self._main_grad.device.type == "cpu"
+        self.norms = torch.empty(numel // CHUNK) if is_last and is_cpu else None
         if self._adds_rows and len(grads) > 1:
             from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
 
@@ -54,7 +64,7 @@ class RunningSum:
         is_pair = self._empty and len(grads) > 1 and grads[0].dtype == torch.float32 and all(w.is_one for w in weights)
         num_assigned = 2 if is_pair else int(self._empty)
         # block by block on a CPU, so that the main grad goes through memory once
-        size = _CPU_BLOCK if self._main_grad.device.type == "cpu" else max(numel, 1)
+        size = _CPU_BLOCK if is_cpu else max(numel, 1)
         for start in range(0, numel, size):
             block = slice(start, start + size)
             target = self._main_grad[block]
@@ -64,12 +74,15 @@ class RunningSum:
                 assign_scaled(target, grads[0][block], weights[0])
             for grad, weight in zip(grads[num_assigned:], weights[num_assigned:], strict=True):
                 add_scaled(target, grad[block], weight)
+            if self.norms is not None:
+                chunk_norms(target, out=self.norms[start // CHUNK : (start + size) // CHUNK])
         self._empty = False
 
     def finish(self) -> None:
         """Completes the sum, zero if nothing was added, and starts the next step."""
         if self._empty:
             self._main_grad.zero_()
+            self.norms = None
         self._empty = True
 
 
@@ -81,11 +94,13 @@ class TreeSum:
     same bits.
     """
 
+    norms = None
+
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
         self._levels: list[Tensor | None] = []
 
-    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight]) -> None:
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         """Adds the next gradients, in the order of the micro-batches' global index."""
         for grad, weight in zip(grads, weights, strict=True):
             self._push(grad, weight)

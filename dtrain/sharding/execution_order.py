@@ -9,28 +9,28 @@ from dtrain.sharding.group import ParameterGroup
 
 
 class ExecutionOrder:
-    """The order in which a pass over the model uses the groups, expected to be that of the last pass."""
+    """The order in which a pass over the model uses the groups: ``used``, expected to be that of the last pass."""
 
     def __init__(self, expected: Sequence[ParameterGroup]) -> None:
         self._expected = list(expected)
-        self._used: list[ParameterGroup] = []
+        self.used: list[ParameterGroup] = []
         self._index = -1  # in the expected order
 
     @property
     def current(self) -> ParameterGroup | None:
-        return self._used[-1] if self._used else None
+        return self.used[-1] if self.used else None
 
     def begin(self) -> None:
-        self._used, self._index = [], -1
+        self.used, self._index = [], -1
 
     def use(self, group: ParameterGroup) -> None:
-        self._used.append(group)
+        self.used.append(group)
         with suppress(ValueError):  # the pass takes another order
             self._index = self._expected.index(group, self._index + 1)
 
     def following(self, count: int) -> list[ParameterGroup]:
         """Returns the next ``count`` groups after the current one; none if the pass takes another order."""
-        if self._used and (self._index < 0 or self._expected[self._index] is not self._used[-1]):
+        if self.used and (self._index < 0 or self._expected[self._index] is not self.used[-1]):
             return []
         # a group may be used several times in a pass, but is unsharded once
         ahead = dict.fromkeys(group for group in self._expected[self._index + 1 :] if group is not self.current)
@@ -38,8 +38,4 @@ class ExecutionOrder:
 
     def end(self) -> None:
         """Ends the pass, which is what the next one is expected to be."""
-        self._expected = list(self._used)
-
-    def reverse(self) -> ExecutionOrder:
-        """Returns the order of the pass reversed, as backward is expected to use the groups."""
-        return ExecutionOrder(self._used[::-1])
+        self._expected = list(self.used)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled, chunk_norms
 from dtrain.sharding.layout import ArenaSegment, FlatLayout
 from dtrain.sharding.replicas import slot_views
 
@@ -64,11 +64,16 @@ class FlatGradient(ABC):
         """Starts the reduction; all ranks call in one order."""
 
     @abstractmethod
-    def finish_reduction(self) -> Tensor | None:
+    def finish_reduction(self, *, is_last: bool) -> Tensor | None:
         """Waits for the oldest reduction and adds it up; returns the weights [world_size] of its micro-batch, if any.
 
-        All ranks call in the order of :meth:`reduce`.
+        All ranks call in the order of :meth:`reduce`. ``is_last``: it may be the last one of the step.
         """
+
+    @property
+    def norms(self) -> Tensor:
+        """FP32 [chunks of the shard]: the norms of the main grad's chunks."""
+        return chunk_norms(self.shard)
 
     def start_gather(self) -> Handle | None:
         """Completes this rank's shard of the main grad; starts the all-gather of the shards if the rank holds all."""
@@ -110,7 +115,7 @@ class AccumulatedGradient(FlatGradient):
             self.shard, self.storage, label=self._layout.name, dtype=self._dtype, gathers=gathers
         )
 
-    def finish_reduction(self) -> None:
+    def finish_reduction(self, *, is_last: bool) -> None:
         assert self._handle is not None
         self._handle.wait()
 
@@ -157,12 +162,16 @@ class ExchangedGradient(FlatGradient):
         self._parts = []  # the next micro-batch takes another buffer while this one is read
         self._in_flight.append(self._exchange.send(self._index))
 
-    def finish_reduction(self) -> Tensor:
+    def finish_reduction(self, *, is_last: bool) -> Tensor:
         handle = self._in_flight.popleft()
         shards, weights = handle.wait()
-        self._sum.push(shards, Weight.of_ranks(weights))
+        self._sum.push(shards, Weight.of_ranks(weights), is_last=is_last)
         handle.release()
         return weights
+
+    @property
+    def norms(self) -> Tensor:
+        return super().norms if self._sum.norms is None else self._sum.norms
 
     def start_gather(self) -> Handle | None:
         self._sum.finish()

@@ -115,10 +115,6 @@ class ParameterGroup:
         return {name: p for replica in self.replicas for name, p in replica.views.parameters.items()}
 
     @property
-    def has_frozen(self) -> bool:
-        return len(self.replicas) > len(self.buffers)
-
-    @property
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, in the order of their numbers."""
         return {name: p for buffer in self.buffers for name, p in reversed(buffer.replica.views.parameters.items())}

@@ -139,18 +139,13 @@ class ShardedModel:
 
     # -- the norm ----------------------------------------------------------------------------------------------------
 
-    def owned_main_grads(self) -> list[Tensor]:
-        """Returns this rank's shard of every main grad, at every stage, so that all ranks cover each element once."""
-        return [buffer.gradient.shard for buffer in self.buffers]
-
     def chunk_squares(self) -> Tensor:
         """Returns FP64 [chunks of this rank], the sums of squares of the main grads' chunks.
 
         The FP32 norm of 1,024 elements is precise enough and twenty times faster than one in FP64. If the
         norm of a chunk overflows (elements above 1.8e19), its gradient counts as not finite.
         """
-        norms = [torch.linalg.vector_norm(grad.view(-1, CHUNK), dim=1) for grad in self.owned_main_grads()]
-        return torch.cat(norms).double().square_()
+        return torch.cat([buffer.gradient.norms for buffer in self.buffers]).double().square_()
 
     def canonical_sum(self, chunk_squares: Tensor) -> Tensor:
         """Returns the global sum of squares, 0-dim FP64, added in chunk order at every world size."""

@@ -46,7 +46,7 @@ class GradientReducer:
         self.monitor = GradientMonitor(first_numbers[-1])
         self.weights: list[Tensor] = []
         self._micro_batch = 0
-        self._is_first = True  # no backward of this step before this one
+        self._is_last = False
         self._reduces = False  # in this micro-batch
         self._next = 0  # group to be reduced
         self._num_started = 0  # reductions
@@ -56,8 +56,8 @@ class GradientReducer:
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
         """Begins micro-batch ``number`` with ``weight``; accumulated sums are reduced after the ``last``."""
-        self._is_first, self._is_finished = self._is_finished, False
-        if self._is_first:
+        is_first, self._is_finished, self._is_last = self._is_finished, False, last
+        if is_first:
             self.weights = []
         if self.exchange is not None:
             self.exchange.begin(weight.value)
@@ -65,7 +65,7 @@ class GradientReducer:
         self._reduces = last or self.exchange is not None
         self._next = 0
         for group in self.groups:
-            group.begin_micro_batch(weight, is_first=self._is_first)
+            group.begin_micro_batch(weight, is_first=is_first)
 
     def receive(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
         """Records ``grad``, which ``group`` has taken as ``number``, and reduces the groups that may start."""
@@ -109,7 +109,7 @@ class GradientReducer:
 
     def _finish_oldest(self) -> None:
         number = self._num_started - len(self._in_flight)
-        weights = self._in_flight.popleft().finish_reduction()
+        weights = self._in_flight.popleft().finish_reduction(is_last=self._is_last)
         if weights is not None and number % self._num_gradients == 0:  # the same for all gradients of a micro-batch
             self.weights.append(weights)
 

@@ -191,7 +191,7 @@ class UnshardScheduler:
     def backward(self) -> Iterator[None]:
         """Context of one micro-batch's backward; reshards all groups after it."""
         if self._backward is None:  # later passes follow the last backward, recomputations included
-            self._backward = self._forward.reverse()
+            self._backward = ExecutionOrder(self._forward.used[::-1])
         self._backward.begin()
         self._prefetch(self._backward)
         self._in_backward = True
@@ -205,7 +205,7 @@ class UnshardScheduler:
     def gradient_received(self, group: ParameterGroup) -> None:
         """Reshards ``group`` after its last gradient, if backward no longer needs it."""
         # the root group stays for the whole backward; frozen weights may be needed after the last gradient
-        if group.name and not group.num_missing and not group.has_frozen:
+        if group.name and not group.num_missing and len(group.replicas) == len(group.buffers):
             self._reshard(group)
 
     def reshard(self) -> None:

@@ -84,7 +84,7 @@ def train(engine: NativeEngine, steps: Sequence[int], num_micro_batches: int = 4
 
 def copies(engine: NativeEngine) -> dict[str, Tensor]:
     """Bits of this rank's FP8 replicas and of the scales in force."""
-    table = engine.sharded._scales._table
+    table = engine.sharded.scales._table
     found = {"scales": table.scale.clone()}
     for replica in (buffer.replica for buffer in engine.sharded.buffers):
         if replica.layout.dtype.itemsize == 1:

@@ -99,7 +99,7 @@ class ReplicatedParameters:
         for gradient in self._gradients:
             gradient.reduce()
         for gradient in self._gradients:
-            gradient.finish_reduction()
+            gradient.finish_reduction(is_last=True)
         # all are started before the first wait, so that they overlap
         for handle in [gradient.start_gather() for gradient in self._gradients]:
             if handle is not None:

@@ -31,7 +31,7 @@ def make_engine(precision: str, *, kernels: bool, **options: Any) -> NativeEngin
         from dtrain.optim.tiled import TiledAdamW
 
         engine._optimizer._kernel = TiledAdamW(RULE, [buffer.update_slices() for buffer in engine.sharded.buffers])
-        grads = engine.sharded.owned_main_grads()
+        grads = [buffer.gradient.shard for buffer in engine.sharded.buffers]
         engine._square_sums, engine._vote_tensors = fused_vote(grads, CHUNK, engine.options, engine.comm)
         engine.monitor.found = engine._vote_tensors.bad_gradient
     return engine

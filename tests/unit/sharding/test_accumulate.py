@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding import accumulate
-from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled, chunk_norms
+from dtrain.sharding.layout import CHUNK
 
 few = settings(deadline=None, max_examples=60)
 seeds = st.integers(0, 2**31)
@@ -215,3 +216,21 @@ def test_a_running_sum_breaks_that_bound() -> None:
     bound = math.log2(number) * 2.0**-24 * exact
     assert abs(float(summed(TreeSum, grads)) - exact) <= bound
     assert abs(float(running(grads, [1.0] * number)) - exact) > bound
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_norms_are_taken_with_the_last_gradients_of_a_step(ranks: int) -> None:
+    numel = 3 * (1 << 17) + 5 * CHUNK  # several blocks, the last one shorter
+    main_grad = torch.empty(numel)
+    total = RunningSum(main_grad)
+    for step in range(2):
+        for micro_batch in range(2):
+            grads = random_grads(ranks, step + micro_batch, torch.float32, numel)
+            total.push(grads, [ONE] * ranks, is_last=micro_batch == 1)
+            assert (total.norms is None) == (micro_batch == 0)
+        total.finish()
+        assert total.norms is not None
+        assert torch.equal(total.norms, chunk_norms(main_grad))
+    total.finish()  # a step without gradients
+    assert total.norms is None
+    assert not main_grad.any()

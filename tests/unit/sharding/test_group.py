@@ -75,7 +75,7 @@ def main_grads(group: ParameterGroup) -> dict[str, set[float]]:
 
     group.reduce(start)
     for gradient in started:
-        gradient.finish_reduction()
+        gradient.finish_reduction(is_last=True)
     found = {}
     for buffer in group.buffers:
         buffer.gradient.start_gather()
@@ -189,7 +189,7 @@ class FakeGradient:
     def reduce(self) -> None:
         self._events.append(f"start {self._name}")
 
-    def finish_reduction(self) -> Tensor | None:
+    def finish_reduction(self, *, is_last: bool) -> Tensor | None:
         self._events.append(f"finish {self._name}")
         return self._weights
 
