@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.precision.loss_scale import LossScaleState
+from dtrain.sharding.accumulate import chunk_norms
 from dtrain.sharding.layout import FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import Placement
@@ -397,6 +399,12 @@ class Rank:
                     self.monitor.record_magnitude(grad)
                     self.monitor.record_finiteness(micro_batch, number, grad)
                 first += len(grads)
+
+    @property
+    def buffers(self) -> list[Any]:
+        """What :meth:`chunk_squares` reads of the flat buffers."""
+        norms = map(chunk_norms, self.owned_main_grads())
+        return [SimpleNamespace(gradient=SimpleNamespace(norms=own)) for own in norms]
 
     def owned_main_grads(self) -> list[Tensor]:
         pairs = zip(self.segments, self.main_grads, strict=True)
