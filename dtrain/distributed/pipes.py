@@ -1,8 +1,8 @@
 """Small messages between the ranks of one host, through pipes.
 
-gloo takes 0.3 to 0.5 ms for the smallest collective, because its threads compete with the computing thread for the
-core. A message in a pipe takes that thread a few system calls. Like a socket, a pipe shows when the process at its
-other end has ended, unless a child that the process forked still holds that end; then the time-out is left.
+In gloo the smallest collective is slow, because its threads compete with the computing thread for the core. A message
+in a pipe takes that thread a few system calls. Like a socket, a pipe shows when the process at its other end has
+ended, unless a child that the process forked still holds that end; then the time-out is left.
 
 [Note: full pipes] A write waits while the pipe is full, yet no ranks wait for each other in a circle. A message takes
 one page of a pipe at most, and a rank has at most as many messages that it has sent and not received as its smallest

@@ -137,10 +137,10 @@ def initialize(
 def _keep_freed_memory() -> None:
     """Lets glibc's malloc keep memory that a step frees for the next step, if it is at the top of the heap.
 
-    malloc would give it back to the system, and the page faults of taking it again are up to 3 % of a step. When a
-    mapped block is freed, malloc raises its thresholds: smaller blocks come from the heap, which keeps twice the
-    block's size (mallopt(3), M_MMAP_THRESHOLD); no block above 32 MiB counts. Called when an engine is built, because
-    what building it frees should go back.
+    malloc would give it back to the system, and taking it again costs page faults. When a mapped block is freed, malloc
+    raises its thresholds: smaller blocks come from the heap, which keeps twice the block's size (mallopt(3),
+    M_MMAP_THRESHOLD); no block above 32 MiB counts. It is called after an engine is built, because what building it
+    frees should go back.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

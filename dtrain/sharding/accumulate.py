@@ -38,7 +38,7 @@ def chunk_norms(values: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 class RunningSum:
-    """The sum of a shard's gradients over one step, each added to the main grad FP32 [n] as it arrives."""
+    """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
@@ -87,7 +87,7 @@ class RunningSum:
 
 
 class TreeSum:
-    """The same sum along one balanced binary tree, which depends only on the number of gradients.
+    """Forms the same sum along one balanced binary tree, which depends only on the number of gradients.
 
     A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive gradients; two blocks of
     a level merge into the next. Leftovers merge right to left. So any split of the same gradients over ranks gives the

@@ -49,7 +49,7 @@ class FlatBuffer:
 
     @property
     def _cast_target(self) -> Tensor | None:
-        """Where a master is cast; None for FP8, which is cast after the update, and for the same storage."""
+        """The replica to which the update casts; None for FP8, cast after it, and if it is the master's storage."""
         return None if self.layout.dtype == E4M3 or self.replica.shares_master else self.replica.local[0]
 
     def cast_master(self) -> None:

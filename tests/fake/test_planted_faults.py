@@ -80,14 +80,15 @@ def test_a_read_of_a_scalar_in_the_step_is_found(method: str) -> None:
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def forget_sum() -> Any:
-    own = ProcessGroup.reduce_scatter_sum
+def forget(collective: str) -> Any:
+    """What the collective writes is used before it has arrived."""
+    own = getattr(ProcessGroup, collective)
 
     def started(comm: ProcessGroup, *args: Any, **kwargs: Any) -> Handle:
         own(comm, *args, **kwargs)
         return Completed()
 
-    return mock.patch.object(ProcessGroup, "reduce_scatter_sum", started)
+    return mock.patch.object(ProcessGroup, collective, started)
 
 
 def forget_gather() -> Any:
@@ -100,20 +101,9 @@ def forget_gather() -> Any:
     return mock.patch.object(Replica, "start_gather", started)
 
 
-def forget_exchange() -> Any:
-    """Gradients and the weights among them are used before they have arrived."""
-    own = ProcessGroup.all_to_all_single
-
-    def started(comm: ProcessGroup, *args: Any, **kwargs: Any) -> Handle:
-        own(comm, *args, **kwargs)
-        return Completed()
-
-    return mock.patch.object(ProcessGroup, "all_to_all_single", started)
-
-
 FORGETFUL = {
-    "reduce-scatter": (0, forget_sum),
-    "all-to-all": (2, forget_exchange),
+    "reduce-scatter": (0, lambda: forget("reduce_scatter_sum")),
+    "all-to-all": (2, lambda: forget("all_to_all_single")),
     "all-gather after the update": (2, forget_gather),
     "all-gather of a group": (3, lambda: mock.patch.object(Replica, "_wait", return_value=None)),
 }

@@ -402,7 +402,7 @@ class Rank:
 
     @property
     def buffers(self) -> list[Any]:
-        """What :meth:`chunk_squares` reads of the flat buffers."""
+        """Returns stand-ins for flat buffers, which have what :meth:`chunk_squares` reads."""
         norms = map(chunk_norms, self.owned_main_grads())
         return [SimpleNamespace(gradient=SimpleNamespace(norms=own)) for own in norms]
 
