@@ -1,8 +1,9 @@
 """The interface between an optimizer and the engines: states as data, and an update over slices of tensors.
 
-A :class:`Rule` names the states that it keeps beside each master, and updates lists of tensors in place. Engines
-allocate the states, shard them as the masters, save them under their names and count their bytes; none knows an
-optimizer. :mod:`dtrain.optim.rules` lists the rules.
+A :class:`Rule` names the states that it keeps beside each master. An :class:`ElementwiseRule` updates lists of tensors
+in place; a :class:`MatrixRule` needs whole matrices for a part of its update. Engines allocate the states, shard them
+as the masters, save them under their names and count their bytes; none knows an optimizer.
+:mod:`dtrain.optim.rules` lists the rules, :mod:`dtrain.parameters.optimizer_plan` chooses one for each parameter.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ class StateSpec:
     Attributes:
         name: its name in the engine, and its kind in checkpoints: a lower-case word.
         dtype: dtype in which it is kept and saved.
-        init: value of every element before the first update.
+        init: value of every element before the first update; None: the master's.
     """
 
     name: str
     dtype: torch.dtype = torch.float32
-    init: float = 0.0
+    init: float | None = 0.0
+
+    def fill(self, state: Tensor, master: Tensor) -> None:
+        """Gives ``state`` its values before the first update of ``master``."""
+        if self.init is None:
+            state.copy_(master.view_as(state))
+        else:
+            state.fill_(self.init)
 
     def like(self, master: Tensor) -> Tensor:
         """Returns the state of ``master`` before the first update."""
-        return torch.full_like(master, self.init, dtype=self.dtype, requires_grad=False)
+        state = torch.empty_like(master, dtype=self.dtype, requires_grad=False)
+        self.fill(state, master.detach())
+        return state
 
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """Scalars that all segments of one update share.
+    """Scalars that all slices of one update share.
 
     Attributes:
         lr: learning rate of this update.
@@ -46,12 +56,14 @@ class UpdateScalars:
         grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient; 0-dim, any float dtype.
         found_inf: if it is not 0, the update is skipped, and masters, states and replicas keep their bits, whatever the
             main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
+        rule_lrs: learning rates of rules with a schedule of their own, by the rule's number.
     """
 
     lr: float
     step: int
     grad_divisor: Tensor
     found_inf: Tensor
+    rule_lrs: tuple[tuple[int, float], ...] = ()
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,33 +72,65 @@ class UpdateScalars:
         divisor, found_inf = self.grad_divisor.detach(), self.found_inf.detach() != 0
         return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)
 
+    @cached_property
+    def _scaled(self) -> dict[float, UpdateScalars]:
+        return {1.0: self}
+
+    def scaled(self, lr_factor: float) -> UpdateScalars:
+        """Returns the same with the learning rate times ``lr_factor``; equal factors give the same object."""
+        if lr_factor not in self._scaled:
+            self._scaled[lr_factor] = replace(self, lr=self.lr * lr_factor)
+        return self._scaled[lr_factor]
+
+    def of_rule(self, number: int) -> UpdateScalars:
+        """Returns the same with the learning rate of rule ``number``."""
+        lr = dict(self.rule_lrs).get(number)
+        return self if lr is None else replace(self, lr=lr)
+
     def to(self, device: torch.device) -> UpdateScalars:
         """Returns the same with its tensors on ``device``."""
         return replace(self, grad_divisor=self.grad_divisor.to(device), found_inf=self.found_inf.to(device))
 
 
-@dataclass(frozen=True)
-class UpdateSlice:
-    """A range of the arena with one weight-decay class.
-
-    All tensors are 1-D and of one length; master and main grad are FP32.
+@dataclass(frozen=True, order=True)
+class UpdateClass:
+    """Hyper-parameters by which parameters of one rule may differ.
 
     Attributes:
+        rule: number of the rule that updates them.
+        weight_decay: decoupled weight decay, or the rule's own meaning of it.
+        lr_factor: their learning rate, as a multiple of the rule's.
+    """
+
+    rule: int = 0
+    weight_decay: float = 0.0
+    lr_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class UpdateSlice:
+    """A range of elements of one update class; all tensors are 1-D and of one length, master and main grad FP32.
+
+    Attributes:
+        origin: (key, index): what the elements lie in, and the index of the first one there. Equal at every sharding,
+            so random numbers follow from it.
         states: in the order of the rule's ``states``.
         replica: the masters are cast into it; None if it is the masters' own storage, or is cast later.
     """
 
-    decayed: bool
+    update_class: UpdateClass
+    origin: tuple[int, int]
     master: Tensor
     main_grad: Tensor
     states: tuple[Tensor, ...]
     replica: Tensor | None
 
-    def part(self, decayed: bool, start: int, stop: int) -> UpdateSlice:
+    def part(self, start: int, stop: int) -> UpdateSlice:
         """Returns elements ``start`` to ``stop``."""
         part = slice(start, stop)
         return UpdateSlice(
-            decayed,
+            self.update_class,
+            origin=(self.origin[0], self.origin[1] + start),
             master=self.master[part],
             main_grad=self.main_grad[part],
             states=tuple(state[part] for state in self.states),
@@ -95,20 +139,22 @@ class UpdateSlice:
 
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
-        return [self.part(self.decayed, start, start + size) for start in range(0, self.master.numel(), size)]
+        return [self.part(start, start + size) for start in range(0, self.master.numel(), size)]
 
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """Tensors of one weight-decay class, of any shape; all lists have one length.
+    """Tensors with one weight decay and one learning rate, of any shape; all lists have one length.
 
     Attributes:
         states: a list for each of the rule's ``states``, in their order.
+        origins: see :class:`UpdateSlice`.
     """
 
-    decayed: bool
+    weight_decay: float
     masters: list[Tensor]
     states: tuple[list[Tensor], ...]
+    origins: list[tuple[int, int]]
 
 
 class SegmentKernel(Protocol):
@@ -134,23 +180,69 @@ class Rule(ABC):
         """Bytes of all states of one parameter element."""
         return sum(spec.dtype.itemsize for spec in self.states)
 
+    def state_dict(self) -> dict[str, float]:
+        """Returns what a checkpoint holds of the rule beside its states: numbers that all elements share, by name."""
+        return {}
+
+    def load_state_dict(self, values: dict[str, float]) -> None:  # noqa: B027 - most rules have none
+        """Restores what :meth:`state_dict` returned; ``{}`` before the first update."""
+
+
+class ElementwiseRule(Rule):
+    """An optimizer that updates each element by itself, so that any cut and any sharding gives the same bits."""
+
     @abstractmethod
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
         """Updates masters and states in place, or none if ``found_inf`` is set, decided on the device.
 
-        No result may depend on an element's position in its tensor or list: then any cut and any sharding gives the
-        same bits.
+        No result may depend on an element's position in its tensor or list, except through ``group.origins``.
 
         Args:
             group: the tensors to update.
             grads: their FP32 main grads, neither divided nor clipped yet; may be overwritten.
-            scalars: scalars of this update.
+            scalars: scalars of this update, with the learning rate of the group.
         """
 
     def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
         """Returns a kernel of the rule's own for an arena; None: :meth:`apply` is called block by block.
 
+        Args:
+            segments: the rule's slices in each segment; a segment may have none.
+
         Raises:
             ConfigError: the kernel is to be compiled and cannot be.
         """
         return None
+
+
+class MatrixRule(Rule):
+    """An optimizer that needs whole matrices once a step; its states are sharded as those of any other.
+
+    An update has three phases. :meth:`begin` works element by element on the shards, and gives a matrix shard by
+    shard; :meth:`transform` works on one whole matrix, at the rank that owns it in this phase; :meth:`finish` works on
+    the shards again.
+
+    Attributes:
+        matrix_dtype: dtype in which matrices travel between ranks, both ways.
+    """
+
+    matrix_dtype: torch.dtype = torch.bfloat16
+
+    @abstractmethod
+    def begin(self, group: UpdateGroup, grads: list[Tensor], outputs: list[Tensor], scalars: UpdateScalars) -> None:
+        """Updates the states and writes the elements of the matrices to ``outputs``; see :meth:`ElementwiseRule.apply`.
+
+        If ``found_inf`` is set, the states keep their bits; ``outputs`` may be anything.
+        """
+
+    @abstractmethod
+    def transform(self, name: str, matrix: Tensor) -> None:
+        """Replaces ``matrix`` [rows, columns], the one of parameter ``name``, by what moves the master."""
+
+    @abstractmethod
+    def finish(self, group: UpdateGroup, moves: list[Tensor], names: list[str], scalars: UpdateScalars) -> None:
+        """Updates the masters by ``moves``, their elements of the transformed matrices, or none if skipped."""
+
+    @abstractmethod
+    def cost(self, name: str, shape: tuple[int, ...]) -> float:
+        """Returns the time of :meth:`transform`, in any unit."""
