@@ -1,43 +1,202 @@
-"""Keys of ``optim``: the optimizer's hyper-parameters, and the clipping threshold."""
+"""The optimizers' records: ``dtrain.Muon(lr=1e-3)`` in a script, the keys of ``optim`` on the command line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import KW_ONLY, dataclass, fields, make_dataclass, replace
+from typing import Any, ClassVar
 
-from dtrain.config.fields import CheckedRecord, above, at_least, one_of, option, setting
-from dtrain.errors import ConfigError
+from dtrain.config.fields import CheckedRecord, above, at_least, between, one_of, option, setting, shown
+from dtrain.errors import ConfigError, nearest
+
+_COMPILE = "Compile the update (on a GPU norm and vote too), which takes seconds; auto: on a GPU with a compiler."
+_BETAS = "Decay rates of the two moments, each in [0, 1)."
+_DECOUPLED = "Decoupled weight decay; norms and biases are not decayed."
+_ADDED = "Weight decay, added to the gradient; norms and biases are not decayed."
+_LR = "Peak learning rate."
 
 
 @dataclass(frozen=True)
-class AdamW(CheckedRecord):
-    """AdamW on the FP32 masters (Loshchilov and Hutter, 2019)."""
+class Optimizer(CheckedRecord):
+    """Optimizer on the FP32 masters. `dtrain doctor engines` tells which engine takes which."""
+
+    group_keys: ClassVar[tuple[str, ...]] = ("weight_decay",)
+    """Fields that an entry of ``groups`` may change, beside ``lr_factor`` and ``schedule``."""
 
     name: str = option("adamw")
-    lr: float = at_least(1e-3, 0.0, "Peak learning rate.")
-    betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of the two moments, each in [0, 1).")
-    eps: float = at_least(1e-8, 0.0, "Term added to the denominator.")
-    weight_decay: float = at_least(0.1, 0.0, "Decoupled weight decay; norms and biases are not decayed.")
-    compile: bool | str = one_of(
-        "auto",
-        True,
-        False,
-        doc="Compile the update (on a GPU norm and vote too), which takes seconds; auto: on a GPU with a compiler.",
+    lr: float = at_least(1e-3, 0.0, _LR)
+    _: KW_ONLY
+    groups: dict[str, Any] = setting(
+        {},
+        "Other hyper-parameters by name pattern of parameters or modules, the first that matches: "
+        "{'*.embed*': {lr_factor: 0.1, weight_decay: 0}}.",
+        kind=dict[str, dict[str, Any]],
+        what="a mapping {name pattern: {setting: value}}",
     )
 
     def _check(self) -> None:
-        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(
-                f"{self._key('betas')}={list(self.betas)} must be two numbers in [0, 1), such as [0.9, 0.95]"
-            )
+        betas = getattr(self, "betas", None)
+        if betas is not None and (len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas)):
+            raise ConfigError(f"{self._key('betas')}={list(betas)} must be two numbers in [0, 1), such as [0.9, 0.95]")
+        for pattern, changes in self.groups.items():
+            self.with_changes(pattern)
+            lr_factor = changes.get("lr_factor", 1.0)
+            is_number = isinstance(lr_factor, (int, float)) and not isinstance(lr_factor, bool)
+            if not (is_number and 0 <= lr_factor < math.inf):
+                raise ConfigError(
+                    f"{self._key('groups')}: lr_factor={shown(lr_factor)} of '{pattern}' must be a finite number >= 0"
+                )
+
+    def with_changes(self, pattern: str) -> Optimizer:
+        """Returns the record as the entry ``pattern`` of ``groups`` changes it, without ``groups``.
+
+        Raises:
+            ConfigError: a key that a group cannot change, or a value that the record refuses.
+        """
+        changes = {key: value for key, value in self.groups[pattern].items() if key not in ("lr_factor", "schedule")}
+        for key in changes:
+            if key not in self.group_keys:
+                known = ("lr_factor", "schedule", *self.group_keys)
+                raise ConfigError(
+                    f"{self._key('groups')}: '{pattern}' sets {key}; a group of {type(self).__name__} can set "
+                    f"{', '.join(known)}{nearest(key, known)}"
+                )
+        try:
+            return replace(self, groups={}, **changes)
+        except ConfigError as error:
+            raise ConfigError(f"{self._key('groups')}, '{pattern}': {error}") from None
 
 
 @dataclass(frozen=True)
-class OptimConfig(AdamW):
+class AdamW(Optimizer):
     """AdamW on the FP32 masters (Loshchilov and Hutter, 2019)."""
 
-    max_grad_norm: float | None = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
+    group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "betas", "eps")
+
+    name: str = option("adamw")
+    lr: float = at_least(1e-3, 0.0, _LR)
+    betas: tuple[float, float] = setting((0.9, 0.95), _BETAS)
+    eps: float = at_least(1e-8, 0.0, "Term added to the denominator.")
+    weight_decay: float = at_least(0.1, 0.0, _DECOUPLED)
+    compile: bool | str = one_of("auto", True, False, doc=_COMPILE)
+
+
+@dataclass(frozen=True)
+class AdamWBF16(AdamW):
+    """AdamW with both moments in BF16, rounded stochastically: 4 bytes a parameter instead of 8."""
+
+    name: str = option("adamw-bf16")
+
+
+@dataclass(frozen=True)
+class Adam(AdamW):
+    """Adam (Kingma and Ba, 2015): weight decay is added to the gradient."""
+
+    name: str = option("adam")
+    betas: tuple[float, float] = setting((0.9, 0.999), _BETAS)
+    weight_decay: float = at_least(0.0, 0.0, _ADDED)
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum (as ``torch.optim.SGD``)."""
+
+    group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "momentum")
+
+    name: str = option("sgd")
+    lr: float = at_least(0.1, 0.0, _LR)
+    momentum: float = between(0.9, 0.0, 1.0, "Factor of the previous steps' momentum.")
+    nesterov: bool = setting(False, "Look ahead by Nesterov's momentum.")
+    weight_decay: float = at_least(0.0, 0.0, _ADDED)
+    compile: bool | str = one_of("auto", True, False, doc=_COMPILE)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.nesterov and not self.momentum:
+            raise ConfigError(f"{self._entry('nesterov')} needs {self._key('momentum')} above 0")
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    """Lion (Chen et al., 2023): the sign of an interpolated momentum; takes a tenth of AdamW's learning rate."""
+
+    group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "betas")
+
+    name: str = option("lion")
+    lr: float = at_least(1e-4, 0.0, _LR)
+    betas: tuple[float, float] = setting((0.9, 0.99), "Weight of the momentum in the sign, and its decay rate.")
+    weight_decay: float = at_least(1.0, 0.0, _DECOUPLED)
+    compile: bool | str = one_of("auto", True, False, doc=_COMPILE)
+
+
+@dataclass(frozen=True)
+class Muon(Optimizer):
+    """Muon (Jordan et al., 2024) for matrices of hidden layers; AdamW for embeddings, output layers and vectors."""
+
+    group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "momentum", "betas", "eps")
+
+    name: str = option("muon")
+    lr: float = at_least(1e-3, 0.0, _LR)
+    momentum: float = between(0.95, 0.0, 1.0, "Decay rate of the momentum of matrices.")
+    nesterov: bool = setting(True, "Look ahead by Nesterov's momentum.")
+    weight_decay: float = at_least(0.1, 0.0, _DECOUPLED)
+    adjust_lr: str = one_of(
+        "match_rms_adamw",
+        "original",
+        doc="Learning rate of a matrix [a, b]: match_rms_adamw: 0.2 sqrt(max(a, b)) x lr, so that AdamW's lr and weight "
+        "decay carry over; original: sqrt(max(1, a / b)) x lr.",
+    )
+    ns_steps: int = between(5, 1, 99, "Newton-Schulz iterations.")
+    adamw: list[str] = setting([], "Name patterns of more matrices that AdamW updates, such as ['head'].")
+    splits: dict[str, Any] = setting(
+        {},
+        "Sizes along the first dim of the matrices that a fused weight holds, by name pattern: "
+        "{'*.qkv.weight': [256, 64, 64]}; dtrain's models name theirs.",
+        kind=dict[str, list[int]],
+        what="a mapping {name pattern: [sizes]}",
+    )
+    betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of AdamW's moments, each in [0, 1).")
+    eps: float = at_least(1e-8, 0.0, "Term added to AdamW's denominator.")
+    compile: bool | str = one_of("auto", True, False, doc=f"AdamW's part: {_COMPILE}")
 
     @property
-    def optimizer(self) -> AdamW:
-        """The hyper-parameters alone."""
-        return AdamW(**{name: getattr(self, name) for name in AdamW.__dataclass_fields__})
+    def for_vectors(self) -> AdamW:
+        """AdamW's hyper-parameters."""
+        return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, compile=self.compile)
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "adamw-bf16": AdamWBF16,
+    "adam": Adam,
+    "sgd": SGD,
+    "lion": Lion,
+    "muon": Muon,
+}
+"""Records by the name that ``optim=`` takes."""
+
+MAX_GRAD_NORM = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
+
+
+def _with_clipping(record: type[Optimizer]) -> type[Any]:
+    """Returns the record of the keys of ``optim``: those of an optimizer, and the clipping threshold."""
+    kept = {"__doc__": record.__doc__, "__module__": __name__, "optimizer": property(_without_clipping)}
+    found = make_dataclass(
+        f"{record.__name__}Keys",
+        [("max_grad_norm", float | None, MAX_GRAD_NORM)],
+        bases=(record,),
+        frozen=True,
+        namespace=kept,
+    )
+    return found
+
+
+def _without_clipping(keys: Any) -> Optimizer:
+    """The optimizer's record alone."""
+    record = OPTIMIZERS[keys.name]
+    return record(**{item.name: getattr(keys, item.name) for item in fields(record)})
+
+
+OPTIM_KEYS: dict[str, type[Any]] = {name: _with_clipping(record) for name, record in OPTIMIZERS.items()}
+"""Records of the keys of ``optim`` by option."""
+OptimConfig = OPTIM_KEYS["adamw"]
