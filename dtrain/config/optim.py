@@ -47,6 +47,15 @@ class Optimizer(CheckedRecord):
                     f"{self._key('groups')}: lr_factor={shown(lr_factor)} of '{pattern}' must be a finite number >= 0"
                 )
 
+    @property
+    def decay(self) -> float:
+        """The weight decay; 0 if the optimizer has none."""
+        return getattr(self, "weight_decay", 0.0)
+
+    def without_decay(self) -> Optimizer:
+        """Returns the record with a weight decay of 0: what parameters with different weight decays share."""
+        return replace(self, **({"weight_decay": 0.0} if hasattr(self, "weight_decay") else {}))
+
     def with_changes(self, pattern: str) -> Optimizer:
         """Returns the record as the entry ``pattern`` of ``groups`` changes it, without ``groups``.
 

@@ -1,4 +1,4 @@
-"""The update of a flat FP32 arena by any rule: unscale, states, master, and the cast into the compute replica.
+"""The update of a flat FP32 arena by any rules: unscale, states, master, and the cast into the compute replica.
 
 The arena is all that this rank holds of the flat buffers' masters, states and main grads; a segment is one buffer's
 part of it. Segments are updated in several calls, so that the first groups are gathered while others are updated. A
@@ -14,25 +14,29 @@ from collections.abc import Sequence
 
 import torch
 
-from dtrain.optim.rule import Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.optim.rule import ElementwiseRule, Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
 
 _BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
 
 
 class FlatUpdate:
-    """Applies a rule to the segments of an arena.
+    """Applies rules to the segments of an arena, each to its own slices.
 
     Args:
-        rule: the optimizer.
-        segments: the slices of each segment, cut where the weight-decay class changes.
+        rules: the rules, by number.
+        segments: the slices of each segment, cut where the update class changes.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
     """
 
-    def __init__(self, rule: Rule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._kernel: SegmentKernel = rule.segment_kernel(segments) or BlockedUpdate(rule, segments)
+    def __init__(self, rules: Sequence[Rule], segments: Sequence[Sequence[UpdateSlice]]) -> None:
+        self._kernels: list[SegmentKernel] = []
+        for number, rule in enumerate(rules):
+            own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
+            assert isinstance(rule, ElementwiseRule)
+            self._kernels.append(rule.segment_kernel(own) or BlockedUpdate(rule, own))
 
     @torch.no_grad()
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
@@ -44,21 +48,22 @@ class FlatUpdate:
             numbers: ascending indices into ``segments``; on a GPU, adjacent ones are one launch.
             scalars: scalars of this update.
         """
-        self._kernel.update(numbers, scalars)
+        for number, kernel in enumerate(self._kernels):
+            kernel.update(numbers, scalars.of_rule(number))
 
 
 class BlockedUpdate:
     """A rule applied to the segments of an arena, block by block."""
 
-    def __init__(self, rule: Rule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
+    def __init__(self, rule: ElementwiseRule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
         self._rule = rule
         self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         for batch in _batches([block for number in numbers for block in self._segments[number]]):
-            states = tuple(map(list, zip(*(block.states for block in batch), strict=True)))
-            group = UpdateGroup(batch[0].decayed, [block.master for block in batch], states)
-            self._rule.apply(group, [block.main_grad for block in batch], scalars)
+            update_class = batch[0].update_class
+            group = update_group(batch)
+            self._rule.apply(group, [block.main_grad for block in batch], scalars.scaled(update_class.lr_factor))
             for block in batch:
                 if block.replica is not None:
                     block.replica.copy_(block.master)
@@ -68,8 +73,18 @@ def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
     """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast."""
     if not blocks or blocks[0].master.device.type == "cpu":
         return [[block] for block in blocks]
-    batches = [[block for block in blocks if block.decayed is decayed] for decayed in (True, False)]
-    return [batch for batch in batches if batch]
+    classes = dict.fromkeys(block.update_class for block in blocks)
+    return [[block for block in blocks if block.update_class == update_class] for update_class in classes]
+
+
+def update_group(slices: Sequence[UpdateSlice]) -> UpdateGroup:
+    """Returns slices of one update class as an argument of :meth:`ElementwiseRule.apply`."""
+    return UpdateGroup(
+        slices[0].update_class.weight_decay,
+        [part.master for part in slices],
+        tuple(map(list, zip(*(part.states for part in slices), strict=True))),
+        [part.origin for part in slices],
+    )
 
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:

@@ -13,23 +13,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientSend
-from dtrain.optim.rule import StateSpec
 from dtrain.parameters.groups import (
     ParamGroup,
     backward_order,
-    decayed_names,
     find_groups,
     matching_parameters,
     move_to_root,
 )
+from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.weights import TransposeSet
@@ -37,7 +37,7 @@ from dtrain.sharding.accumulate import RunningSum, TreeSum
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient
-from dtrain.sharding.group import FlatBuffer, ParameterGroup
+from dtrain.sharding.group import FlatBuffer, HeldRange, ParameterGroup
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES
@@ -49,7 +49,7 @@ from dtrain.sharding.unshard import UnshardScheduler
 
 
 def build(
-    model: nn.Module, contract: Contract, comm: Communicator, options: Native, states: Sequence[StateSpec]
+    model: nn.Module, contract: Contract, comm: Communicator, options: Native, plan: OptimizerPlan
 ) -> ShardedModel:
     """Moves a model's trained parameters into flat buffers and FP32 masters; all ranks call.
 
@@ -58,10 +58,10 @@ def build(
         contract: the replica dtype of every parameter.
         comm: the ranks that share the states.
         options: stage, units of sharding, reproducibility, and when stage 3 unshards and reshards.
-        states: the optimizer's states.
+        plan: the optimizer of each parameter, which defines the states.
     """
-    builder = _Builder(model, contract, comm, options)
-    buffers, exchange = builder.buffers(states)
+    builder = _Builder(model, contract, comm, options, plan)
+    buffers, exchange = builder.buffers()
     groups = builder.groups(buffers)
     backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
     reducer = GradientReducer(backward, exchange)
@@ -78,18 +78,20 @@ class _Builder:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
     """
 
-    def __init__(self, model: nn.Module, contract: Contract, comm: Communicator, options: Native) -> None:
+    def __init__(
+        self, model: nn.Module, contract: Contract, comm: Communicator, options: Native, plan: OptimizerPlan
+    ) -> None:
         self._model = model
         self._contract = contract
         self._comm = comm
         self._options = options
+        self._plan = plan
         self._placements = STAGES[options.zero_stage]
         self._parameters = dict(model.named_parameters())
         trained = self._find_groups()
         self.order = [trained[index].name for index in backward_order(trained)]
         self._frozen = self._find_groups(trained)
-        decayed = decayed_names(model)
-        self._layouts = [layout for group in trained for layout in self._layouts_of(group, decayed)]
+        self._layouts = [layout for group in trained for layout in self._layouts_of(group)]
         self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         self._pool = StoragePool(comm.device)  # of unsharded replicas
@@ -105,7 +107,7 @@ class _Builder:
         """
         groups = find_groups(self._model, self._options.sharding_units, frozen=trained is not None)
         dtypes = self._contract.replica_dtypes
-        moved = matching_parameters(self._model, self._options.keep_gathered)
+        moved = matching_parameters(self._model, self._options.keep_gathered, "keep_gathered")
         for group in groups:
             beside = [name for other in trained or () if other.name == group.name for name, _ in other.parameters]
             names = [*beside, *(name for name, p in group.parameters if p.is_floating_point())]
@@ -117,10 +119,10 @@ class _Builder:
             }
         return move_to_root(groups, moved)
 
-    def _layouts_of(self, group: ParamGroup, decayed: Collection[str] = ()) -> tuple[FlatLayout, ...]:
+    def _layouts_of(self, group: ParamGroup) -> tuple[FlatLayout, ...]:
         dtypes = self._contract.replica_dtypes
         specs = [
-            ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed, p.requires_grad)
+            ParamSpec(name, tuple(p.shape), dtypes[name], self._plan.numbers.get(name, 0), p.requires_grad)
             for name, p in group.parameters
         ]
         return flat_layouts(group.name, specs, self._comm.world_size)
@@ -168,7 +170,7 @@ class _Builder:
             source = self._parameters[interval.spec.name].detach().reshape(-1)[interval.start : interval.stop]
             local[interval.offset : interval.offset + source.numel()].copy_(source)
 
-    def buffers(self, states: Sequence[StateSpec]) -> tuple[list[FlatBuffer], GradientExchange | None]:
+    def buffers(self) -> tuple[list[FlatBuffer], GradientExchange | None]:
         """Returns the flat buffers of the trained parameters, and the exchange of their gradients, if they are sent.
 
         States, main grads, and masters without an FP32 replica lie in one contiguous tensor each.
@@ -183,14 +185,29 @@ class _Builder:
             self._fill(master, segment)  # the unrounded values, which the next line frees
             replica.attach()
             stored.append((replica, master))
-        numel = sum(segment.numel for segment in segments)
-        wholes = {s.name: torch.full((numel,), s.init, dtype=s.dtype, device=self._comm.device) for s in states}
-        parts = {name: self._split(whole, segments) for name, whole in wholes.items()}
+        states = {kind: self._states(kind, segments, [master for _, master in stored]) for kind in self._plan.specs}
         gradients, exchange = self._gradients(segments)
         return [
-            FlatBuffer(segment, *stored[n], {name: split[n] for name, split in parts.items()}, gradients[n])
+            FlatBuffer(segment, *stored[n], {kind: held[n] for kind, held in states.items()}, gradients[n])
             for n, segment in enumerate(segments)
         ], exchange
+
+    def _states(self, kind: str, segments: Sequence[ArenaSegment], masters: Sequence[Tensor]) -> list[HeldRange]:
+        """Returns state ``kind`` of each segment: of the range of the update classes that have it."""
+        spec, ranges = self._plan.specs[kind], []
+        for segment in segments:
+            found = [(low, high) for number, low, high in segment.class_ranges() if self._plan.has_state(number, kind)]
+            if any(one[1] != other[0] for one, other in pairwise(found)):
+                raise ValueError(f"the parameters of '{segment.layout.name}' with state '{kind}' are not adjacent: {found}")
+            ranges.append((found[0][0], found[-1][1]) if found else (0, 0))
+        numels = [high - low for low, high in ranges]
+        whole = torch.empty(sum(numels), dtype=spec.dtype, device=self._comm.device)
+        held = []
+        parts = torch.split(whole, numels) if numels else ()
+        for (low, high), values, master in zip(ranges, parts, masters, strict=True):
+            spec.fill(values, master[low:high])
+            held.append(HeldRange(low, values))
+        return held
 
     def _split(self, whole: Tensor, segments: Sequence[ArenaSegment]) -> Sequence[Tensor]:
         return torch.split(whole, [segment.numel for segment in segments]) if segments else ()

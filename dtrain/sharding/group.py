@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakMethod, ref
@@ -12,12 +13,21 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.errors import UsageError
 from dtrain.optim.rule import UpdateSlice
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
 from dtrain.sharding.replicas import Replica
 
 MASTER, MAIN_GRAD = "master", "main_grad"
+
+
+@dataclass(frozen=True)
+class HeldRange:
+    """Elements ``start`` to ``start + len(values)`` of a segment, which this rank holds in ``values``."""
+
+    start: int
+    values: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,24 +38,38 @@ class FlatBuffer:
         segment: the range of the flat buffer whose masters this rank holds.
         replica: the compute replica.
         master: FP32 [segment.numel]; an FP32 replica is its storage.
-        states: the optimizer's states by name, each [segment.numel].
+        states: the optimizer's states by name, of the parameters that have them.
         gradient: the gradient; its main grad is [segment.numel].
     """
 
     segment: ArenaSegment
     replica: Replica
     master: Tensor
-    states: Mapping[str, Tensor]
+    states: Mapping[str, HeldRange]
     gradient: FlatGradient
 
     @property
     def layout(self) -> FlatLayout:
         return self.segment.layout
 
-    def update_slices(self) -> list[UpdateSlice]:
-        """Returns the segment, cut where the weight-decay class changes."""
-        whole = UpdateSlice(True, self.master, self.gradient.main_grad, tuple(self.states.values()), self._cast_target)
-        return [whole.part(decayed, start, stop) for decayed, start, stop in self.segment.class_ranges()]
+    def update_slices(self, plan: OptimizerPlan) -> list[UpdateSlice]:
+        """Returns the segment, cut where the update class changes."""
+        key = zlib.crc32(self.layout.name.encode())  # equal at every stage and world size, as the offsets are
+        return [
+            UpdateSlice(
+                plan.classes[number],
+                origin=(key, self.segment.start + start),
+                master=self.master[start:stop],
+                main_grad=self.gradient.main_grad[start:stop],
+                states=tuple(self._state(spec.name, start, stop) for spec in plan.rule_of(number).states),
+                replica=None if self._cast_target is None else self._cast_target[start:stop],
+            )
+            for number, start, stop in self.segment.class_ranges()
+        ]
+
+    def _state(self, kind: str, start: int, stop: int) -> Tensor:
+        held = self.states[kind]
+        return held.values[start - held.start : stop - held.start]
 
     @property
     def _cast_target(self) -> Tensor | None:
@@ -56,20 +80,27 @@ class FlatBuffer:
         if self._cast_target is not None:
             self._cast_target.copy_(self.master)
 
-    def values(self, kind: str) -> Tensor:
-        """Returns the master, the main grad or a state, [segment.numel]."""
-        return {MASTER: self.master, MAIN_GRAD: self.gradient.main_grad, **self.states}[kind]
+    def held(self, kind: str) -> HeldRange:
+        """Returns what this rank holds of the master, the main grad or a state."""
+        if kind in (MASTER, MAIN_GRAD):
+            return HeldRange(0, self.master if kind == MASTER else self.gradient.main_grad)
+        return self.states[kind]
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields all of ``kind`` that lies on this rank."""
-        for interval in self.segment.intervals():
-            yield tensor_shard(kind, interval, self.values(kind))
+        return self._shards(kind, self.segment.start, self.segment.stop)
 
     def owned_shards(self, kind: str, rank: int) -> Iterator[TensorShard]:
         """Yields the shard that ``rank`` saves, so that all ranks cover each element once at every stage."""
-        own = self.segment.shard_of(self.values(kind), rank)
-        for interval in self.layout.intervals(*self.layout.shard(rank)):
-            yield tensor_shard(kind, interval, own)
+        return self._shards(kind, *self.layout.shard(rank))
+
+    def _shards(self, kind: str, start: int, stop: int) -> Iterator[TensorShard]:
+        """Yields ``kind`` of the parameters between ``start`` and ``stop`` of the flat buffer."""
+        held = self.held(kind)
+        first = self.segment.start + held.start
+        low, high = max(start, first), min(stop, first + held.values.numel())
+        for interval in self.layout.intervals(low, high):
+            yield tensor_shard(kind, interval, held.values[low - first :])
 
 
 def tensor_shard(kind: str, interval: ShardInterval, values: Tensor) -> TensorShard:

@@ -38,7 +38,7 @@ class ParamSpec:
     name: str
     shape: tuple[int, ...]
     replica_dtype: torch.dtype
-    decayed: bool  # the hyper-parameter class: weight decay or none
+    update_class: int = 0  # number of the hyper-parameter class
     trained: bool = True
 
     @property
@@ -75,7 +75,7 @@ class FlatLayout:
     group: str
     dtype: torch.dtype
     slots: tuple[ParameterSlot, ...]
-    classes: tuple[tuple[bool, int, int], ...]  # (decayed, start, stop), each a whole number of chunks
+    classes: tuple[tuple[int, int, int], ...]  # (number, start, stop), each a whole number of chunks
     world_size: int
 
     def __post_init__(self) -> None:
@@ -132,23 +132,23 @@ class FlatLayout:
 def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
     """Returns the flat buffers of one group, one a replica dtype, the narrowest first."""
     # a stable sort: definition order within a class; the dtype's name separates dtypes of one size
-    ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), not s.decayed))
+    ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), s.update_class))
     by_dtype = groupby(ordered, key=lambda s: s.replica_dtype)
     return tuple(_flat_layout(group, dtype, same_dtype, world_size) for dtype, same_dtype in by_dtype)
 
 
 def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int) -> FlatLayout:
     slots: list[ParameterSlot] = []
-    classes: list[tuple[bool, int, int]] = []
+    classes: list[tuple[int, int, int]] = []
     cursor = 0
-    for decayed, same_class in groupby(specs, key=lambda s: s.decayed):
+    for number, same_class in groupby(specs, key=lambda s: s.update_class):
         begin = cursor
         for spec in same_class:
             cursor = round_up(cursor, ALIGNMENT)  # a function of the parameters alone, so equal at every world size
             slots.append(ParameterSlot(spec, cursor))
             cursor += spec.numel
         cursor = round_up(cursor, CHUNK)
-        classes.append((decayed, begin, cursor))
+        classes.append((number, begin, cursor))
     return FlatLayout(group, dtype, tuple(slots), tuple(classes), world_size)
 
 
@@ -177,7 +177,7 @@ class ArenaSegment:
         """Returns the parts of parameters in this range, offsets counted from its beginning."""
         return self.layout.intervals(self.start, self.stop)
 
-    def class_ranges(self) -> tuple[tuple[bool, int, int], ...]:
-        """Returns (decayed, start, stop) of the hyper-parameter classes, counted from its beginning."""
-        cut = ((decayed, max(low, self.start), min(high, self.stop)) for decayed, low, high in self.layout.classes)
-        return tuple((decayed, low - self.start, high - self.start) for decayed, low, high in cut if low < high)
+    def class_ranges(self) -> tuple[tuple[int, int, int], ...]:
+        """Returns (number, start, stop) of the hyper-parameter classes, counted from its beginning."""
+        cut = ((number, max(low, self.start), min(high, self.stop)) for number, low, high in self.layout.classes)
+        return tuple((number, low - self.start, high - self.start) for number, low, high in cut if low < high)

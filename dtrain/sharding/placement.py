@@ -70,7 +70,7 @@ def memory_formula(
     Args:
         placements: a row of :data:`STAGES`.
         numel: number of trained parameters.
-        state_bytes: bytes of all optimizer states of one parameter; 8 for AdamW.
+        state_bytes: bytes of the optimizer states of all parameters; 8 x numel for AdamW.
         replica_bytes: bytes of all compute replicas that are not FP32.
         fp32_numel: number of trained parameters with an FP32 replica.
         frozen_bytes: bytes of all frozen parameters.
@@ -87,6 +87,6 @@ def memory_formula(
         - held(fp32_bytes, placements.master),
         "main_grad": held(numel * 4, placements.gradient),
         "master": held(numel * 4, placements.master),
-        "moments": held(numel * state_bytes, placements.master),
+        "moments": held(state_bytes, placements.master),
         "frozen": held(frozen_bytes, placements.compute),
     }
