@@ -23,7 +23,7 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
-from dtrain.parameters.groups import backward_names, decayed_names, find_groups
+from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.precision.contract import Contract
@@ -51,12 +51,12 @@ class DdpEngine(StepEngine):
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float().contiguous()
         self._float8_weights = _cache_float8(model, self.contract)
-        decayed = decayed_names(model)
+        numbers = self.plan.numbers
         shards = [
-            LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), name in decayed, replicated=True)
+            LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), numbers[name], replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._local_shards = LocalShards(shards, self.rule, (self.rank, self.world_size))
+        self._local_shards = LocalShards(shards, self.plan, (self.rank, self.world_size))
         self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):
@@ -187,8 +187,7 @@ class DdpEngine(StepEngine):
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist within a step only."""
         held = 4 * self.num_parameters
-        moments = self.rule.state_bytes * self.num_parameters
-        return {"compute": 0, "main_grad": held, "master": held, "moments": moments, "frozen": self.frozen_bytes}
+        return {"compute": 0, "main_grad": held, "master": held, "moments": self.state_bytes, "frozen": self.frozen_bytes}
 
 
 def _cache_float8(model: nn.Module, contract: Contract) -> list[QuantizedWeight]:

@@ -14,7 +14,6 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest
 from dtrain.errors import ContractError
-from dtrain.optim.rules import rule_of
 from dtrain.parameters.local_shards import check_frozen, full_tensors
 
 MASTER, MAIN_GRAD = "master", "main_grad"
@@ -40,7 +39,7 @@ class StateEngine(Engine):
 
     Attributes:
         options: the options of a step.
-        rule: the optimizer, whose states the engine holds beside the masters.
+        plan: the optimizer of each parameter, whose states the engine holds beside the masters.
         run_id: of the run, kept by its checkpoints.
         seed: keys the random numbers of forwards.
         shapes: shape of each trainable parameter, by name.
@@ -56,7 +55,7 @@ class StateEngine(Engine):
         self.policy = request.contract.policy
         self.contract = request.contract
         self.options = request.step
-        self.rule = rule_of(request.step.optimizer)
+        self.plan = request.plan
         self.run_id = request.identity.run_id
         self.seed = request.identity.seed
         # before a subclass shards the model: a library may replace the parameters by their shards
@@ -84,13 +83,13 @@ class StateEngine(Engine):
 
     @property
     def saved_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes of the master and of each optimizer state, by kind: what a checkpoint holds of each parameter."""
-        return {MASTER: torch.float32, **{spec.name: spec.dtype for spec in self.rule.states}}
+        """Dtypes of the masters and of each optimizer state, by kind: what a checkpoint holds of the parameters."""
+        return {MASTER: torch.float32, **{kind: spec.dtype for kind, spec in self.plan.specs.items()}}
 
     def memory(self) -> dict[str, int]:
         storages = {
             MASTER: self._held(MASTER),
-            MOMENTS: [tensor for spec in self.rule.states for tensor in self._held(spec.name)],
+            MOMENTS: [tensor for kind in self.plan.specs for tensor in self._held(kind)],
             "frozen": list(self.replicated_frozen().values()),
             **self._storages(),
             "buffers": list(self.module.buffers()),
@@ -98,14 +97,20 @@ class StateEngine(Engine):
         return {kind: sum(tensor.nbytes for tensor in storages[kind]) for kind in _KINDS}
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer states of all parameters, whole."""
+        return self.plan.state_bytes({name: math.prod(shape) for name, shape in self.shapes.items()})
+
+    @property
     def frozen_bytes(self) -> int:
         """Bytes of all frozen parameters, whole."""
         return sum(p.numel() * p.element_size() for p in self.frozen.values())
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full tensor) of ``master``, an optimizer state or ``main_grad``; all ranks call."""
+        """Yields (name, full tensor) of ``master``, ``main_grad``, or of the parameters with a state; all ranks call."""
         dtype = self.saved_dtypes.get(kind, torch.float32)
-        return full_tensors(self.owned_shards(kind), dtype, self.shapes, self.comm)
+        shapes = {n: shape for n, shape in self.shapes.items() if self.plan.has_state(self.plan.numbers[n], kind)}
+        return full_tensors(self.owned_shards(kind), dtype, shapes, self.comm)
 
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
 

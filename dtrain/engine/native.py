@@ -19,7 +19,6 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars
-from dtrain.optim.rules import rule_of
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
 from dtrain.sharding.build import grad_dtype
@@ -37,8 +36,7 @@ def build(request: EngineRequest) -> Engine:
     """Builds the engine; the model's trainable parameters become views of its compute replicas."""
     options = request.step.engine
     assert isinstance(options, Native)
-    states = rule_of(request.step.optimizer).states
-    return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, options, states))
+    return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, options, request.plan))
 
 
 class NativeEngine(StepEngine):
@@ -66,9 +64,9 @@ class NativeEngine(StepEngine):
 
     def _build_optimizer(self) -> None:
         def build() -> None:
-            slices = [buffer.update_slices() for buffer in self.sharded.buffers]
-            self._optimizer = FlatUpdate(self.rule, slices)
-            if self.rule.is_compiled and self.device.type == "cuda":
+            slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
+            self._optimizer = FlatUpdate(self.plan.rules, slices)
+            if self.plan.is_compiled and self.device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
                 grads = [buffer.gradient.shard for buffer in self.sharded.buffers]
@@ -151,17 +149,21 @@ class NativeEngine(StepEngine):
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         for buffer in self.sharded.buffers:
-            layout, full = buffer.layout, buffer.values(kind)
-            if kind == MAIN_GRAD:  # a copy, because the next backward may write it before all ranks have read it
-                full = full.clone()
-            if full.numel() < layout.numel:
+            layout, segment, held = buffer.layout, buffer.segment, buffer.held(kind)
+            slots = [slot for slot in layout.slots if self.plan.has_state(slot.spec.update_class, kind)]
+            if not slots:
+                continue
+            # a copy, because the next backward may write a main grad before all ranks have read it
+            full = held.values.new_zeros(segment.numel)
+            full[held.start : held.start + held.values.numel()] = held.values
+            if segment.numel < layout.numel:
                 shard, full = full, full.new_zeros(layout.numel)
                 self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
-            for slot in layout.slots:
+            for slot in slots:
                 yield slot.spec.name, full[slot.start : slot.stop].view(slot.spec.shape)
 
     def _held(self, kind: str) -> list[Tensor]:
-        return [buffer.values(kind) for buffer in self.sharded.buffers]
+        return [buffer.held(kind).values for buffer in self.sharded.buffers]
 
     def _storages(self) -> dict[str, list[Tensor]]:
         sharded, exchange = self.sharded, self.sharded.reducer.exchange
@@ -180,7 +182,7 @@ class NativeEngine(StepEngine):
         return memory_formula(
             STAGES[self.options.zero_stage],
             numel=sum(numel for numel, _ in replicas),
-            state_bytes=self.rule.state_bytes,
+            state_bytes=self.state_bytes,
             replica_bytes=sum(
                 numel * len(buffer.replica.local) * buffer.layout.dtype.itemsize
                 for numel, buffer in replicas

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
-from dtrain.optim.rule import Rule, UpdateGroup, UpdateScalars
+from dtrain.optim.rule import ElementwiseRule, UpdateGroup, UpdateScalars
+from dtrain.parameters.optimizer_plan import OptimizerPlan
 
 
 @dataclass
@@ -24,6 +26,7 @@ class LocalShard:
         start: the first element, row-major.
         master: the weights that are updated, as the library holds them.
         main_grad: the reduced gradient of the current step, where it lies now.
+        update_class: number of its class in the optimizer's plan.
         replicated: whether all ranks hold the same interval; each rank then owns a part of it.
     """
 
@@ -32,7 +35,7 @@ class LocalShard:
     start: int
     master: Tensor
     main_grad: Tensor
-    decayed: bool
+    update_class: int
     replicated: bool
 
     def tensor_shard(
@@ -87,23 +90,27 @@ class LocalShards:
 
     Args:
         shards: one for each parameter; those without an element here are left out.
-        rule: the optimizer.
+        plan: the optimizer of each shard.
         share: (rank, world size), for what is replicated.
     """
 
-    def __init__(self, shards: Iterable[LocalShard], rule: Rule, share: tuple[int, int]) -> None:
+    def __init__(self, shards: Iterable[LocalShard], plan: OptimizerPlan, share: tuple[int, int]) -> None:
         self.shards = [shard for shard in shards if shard.master.numel()]
-        self._rule = rule
+        self._plan = plan
         self._share = share
-        masters = [shard.master for shard in self.shards]
-        states = {spec.name: [spec.like(master) for master in masters] for spec in rule.states}
-        self._values = {"master": masters, **states}
-        # one call of the rule per weight-decay class
-        classes = (
-            (decayed, [n for n, shard in enumerate(self.shards) if shard.decayed is decayed])
-            for decayed in (True, False)
-        )
-        self._classes = [(decayed, chosen) for decayed, chosen in classes if chosen]
+        self._values = {"master": {n: shard.master for n, shard in enumerate(self.shards)}} | {
+            kind: {
+                n: spec.like(shard.master)
+                for n, shard in enumerate(self.shards)
+                if plan.has_state(shard.update_class, kind)
+            }
+            for kind, spec in plan.specs.items()
+        }
+        # one call of a rule per update class
+        numbers = dict.fromkeys(sorted(shard.update_class for shard in self.shards))
+        self._classes = [
+            (number, [n for n, shard in enumerate(self.shards) if shard.update_class == number]) for number in numbers
+        ]
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields what this rank owns of ``master``, an optimizer state or ``main_grad``."""
@@ -116,26 +123,34 @@ class LocalShards:
             yield shard.tensor_shard(kind, values, self._dtype(kind))
 
     def _dtype(self, kind: str) -> torch.dtype:
-        return next((spec.dtype for spec in self._rule.states if spec.name == kind), torch.float32)
+        return self._plan.specs[kind].dtype if kind in self._plan.specs else torch.float32
 
     def _of_kind(self, kind: str) -> Iterator[tuple[LocalShard, Tensor]]:
         if kind == "main_grad":
             yield from ((shard, shard.main_grad) for shard in self.shards)
         else:
-            yield from zip(self.shards, self._values[kind], strict=True)
+            yield from ((self.shards[n], values) for n, values in self._values[kind].items())
 
     @torch.no_grad()
     def update(self, scalars: UpdateScalars) -> None:
         """Runs one update of masters and optimizer states; the main grads may be overwritten."""
-        for decayed, chosen in self._classes:
-            master, *states = ([values[n] for n in chosen] for values in self._values.values())
+        for number, chosen in self._classes:
+            update_class, rule = self._plan.classes[number], self._plan.rule_of(number)
+            shards = [self.shards[n] for n in chosen]
+            group = UpdateGroup(
+                update_class.weight_decay,
+                [shard.master for shard in shards],
+                tuple([self._values[spec.name][n] for n in chosen] for spec in rule.states),
+                [(zlib.crc32(shard.name.encode()), shard.start) for shard in shards],
+            )
+            assert isinstance(rule, ElementwiseRule)
             # read now, because a library may replace the gradients' tensors at any step
-            grads = [self.shards[n].main_grad for n in chosen]
-            self._rule.apply(UpdateGroup(decayed, master, tuple(states)), grads, scalars)
+            grads = [shard.main_grad for shard in shards]
+            rule.apply(group, grads, scalars.of_rule(update_class.rule).scaled(update_class.lr_factor))
 
     def tensors(self, kind: str) -> list[Tensor]:
-        """Returns the tensors of ``master`` or of an optimizer state, one for each shard."""
-        return self._values[kind]
+        """Returns the tensors of ``master`` or of an optimizer state, one for each shard that has it."""
+        return list(self._values[kind].values())
 
 
 def full_tensors(

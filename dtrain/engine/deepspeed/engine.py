@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
-from dtrain.engine.deepspeed.state import RuleOptimizer, zero_state
+from dtrain.engine.deepspeed.state import Partition, RuleOptimizer, zero_state
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
@@ -24,7 +24,6 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError
 from dtrain.optim.rule import UpdateScalars
-from dtrain.parameters.groups import decayed_names
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.layout import ParamSpec
@@ -71,14 +70,13 @@ class DeepSpeedEngine(StepEngine):
             parameter.data = parameter.data.reshape(-1).view(parameter.shape)
         # before DeepSpeed rounds the weights and makes its masters from the rounded ones
         originals = self._originals(trained)
-        decayed = decayed_names(model)
-        dtypes = self.contract.replica_dtypes
-        specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed) for name, p in trained.items()}
+        dtypes, numbers = self.contract.replica_dtypes, self.plan.numbers
+        specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], numbers[name]) for name, p in trained.items()}
         self._order: list[int] = []  # numbers of this micro-batch's gradients in the order of backward
         self._record_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
-        self._optimizer = RuleOptimizer(self.rule, *_decay_classes(trained, decayed))
+        self._optimizer = RuleOptimizer(self.plan, trained)
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
         self._zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
@@ -205,17 +203,21 @@ class DeepSpeedEngine(StepEngine):
             yield replace(shard, start=start, stop=stop, data=shard.data[start:stop])
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        partitions, dtype = self._zero.partitions, self.saved_dtypes.get(kind, torch.float32)
+        partitions, dtype = self._partitions(kind), self.saved_dtypes.get(kind, torch.float32)
         for partition, values in zip(partitions, self._held(kind), strict=True):
             flat = values.detach().view(-1)
             for found in partition.intervals:
                 data = flat[found.offset : found.offset + found.stop - found.start]
                 yield TensorShard(found.spec.name, kind, found.spec.shape, dtype, found.start, found.stop, data)
 
+    def _partitions(self, kind: str) -> list[Partition]:
+        """Returns the partitions whose parameters have ``kind``; those of one partition are of one update class."""
+        return [p for p in self._zero.partitions if kind in (MASTER, MAIN_GRAD) or kind in self._optimizer.state[p.master]]
+
     def _held(self, kind: str) -> list[Tensor]:
         if kind == MAIN_GRAD:
             return self._zero.main_grads()
-        masters = [partition.master for partition in self._zero.partitions]
+        masters = [partition.master for partition in self._partitions(kind)]
         return masters if kind == MASTER else [self._optimizer.state[master][kind] for master in masters]
 
     def save(self, *args: Any, **kwargs: Any) -> Path | None:
@@ -255,7 +257,7 @@ class DeepSpeedEngine(StepEngine):
         formula = memory_formula(
             STAGES[self.options.zero_stage],
             numel=self.num_parameters,
-            state_bytes=self.rule.state_bytes,
+            state_bytes=self.state_bytes,
             replica_bytes=self.num_parameters * self.policy.compute_dtype.itemsize,
             fp32_numel=0,
             frozen_bytes=self.frozen_bytes,
@@ -305,11 +307,3 @@ def _overlap(name: str, other: str) -> bool:
     """Whether one of two modules is the other or lies in it."""
     one, two = name.split(".") if name else [], other.split(".") if other else []
     return all(a == b for a, b in zip(one, two, strict=False))
-
-
-def _decay_classes(
-    trained: Mapping[str, nn.Parameter], decayed: Collection[str]
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Returns the parameters with weight decay and those without; parameters without elements are in neither."""
-    filled = [(name in decayed, p) for name, p in trained.items() if p.numel()]
-    return [p for decays, p in filled if decays], [p for decays, p in filled if not decays]

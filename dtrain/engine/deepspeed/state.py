@@ -7,15 +7,17 @@ it, so that the engine is the same for every optimizer of DeepSpeed.
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.optim.rule import Rule, UpdateGroup, UpdateScalars
+from dtrain.optim.rule import ElementwiseRule, UpdateGroup, UpdateScalars
+from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.sharding.layout import ParamSpec, ShardInterval
 
 
@@ -33,32 +35,33 @@ class Partition:
 
 
 class RuleOptimizer(torch.optim.Optimizer):
-    """The optimizer that DeepSpeed wraps: a rule of dtrain on any partition.
+    """The optimizer that DeepSpeed wraps: dtrain's rules on any partition.
 
     Args:
-        rule: the optimizer.
-        decayed: parameters with weight decay; either list may be empty.
-        plain: parameters without weight decay.
+        plan: the optimizer of each parameter.
+        trained: the parameters by name; those without elements are left out.
 
     Attributes:
         scalars: of the next update; set before it.
     """
 
-    def __init__(self, rule: Rule, decayed: Sequence[nn.Parameter], plain: Sequence[nn.Parameter]) -> None:
-        groups = [
-            {"params": list(chosen), "decayed": decays}
-            for chosen, decays in ((decayed, True), (plain, False))
-            if chosen
-        ]
+    def __init__(self, plan: OptimizerPlan, trained: Mapping[str, nn.Parameter]) -> None:
+        groups: list[dict[str, Any]] = []
+        for number in range(len(plan.classes)):
+            chosen = [p for name, p in trained.items() if p.numel() and plan.numbers[name] == number]
+            if chosen:
+                groups.append({"params": chosen, "update_class": number})
         # DeepSpeed expects a rate for its log; that of an update is in its scalars
         super().__init__(groups, {"lr": 0.0})
-        self._rule = rule
+        self._plan = plan
         self.scalars: UpdateScalars | None = None
 
     def add_states(self, partitions: Iterable[Partition]) -> None:
         """Gives each partition the rule's states, under their names, before the first update."""
         for partition in partitions:
-            self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in self._rule.states}
+            rule = self._plan.rule_of(partition.intervals[0].spec.update_class) if partition.intervals else None
+            states = rule.states if rule is not None else ()
+            self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in states}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -68,9 +71,14 @@ class RuleOptimizer(torch.optim.Optimizer):
             masters = [p for p in group["params"] if p.grad is not None]
             if not masters:
                 continue
-            states = tuple([self.state[p][spec.name] for p in masters] for spec in self._rule.states)
-            grads = [p.grad for p in masters]
-            self._rule.apply(UpdateGroup(group["decayed"], masters, states), grads, self.scalars)
+            update_class, rule = self._plan.classes[group["update_class"]], self._plan.rule_of(group["update_class"])
+            assert isinstance(rule, ElementwiseRule)
+            states = tuple([self.state[p][spec.name] for p in masters] for spec in rule.states)
+            origins = [(zlib.crc32(repr((group["update_class"], n)).encode()), 0) for n in range(len(masters))]
+            scalars = self.scalars.of_rule(update_class.rule).scaled(update_class.lr_factor)
+            rule.apply(
+                UpdateGroup(update_class.weight_decay, masters, states, origins), [p.grad for p in masters], scalars
+            )
 
 
 class ZeroState(ABC):

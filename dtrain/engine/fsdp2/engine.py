@@ -7,7 +7,7 @@ is dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighte
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ModelError
 from dtrain.optim.rule import UpdateScalars
-from dtrain.parameters.groups import backward_names, decayed_names, find_groups
+from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 
@@ -57,18 +57,17 @@ class Fsdp2Engine(StepEngine):
         super().__init__(request, backward_names(groups))
         plan = plan_units(model, groups, contract)
         largest = comm.world_size * max(sum(shard_widths(unit.shapes, comm.world_size)) for unit in plan.units)
-        numbers = {name: number for number, name in enumerate(self.backward_names)}
-        self._state = BackwardState(comm, largest, numbers, self.monitor)
-        decayed = decayed_names(model)
+        order = {name: number for number, name in enumerate(self.backward_names)}
+        self._state = BackwardState(comm, largest, order, self.monitor)
         self._replicated = ReplicatedParameters(
-            plan.replicated, contract.replica_dtypes, decayed, comm, self._state.record
+            plan.replicated, contract.replica_dtypes, self.plan.numbers, comm, self._state.record
         )
         self._reshards = request.step.zero_stage == 3
         mesh = _mesh(comm)
         self._units = [_ShardedUnit(model, unit, mesh, self._state, reshards=self._reshards) for unit in plan.units]
-        sharded = chain.from_iterable(unit.local_shards(comm.rank, decayed, self.shapes) for unit in self._units)
+        sharded = chain.from_iterable(unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units)
         self._local_shards = LocalShards(
-            [*sharded, *self._replicated.local_shards], self.rule, (comm.rank, comm.world_size)
+            [*sharded, *self._replicated.local_shards], self.plan, (comm.rank, comm.world_size)
         )
         self._is_finished = True
         self.check_contract()
@@ -174,12 +173,13 @@ class Fsdp2Engine(StepEngine):
         sharded = -(-sum(numel for numel, _ in shards) // world_size)
         held = sharded + sum(math.prod(shard.shape) for shard in self._replicated.local_shards)
         compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self._units) else 0
+        replicated = self.plan.state_bytes({s.name: math.prod(s.shape) for s in self._replicated.local_shards})
         replicas = sum(tensor.nbytes for tensor in self._replicated.replicas)
         return {
             "compute": -(-compute // world_size) + replicas,
             "main_grad": 4 * held,
             "master": 4 * held,
-            "moments": self.rule.state_bytes * held,
+            "moments": -(-(self.state_bytes - replicated) // world_size) + replicated,
             "frozen": self.frozen_bytes,
         }
 
@@ -243,13 +243,13 @@ class _ShardedUnit:
             self.module.set_custom_all_gather(cast(Any, self._weights))
 
     def local_shards(
-        self, rank: int, decayed: Collection[str], shapes: Mapping[str, tuple[int, ...]]
+        self, rank: int, update_classes: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
     ) -> Iterator[LocalShard]:
         slots = zip(self._parameters, self._locals, self.gradient.slots(), strict=True)
         for name, master, (offset, width) in slots:
             start = min(rank * width, math.prod(shapes[name]))
             main_grad = self.gradient.main_grad[offset : offset + master.numel()]
-            yield LocalShard(name, shapes[name], start, master, main_grad, name in decayed, replicated=False)
+            yield LocalShard(name, shapes[name], start, master, main_grad, update_classes[name], replicated=False)
 
     @torch.no_grad()  # else each to_local would record a graph
     def check(self) -> None:

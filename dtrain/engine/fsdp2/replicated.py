@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class ReplicatedParameters:
     Args:
         parameters: by name.
         dtypes: compute dtype of each parameter.
-        decayed: names of the parameters that weight decay acts on.
+        update_classes: number of its update class, by parameter name.
         on_gradient: called once for each gradient of each micro-batch.
     """
 
@@ -35,12 +35,12 @@ class ReplicatedParameters:
         self,
         parameters: Mapping[str, nn.Parameter],
         dtypes: Mapping[str, torch.dtype],
-        decayed: Collection[str],
+        update_classes: Mapping[str, int],
         comm: Communicator,
         on_gradient: OnGradient,
     ) -> None:
         self._on_gradient = on_gradient
-        specs = [ParamSpec(name, tuple(p.shape), dtypes[name], name in decayed) for name, p in parameters.items()]
+        specs = [ParamSpec(name, tuple(p.shape), dtypes[name], update_classes[name]) for name, p in parameters.items()]
         self._low_precision: list[tuple[nn.Parameter, Tensor]] = []  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
         self._gradients: list[AccumulatedGradient] = []
@@ -62,7 +62,7 @@ class ReplicatedParameters:
                 self._values.append((spec.name, parameter, parameter.detach()))
                 own = slice(slot.start, slot.stop)
                 self.local_shards.append(
-                    LocalShard(spec.name, spec.shape, 0, master[own], main_grad[own], spec.decayed, replicated=True)
+                    LocalShard(spec.name, spec.shape, 0, master[own], main_grad[own], spec.update_class, replicated=True)
                 )
                 self._install_hook(parameter, spec.name, gradient, number)
                 self._slots.append((gradient, number))
