@@ -132,8 +132,10 @@ class Checkpointer:
 
     def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
         """Yields this rank's share of masters and optimizer states, those of one parameter together."""
-        for shards in zip(*map(self._engine.owned_shards, kinds), strict=True):
-            yield from shards
+        found: dict[str, list[TensorShard]] = {}
+        for shard in chain(*map(self._engine.owned_shards, kinds)):
+            found.setdefault(shard.name, []).append(shard)
+        yield from chain(*found.values())
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
@@ -156,14 +158,15 @@ class Checkpointer:
 
     def _read(self, reader: CheckpointReader) -> None:
         kinds = _trained_kinds(reader, self._engine)
-        for spec in self._engine.rule.states:
-            for shard in self._engine.local_shards(spec.name) if spec.name not in kinds else ():
-                shard.data.fill_(spec.init)
         shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards())
         # every rank fills all that it holds, also what another rank has saved
         sharded = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
         replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine))
         reader.read_into(chain(sharded, replicated))
+        masters = {shard.name: shard.data for shard in self._engine.local_shards(MASTER)}
+        for kind, spec in self._engine.plan.specs.items():
+            for shard in self._engine.local_shards(kind) if kind not in kinds else ():
+                spec.fill(shard.data, masters[shard.name])  # all that this rank holds of both
 
     def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
         """Yields what this rank proves: the live tensors; for a frozen one that was cast, its saved values.
@@ -235,7 +238,12 @@ def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
     reader.require_kinds((*dtypes, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
     kinds = _trained_kinds(reader, engine)
-    live = {(kind, name): (shape, dtypes[kind]) for name, shape in engine.shapes.items() for kind in kinds}
+    live = {
+        (kind, name): (shape, dtypes[kind])
+        for name, shape in engine.shapes.items()
+        for kind in (MASTER, *engine.plan.kinds(name))
+        if kind in kinds
+    }
     live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine)}
     live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
@@ -274,7 +282,7 @@ def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
         CheckpointError: a state of the optimizer is missing.
     """
     saved = {tensor.kind for tensor in reader.tensors}
-    states = [spec.name for spec in engine.rule.states]
+    states = list(engine.plan.specs)
     missing = [name for name in states if name not in saved]
     if not missing or MASTER not in saved:
         return [MASTER, *states]
@@ -287,7 +295,7 @@ def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
 
 
 def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
-    saved, own = reader.state["optimizer"].get("compile"), engine.rule.is_compiled
+    saved, own = reader.state["optimizer"].get("compile"), engine.plan.is_compiled
     if saved is not None and saved != own:
         logger.warning(
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "

@@ -16,7 +16,7 @@ from torch import nn
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
-from dtrain.config.optim import AdamW, OptimConfig
+from dtrain.config.optim import OPTIM_KEYS, Optimizer
 from dtrain.config.precision import LossScale
 from dtrain.config.schedule import Schedule
 from dtrain.distributed.communicator import Communicator
@@ -38,6 +38,7 @@ from dtrain.engine.settings import (
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError
 from dtrain.optim.adamw import on_device
+from dtrain.parameters.optimizer_plan import plan_optimizer
 from dtrain.precision.contract import Contract, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Decision, decide_float8
 from dtrain.precision.forward import set_matmul_precision
@@ -50,7 +51,7 @@ from dtrain.sharding.placement import STAGES
 def initialize(
     model: nn.Module,
     *,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     schedule: Schedule | None = None,
     engine: str | EngineConfig = "native",
     precision: str | torch.dtype | PrecisionPolicy = "auto",
@@ -69,7 +70,8 @@ def initialize(
 
     Args:
         model: any ``nn.Module`` with values (not on ``meta``); it is moved to the rank's device.
-        optimizer: AdamW's hyper-parameters; ``AdamW()`` by default.
+        optimizer: a record such as ``dtrain.AdamW(lr=3e-4)``, ``SGD``, ``Lion``, ``Muon`` or ``TorchOptimizer``;
+            ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
         engine: a record, such as ``dtrain.Native(zero_stage=3, prefetch=2)``, ``dtrain.FSDP2()``,
             ``dtrain.DeepSpeed(offload="cpu")`` or ``dtrain.DDP()``; or its name, ``native``, ``fsdp2``, ``deepspeed``
@@ -92,7 +94,7 @@ def initialize(
     """
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
-    max_grad_norm = check_field(OptimConfig, "max_grad_norm", max_grad_norm, "max_grad_norm")
+    max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
     options = StepOptions(record, optimizer_record(optimizer), schedule_record(schedule), max_grad_norm)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
@@ -100,14 +102,15 @@ def initialize(
     check_model(model)
     if record.reproducible:
         require_reproducible(model)
+    device = _rank_device(model) if comm is None else comm.device
+    plan = plan_optimizer(model, on_device(options.optimizer, device))
     if comm is None:
-        device = _rank_device(model)
         policy = policy.on(device)
         comm = connect(device)
     _check_ranks(record.name, comm)
     policy = resolve_policy(record, policy, comm.device)
     model.to(comm.device)
-    options = replace(options, optimizer=on_device(options.optimizer, comm.device))
+    options = replace(options, optimizer=on_device(options.optimizer, device))
     identity = _agree_on_identity(comm, seed)
     capabilities = CAPABILITIES[record.name]
     undecided = resolve(policy, model, capabilities.held, policy.decisions)
@@ -122,7 +125,7 @@ def initialize(
     # before anything is cast: masters take the unrounded values
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
-    request = EngineRequest(model, contract, comm, options, LossScaleState.of(rule), identity, config_text)
+    request = EngineRequest(model, contract, plan, comm, options, LossScaleState.of(rule), identity, config_text)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.{record.name}").build(request)
     if comm.device.type == "cpu":

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from dtrain.config.engines import EngineConfig
-from dtrain.config.optim import AdamW
+from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import Schedule
 from dtrain.distributed.communicator import Communicator
+from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
 
@@ -24,7 +25,7 @@ class StepOptions:
     """
 
     engine: EngineConfig
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: float | None
 
@@ -56,6 +57,7 @@ class EngineRequest:
     Attributes:
         model: on its device, its values equal on all ranks and not rounded yet.
         contract: the precision policy resolved on it.
+        plan: the optimizer resolved on it.
         loss_scale: initial state of the loss-scale machine.
         identity: run id and seed; a load replaces both with the saved ones.
         config_text: everything that must be equal on all ranks, as canonical JSON.
@@ -63,6 +65,7 @@ class EngineRequest:
 
     model: nn.Module
     contract: Contract
+    plan: OptimizerPlan
     comm: Communicator
     step: StepOptions
     loss_scale: LossScaleState

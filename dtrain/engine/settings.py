@@ -11,7 +11,7 @@ from torch import nn
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
-from dtrain.config.optim import AdamW
+from dtrain.config.optim import OPTIMIZERS, AdamW, Optimizer
 from dtrain.config.schedule import Constant, Schedule, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
@@ -77,17 +77,20 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         options.engine.name,
         policy.name,
         (name for _, name in policy.rules),
-        compiles=options.optimizer.compile,
+        optimizer=options.optimizer.name,
+        compiles=getattr(options.optimizer, "compile", "auto"),
         format_key=lambda key: arguments.get(key, key),
     )
 
 
-def optimizer_record(optimizer: AdamW | None) -> AdamW:
+def optimizer_record(optimizer: Optimizer | None) -> Optimizer:
     """Returns the hyper-parameters, the default ones for None; raises ``ConfigError`` for an optimizer of torch."""
-    if optimizer is not None and not isinstance(optimizer, AdamW):
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        names = ", ".join(record.__name__ for record in OPTIMIZERS.values())
         raise ConfigError(
-            f"optimizer={shown(optimizer)} is not a dtrain.AdamW; give the hyper-parameters as a record, such as "
-            f"dtrain.AdamW(lr=3e-4, weight_decay=0.1), because dtrain updates the sharded FP32 masters itself"
+            f"optimizer={shown(optimizer)} is not an optimizer of dtrain ({names}); give the hyper-parameters as a "
+            f"record, such as dtrain.AdamW(lr=3e-4, weight_decay=0.1), because dtrain updates the sharded FP32 masters "
+            f"itself; for another optimizer of torch: dtrain.TorchOptimizer(torch.optim.RAdam, lr=3e-4)"
         )
     return optimizer or AdamW()
 

@@ -155,8 +155,9 @@ class StepEngine(StateEngine):
         self._check_step()
         # before the vote, which carries the squares of the reduced gradients
         self.finish_gradients()
+        peak = self.options.optimizer.lr
         if lr is None:
-            lr = self.options.optimizer.lr * self.options.schedule.factor(self.applied_steps)
+            lr = peak * self.options.schedule.factor(self.applied_steps)
         lr = checked_lr(lr, self.attempted_steps)
         decision = self._vote(lr)
         # [Note: the update is always launched]
@@ -167,6 +168,8 @@ class StepEngine(StateEngine):
                 step=self._finalizer.applied_steps + 1,
                 grad_divisor=decision.grad_divisor,
                 found_inf=decision.code,
+                # not self.applied_steps, as above; a skipped step's are not used
+                rule_lrs=self.plan.rule_lrs(peak, self._finalizer.applied_steps),
             )
         )
         self.attempted_steps += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,13 @@ class Partition:
 
     Attributes:
         master: FP32, updated by the optimizer; of any shape if it is one whole parameter.
-        intervals: the parameters in it, in row-major order.
+        intervals: the parameters in it, in row-major order; none, if there is only padding.
+        update_class: number of the update class of its parameters.
     """
 
     master: Tensor
     intervals: tuple[ShardInterval, ...]
+    update_class: int
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -59,8 +61,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def add_states(self, partitions: Iterable[Partition]) -> None:
         """Gives each partition the rule's states, under their names, before the first update."""
         for partition in partitions:
-            rule = self._plan.rule_of(partition.intervals[0].spec.update_class) if partition.intervals else None
-            states = rule.states if rule is not None else ()
+            states = self._plan.rule_of(partition.update_class).states
             self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in states}
 
     @torch.no_grad()
@@ -153,7 +154,8 @@ class _Replicated(ZeroState):
     def _cut(self) -> Iterator[Partition]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                yield Partition(parameter, (ShardInterval(self.specs[id(parameter)], 0, parameter.numel(), 0),))
+                spec = self.specs[id(parameter)]
+                yield Partition(parameter, (ShardInterval(spec, 0, parameter.numel(), 0),), spec.update_class)
 
     def clear(self, *, stepped: bool) -> None:
         if not stepped:
@@ -175,7 +177,11 @@ class _FlatSums(ZeroState):
     def _cut(self) -> Iterator[Partition]:
         optimizer = self.optimizer
         for parameters, master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            yield Partition(master, self._intervals(parameters, master.numel()))
+            yield self._partition(parameters, master)
+
+    def _partition(self, parameters: Sequence[nn.Parameter], master: Tensor) -> Partition:
+        update_class = self.specs[id(parameters[0])].update_class  # a group of the optimizer has one
+        return Partition(master, self._intervals(parameters, master.numel()), update_class)
 
     def _intervals(self, parameters: Iterable[nn.Parameter], size: int) -> tuple[ShardInterval, ...]:
         """Returns the intervals in this rank's ``size`` elements of the concatenated parameters."""
@@ -224,7 +230,7 @@ class _Flat(_FlatSums):
     def _cut(self) -> Iterator[Partition]:
         optimizer = self.optimizer
         for parameters, master in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
-            yield Partition(master, self._intervals(parameters, master.numel()))
+            yield self._partition(parameters, master)
 
     def begin_backward(self) -> None:
         """Drops nothing: DeepSpeed accumulates into the gradients that it keeps."""
@@ -307,7 +313,7 @@ class _Sharded(ZeroState):
                 if start < stop:
                     found.append(ShardInterval(self.specs[id(parameter)], start, stop, offset))
                 offset += size
-            yield Partition(master, tuple(found))
+            yield Partition(master, tuple(found), self.specs[id(parameters[0])].update_class)
 
     def reduce(self) -> None:
         # as at stage 2
