@@ -29,13 +29,14 @@ def check_config(config: RunConfig, world_size: int) -> None:
     """
     _check_batch(config.train, world_size)
     _check_schedule(config.schedule, config.train.steps)
-    keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile"}
+    keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
     precision = config.precision
     check_engine(
         config.engine.name,
         precision.name,
         precision.rules.values(),
-        compiles=config.optim.compile,
+        optimizer=config.optim.name,
+        compiles=getattr(config.optim, "compile", "auto"),
         format_key=lambda key: keys[key],
     )
 
@@ -58,6 +59,11 @@ def check_suite(config: Any) -> None:
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
+    optim = getattr(config, "optim", None)
+    if optim is not None and optim.name != "adamw":
+        raise ConfigError(f"optim={optim.name} is for dtrain train; this command compares with AdamW, so take optim=adamw")
+    if optim is not None and optim.groups:
+        raise ConfigError("optim.groups is for dtrain train; this command compares with one AdamW, so remove it")
     if isinstance(config, ParitySuiteConfig):
         _check_parity(config)
         return

@@ -100,12 +100,13 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "reproducible": (False, True),
     "reduce_dtype": ("auto", "fp32", "bf16", "fp16"),
     "compile": ("auto", False, True),
+    "optimizer": ("adamw", "adamw-bf16", "adam", "sgd", "lion", "muon", "torch"),
 }
 """Every key of several engines in which they differ, with all values that any engine supports."""
 
 _FUSED_UPDATE = SupportedValues(
     ("auto", False),
-    "its update is torch's fused AdamW kernel; the compiled one is written for the native engine's arena",
+    "it updates lists of tensors; the compiled update is written for the native engine's arena",
 )
 _FP32_REDUCTION = SupportedValues(
     ("auto", "fp32"), "its gradients are summed by the collective, and sums are always FP32"
@@ -151,6 +152,10 @@ CAPABILITIES: dict[str, Capabilities] = {
                 (False,), "DeepSpeed sums buckets in an order that depends on the number of ranks"
             ),
             "reduce_dtype": _FP32_REDUCTION,
+            "optimizer": SupportedValues(
+                ("adamw", "adamw-bf16", "adam", "sgd", "lion", "torch"),
+                "DeepSpeed updates one partition after the other, so no whole matrix is at hand",
+            ),
         },
         unsupported=(
             UnsupportedCombination(
@@ -220,10 +225,11 @@ def check_engine(
     precision: str,
     rules: Iterable[str],
     *,
+    optimizer: str = "adamw",
     compiles: bool | str = "auto",
     format_key: Callable[[str], str] = str,
 ) -> None:
-    """Checks that an engine supports a precision with the formats of its rules, and the compiled update.
+    """Checks that an engine supports a precision with the formats of its rules, an optimizer, and the compiled update.
 
     Args:
         precision: the name of a policy; one of the user's own is not known here.
@@ -233,7 +239,7 @@ def check_engine(
     """
     names = {"precision": precision} if precision in SETTINGS["precision"] else {}
     for name in dict.fromkeys(("fp32", *rules)):
-        check(engine, format_key=format_key, **names, rules=name, compile=compiles)
+        check(engine, format_key=format_key, **names, rules=name, compile=compiles, optimizer=optimizer)
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:

@@ -72,7 +72,7 @@ def _unknown(name: str, record: EngineConfig) -> ConfigError:
 
 def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
     """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or the compiled update."""
-    arguments = {"rules": "precision.rules", "compile": "optimizer.compile"}
+    arguments = {"rules": "precision.rules", "compile": "optimizer.compile"}  # else the argument's own name
     check_engine(
         options.engine.name,
         policy.name,

@@ -105,7 +105,7 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
     """Raises ``ConfigError`` for a pattern of module names that matches nothing in ``model``."""
     resolve(make_policy(config), model)
     if isinstance(config.engine, Native):
-        matching_parameters(model, config.engine.keep_gathered)
+        matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
     if isinstance(config.engine, (Native, FSDP2)):
         find_units(model, config.engine.sharding_units)
 
