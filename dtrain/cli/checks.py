@@ -61,7 +61,7 @@ def check_suite(config: Any) -> None:
     """
     optim = getattr(config, "optim", None)
     if optim is not None and optim.name != "adamw":
-        raise ConfigError(f"optim={optim.name} is for dtrain train; this command compares with AdamW, so take optim=adamw")
+        raise ConfigError(f"optim={optim.name} is for dtrain train; this command compares with AdamW: take optim=adamw")
     if optim is not None and optim.groups:
         raise ConfigError("optim.groups is for dtrain train; this command compares with one AdamW, so remove it")
     if isinstance(config, ParitySuiteConfig):

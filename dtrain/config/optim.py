@@ -152,8 +152,8 @@ class Muon(Optimizer):
     adjust_lr: str = one_of(
         "match_rms_adamw",
         "original",
-        doc="Learning rate of a matrix [a, b]: match_rms_adamw: 0.2 sqrt(max(a, b)) x lr, so that AdamW's lr and weight "
-        "decay carry over; original: sqrt(max(1, a / b)) x lr.",
+        doc="Learning rate of a matrix [a, b]: match_rms_adamw: 0.2 sqrt(max(a, b)) x lr, so that AdamW's lr and "
+        "weight decay carry over; original: sqrt(max(1, a / b)) x lr.",
     )
     ns_steps: int = between(5, 1, 99, "Newton-Schulz iterations.")
     adamw: list[str] = setting([], "Name patterns of more matrices that AdamW updates, such as ['head'].")
@@ -184,28 +184,36 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 }
 """Records by the name that ``optim=`` takes."""
 
-MAX_GRAD_NORM = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
+
+@dataclass(frozen=True)
+class OptimKeys(Optimizer):
+    """Keys of ``optim``: an optimizer's record, and the clipping threshold."""
+
+    max_grad_norm: float | None = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer's record alone."""
+        record = OPTIMIZERS[self.name]
+        return record(**{item.name: getattr(self, item.name) for item in fields(record)})
 
 
-def _with_clipping(record: type[Optimizer]) -> type[Any]:
-    """Returns the record of the keys of ``optim``: those of an optimizer, and the clipping threshold."""
-    kept = {"__doc__": record.__doc__, "__module__": __name__, "optimizer": property(_without_clipping)}
-    found = make_dataclass(
+@dataclass(frozen=True)
+class OptimConfig(AdamW, OptimKeys):
+    __doc__ = AdamW.__doc__
+
+
+def _keys_of(record: type[Optimizer]) -> type[OptimKeys]:
+    return make_dataclass(
         f"{record.__name__}Keys",
-        [("max_grad_norm", float | None, MAX_GRAD_NORM)],
-        bases=(record,),
+        [],
+        bases=(record, OptimKeys),
         frozen=True,
-        namespace=kept,
+        namespace={"__doc__": record.__doc__, "__module__": __name__},
     )
-    return found
 
 
-def _without_clipping(keys: Any) -> Optimizer:
-    """The optimizer's record alone."""
-    record = OPTIMIZERS[keys.name]
-    return record(**{item.name: getattr(keys, item.name) for item in fields(record)})
-
-
-OPTIM_KEYS: dict[str, type[Any]] = {name: _with_clipping(record) for name, record in OPTIMIZERS.items()}
+OPTIM_KEYS: dict[str, type[OptimKeys]] = {
+    name: OptimConfig if record is AdamW else _keys_of(record) for name, record in OPTIMIZERS.items()
+}
 """Records of the keys of ``optim`` by option."""
-OptimConfig = OPTIM_KEYS["adamw"]

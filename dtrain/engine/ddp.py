@@ -187,7 +187,13 @@ class DdpEngine(StepEngine):
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist within a step only."""
         held = 4 * self.num_parameters
-        return {"compute": 0, "main_grad": held, "master": held, "moments": self.state_bytes, "frozen": self.frozen_bytes}
+        return {
+            "compute": 0,
+            "main_grad": held,
+            "master": held,
+            "moments": self.state_bytes,
+            "frozen": self.frozen_bytes,
+        }
 
 
 def _cache_float8(model: nn.Module, contract: Contract) -> list[QuantizedWeight]:

@@ -37,7 +37,7 @@ from dtrain.engine.settings import (
 )
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError
-from dtrain.optim.adamw import on_device
+from dtrain.optim.rules import on_device
 from dtrain.parameters.optimizer_plan import plan_optimizer
 from dtrain.precision.contract import Contract, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Decision, decide_float8

@@ -107,7 +107,7 @@ class StateEngine(Engine):
         return sum(p.numel() * p.element_size() for p in self.frozen.values())
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, full tensor) of ``master``, ``main_grad``, or of the parameters with a state; all ranks call."""
+        """Yields (name, full tensor) of ``master``, ``main_grad`` or a state of those that have it; all ranks call."""
         dtype = self.saved_dtypes.get(kind, torch.float32)
         shapes = {n: shape for n, shape in self.shapes.items() if self.plan.has_state(self.plan.numbers[n], kind)}
         return full_tensors(self.owned_shards(kind), dtype, shapes, self.comm)

@@ -14,9 +14,9 @@ TILE = 2048
 
 NUM_WARPS = 8
 
-FIELDS = 8
+FIELDS = 9
 """Number of fields of a row: addresses of master, main grad, both moments and replica; number of elements; kind of the
-replica; whether weights decay."""
+replica; weight decay and lr factor, as the bits of FP32 numbers."""
 
 KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 """Kinds of replicas, by dtype."""
@@ -37,7 +37,6 @@ def adamw(
     beta2,
     one_minus_beta2,
     eps,
-    weight_decay,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -53,7 +52,8 @@ def adamw(
     replica = tl.load(row + 4)
     numel = tl.multiple_of(tl.load(row + 5), 16)
     kind = tl.load(row + 6)
-    decay = tl.where(tl.load(row + 7) != 0, weight_decay, 0.0)
+    decay = tl.load(row + 7).to(tl.int32).to(tl.float32, bitcast=True)
+    lr_factor = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
 
     skip = tl.load(code) != 0
     divisor = tl.load(grad_divisor).to(tl.float32)
@@ -66,7 +66,7 @@ def adamw(
     new_first = exp_avg + (grad - exp_avg) * one_minus_beta1
     new_second = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
     root = tl.div_rn(tl.sqrt_rn(new_second), root_correction) + eps
-    moved = master - (lr * decay * master + step_size * tl.div_rn(new_first, root))
+    moved = master - (lr * lr_factor * decay * master + step_size * lr_factor * tl.div_rn(new_first, root))
     # a select: a product with zero would be NaN if the gradient is Inf
     kept = tl.where(skip, master, moved)
     tl.store(first_ptr + index, tl.where(skip, exp_avg, new_first), mask=mask)

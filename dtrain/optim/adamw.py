@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dtrain.config.optim import AdamW
 from dtrain.distributed.logging import logger
-from dtrain.optim.rule import Rule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
-from dtrain.precision.hardware import has_compiler
+from dtrain.optim.rule import ElementwiseRule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
 
 
-def on_device(optimizer: AdamW, device: torch.device) -> AdamW:
-    """Returns the hyper-parameters with ``compile`` decided for ``device``.
-
-    A CPU takes the fused kernel, which is within a fifth of the compiled update and starts at once.
-    """
-    if optimizer.compile != "auto":
-        return optimizer
-    return replace(optimizer, compile=device.type == "cuda" and has_compiler(device))
-
-
-class AdamWRule(Rule):
+class AdamWRule(ElementwiseRule):
     """AdamW by one of three implementations.
 
     Torch's fused kernel (``torch._fused_adamw_``) updates lists of tensors, and an arena block by block. If the update
     is compiled, an arena is updated by tensor code on a CPU and by a Triton kernel on a GPU.
 
     Args:
-        record: hyper-parameters, with ``compile`` decided (see :func:`on_device`).
+        record: hyper-parameters, with ``compile`` decided (see :func:`dtrain.optim.rules.on_device`).
     """
 
     states = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))
@@ -57,7 +45,7 @@ class AdamWRule(Rule):
             lr=lr,
             beta1=record.betas[0],
             beta2=record.betas[1],
-            weight_decay=record.weight_decay if group.decayed else 0.0,
+            weight_decay=group.weight_decay,
             eps=record.eps,
             amsgrad=False,
             maximize=False,

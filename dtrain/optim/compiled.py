@@ -80,34 +80,36 @@ class CompiledAdamW:
 
     Args:
         record: hyper-parameters.
-        segments: the slices of each segment, cut where the weight-decay class changes.
+        segments: the slices of each segment, of any update classes.
 
     Raises:
         ConfigError: the compiler failed.
     """
 
     def __init__(self, record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._segments = [[(_rebased(part), part.decayed) for part in segment] for segment in segments]
+        self._segments = [[(_rebased(part), part.update_class) for part in segment] for segment in segments]
         self._scalars: UpdateScalars | None = None
-        self._coefficients = torch.empty(0)
-        slices = [tensors for segment in self._segments for tensors, _ in segment]
+        self._coefficients: dict[float, Tensor] = {}
+        slices = [(tensors, update_class) for segment in self._segments for tensors, update_class in segment]
         if slices:  # a rank may have no segments
-            device = slices[0][0].device
+            device = slices[0][0][0].device
             self._constants = _constants(record.betas, record.eps, device)
             self._decays = {
-                True: torch.tensor(record.weight_decay, dtype=torch.float32, device=device),
-                False: torch.zeros((), dtype=torch.float32, device=device),
+                decay: torch.tensor(decay, dtype=torch.float32, device=device)
+                for decay in {update_class.weight_decay for _, update_class in slices}
             }
-            self._build(slices)
+            self._build([tensors for tensors, _ in slices])
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         """Updates the segments ``numbers``; the main grads are left as they were."""
         coefficients, update = _compiled()
-        for tensors, decayed in (slices for number in numbers for slices in self._segments[number]):
-            if scalars is not self._scalars:  # the first slice of this update
-                self._scalars = scalars
-                self._coefficients = coefficients(self._constants, *scalars.tensors)
-            update(tensors, self._constants, self._decays[decayed], self._coefficients)
+        if scalars is not self._scalars:  # the first segments of this update
+            self._scalars, self._coefficients = scalars, {}
+        for tensors, update_class in (slices for number in numbers for slices in self._segments[number]):
+            factor = update_class.lr_factor
+            if factor not in self._coefficients:
+                self._coefficients[factor] = coefficients(self._constants, *scalars.scaled(factor).tensors)
+            update(tensors, self._constants, self._decays[update_class.weight_decay], self._coefficients[factor])
 
     @torch.no_grad()
     def _build(self, slices: Sequence[tuple[Tensor, ...]]) -> None:
@@ -123,7 +125,7 @@ class CompiledAdamW:
         try:
             skipped = coefficients(self._constants, *skipped_by)
             for tensors in largest.values():
-                update(tensors, self._constants, self._decays[False], skipped)
+                update(tensors, self._constants, next(iter(self._decays.values())), skipped)
         except RuntimeError as error:  # all failures of the compiler are
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(

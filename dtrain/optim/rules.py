@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
 
 from dtrain.config.optim import AdamW
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamWRule
 from dtrain.optim.rule import Rule
+from dtrain.precision.hardware import has_compiler
+
+Record = TypeVar("Record")
 
 RULES: dict[type, Callable[[Any], Rule]] = {AdamW: AdamWRule}
 
@@ -24,3 +30,13 @@ def rule_of(record: object) -> Rule:
         known = ", ".join(sorted(known.__name__ for known in RULES))
         raise ConfigError(f"optimizer is {type(record).__name__}; expected one of {known}")
     return make(record)
+
+
+def on_device(record: Record, device: torch.device) -> Record:
+    """Returns the hyper-parameters with ``compile``, if they have it, decided for ``device``.
+
+    A CPU does not compile: the update would be faster by a fifth (AdamW) to a half, and start seconds later.
+    """
+    if getattr(record, "compile", None) != "auto":
+        return record
+    return replace(record, compile=device.type == "cuda" and has_compiler(device))  # type: ignore[type-var]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,7 +23,7 @@ class TiledAdamW:
 
     Args:
         record: hyper-parameters.
-        segments: the slices of each segment, cut where the weight-decay class changes.
+        segments: the slices of each segment, of any update classes.
 
     Raises:
         ConfigError: Triton failed to compile or to launch.
@@ -68,7 +69,6 @@ class TiledAdamW:
                 beta2,
                 1 - beta2,
                 self._record.eps,
-                self._record.weight_decay,
                 first=self._rows[low],
                 last=self._rows[high],
                 FIELDS=FIELDS,
@@ -98,7 +98,14 @@ def _row(part: UpdateSlice) -> list[int]:
     numel = part.master.numel()
     if numel % 16 or any(address % 16 for address in addresses):
         raise ValueError(f"{numel} elements of an update lie at {addresses}; expected multiples of 16")
-    return [*addresses, numel, kind, int(part.decayed)]
+    update_class = part.update_class
+    return [*addresses, numel, kind, _float_bits(update_class.weight_decay), _float_bits(update_class.lr_factor)]
+
+
+def _float_bits(value: float) -> int:
+    """Returns the bits of ``value`` in FP32, because a row holds integers."""
+    bits: int = struct.unpack("<i", struct.pack("<f", value))[0]
+    return bits
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -198,7 +198,9 @@ class _Builder:
         for segment in segments:
             found = [(low, high) for number, low, high in segment.class_ranges() if self._plan.has_state(number, kind)]
             if any(one[1] != other[0] for one, other in pairwise(found)):
-                raise ValueError(f"the parameters of '{segment.layout.name}' with state '{kind}' are not adjacent: {found}")
+                raise ValueError(
+                    f"the parameters of '{segment.layout.name}' with state '{kind}' are not adjacent: {found}"
+                )
             ranges.append((found[0][0], found[-1][1]) if found else (0, 0))
         numels = [high - low for low, high in ranges]
         whole = torch.empty(sum(numels), dtype=spec.dtype, device=self._comm.device)

@@ -212,7 +212,9 @@ class DeepSpeedEngine(StepEngine):
 
     def _partitions(self, kind: str) -> list[Partition]:
         """Returns the partitions whose parameters have ``kind``; those of one partition are of one update class."""
-        return [p for p in self._zero.partitions if kind in (MASTER, MAIN_GRAD) or kind in self._optimizer.state[p.master]]
+        return [
+            p for p in self._zero.partitions if kind in (MASTER, MAIN_GRAD) or kind in self._optimizer.state[p.master]
+        ]
 
     def _held(self, kind: str) -> list[Tensor]:
         if kind == MAIN_GRAD:

@@ -65,7 +65,9 @@ class Fsdp2Engine(StepEngine):
         self._reshards = request.step.zero_stage == 3
         mesh = _mesh(comm)
         self._units = [_ShardedUnit(model, unit, mesh, self._state, reshards=self._reshards) for unit in plan.units]
-        sharded = chain.from_iterable(unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units)
+        sharded = chain.from_iterable(
+            unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units
+        )
         self._local_shards = LocalShards(
             [*sharded, *self._replicated.local_shards], self.plan, (comm.rank, comm.world_size)
         )

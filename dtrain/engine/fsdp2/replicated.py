@@ -62,7 +62,9 @@ class ReplicatedParameters:
                 self._values.append((spec.name, parameter, parameter.detach()))
                 own = slice(slot.start, slot.stop)
                 self.local_shards.append(
-                    LocalShard(spec.name, spec.shape, 0, master[own], main_grad[own], spec.update_class, replicated=True)
+                    LocalShard(
+                        spec.name, spec.shape, 0, master[own], main_grad[own], spec.update_class, replicated=True
+                    )
                 )
                 self._install_hook(parameter, spec.name, gradient, number)
                 self._slots.append((gradient, number))

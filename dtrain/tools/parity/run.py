@@ -140,7 +140,7 @@ def _choose_engines(
     chosen, left_out = [], {}
     for name in config.parity.engines or CAPABILITIES:
         try:
-            check(name, precision=precision, device_type=device.type, compile=config.optim.compile)
+            check(name, precision=precision, device_type=device.type, compile=getattr(config.optim, "compile", "auto"))
         except ConfigError as error:
             if config.parity.engines is not None:
                 raise

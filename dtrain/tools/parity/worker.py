@@ -9,11 +9,12 @@ import traceback
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from dtrain.config.dump import config_from_dict, from_plain
+from dtrain.config.optim import OptimConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, TextDataset, load_dataset
 from dtrain.distributed.launch_env import LaunchEnv
@@ -129,7 +130,7 @@ def _plain_training(
     model = build_model(config.model, dataset.vocab_size, config.seed).float().to(device)
     return PlainTraining(
         model,
-        config.optim,
+        cast(OptimConfig, config.optim),  # checked by cli.checks
         lambda step, index: torch.manual_seed(rng_key(config.seed, step, index)),
         compute_dtype=policy.compute_dtype if policy.is_reduced_precision else None,
         perturbation=perturbation,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dtrain.optim.adamw import AdamW
-from dtrain.optim.rule import UpdateScalars, UpdateSlice
+from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.oracle import assert_close_to_largest
-from tests.unit.optim.test_adamw import Arena, Reference, same_bits
+from tests.unit.optim.test_adamw import SLOWER, Arena, Reference, same_bits
 
 tiled = pytest.importorskip("dtrain.optim.tiled", reason="Triton is not installed")
 
@@ -28,7 +28,8 @@ def moved(parts: list[UpdateSlice], device: torch.device) -> list[UpdateSlice]:
 
     return [
         UpdateSlice(
-            part.decayed,
+            part.update_class,
+            part.origin,
             copy(part.master),
             copy(part.main_grad),
             tuple(map(copy, part.states)),
@@ -68,7 +69,7 @@ def test_follows_adamw_in_double_precision(
     betas: tuple[float, float], dtype: torch.dtype, device: torch.device
 ) -> None:
     rule = replace(RULE, betas=betas)
-    arena = Arena([True, True, False], dtype=dtype)
+    arena = Arena([True, SLOWER, True, False, SLOWER], dtype=dtype)
     reference = Reference(arena, rule)
     parts = moved(arena.slices(), device)
     optimizer = tiled.TiledAdamW(rule, [parts])
@@ -99,7 +100,7 @@ def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: 
     numel = tiled.TILE + 64
     memory = torch.full((5, numel + 64), 7.0, device=device)
     master, main_grad, first, second, replica = (row[:numel] for row in memory)
-    part = UpdateSlice(True, master, main_grad, (first, second), replica)
+    part = UpdateSlice(UpdateClass(0, 0.1), (0, 0), master, main_grad, (first, second), replica)
     tiled.TiledAdamW(RULE, [[part]]).update([0], scalars(1, 0.01, 1.0, device))
     assert (memory[:, numel:] == 7.0).all()
     assert (memory[0, :numel] != 7.0).all()
@@ -135,4 +136,4 @@ def test_a_rank_without_segments_updates_nothing(device: torch.device) -> None:
 def test_an_unaligned_slice_is_refused(device: torch.device) -> None:
     master, main_grad, *moments = torch.zeros(4 * CHUNK + 1, device=device)[1:].split(CHUNK)
     with pytest.raises(ValueError, match="expected multiples of 16"):
-        tiled.TiledAdamW(RULE, [[UpdateSlice(True, master, main_grad, tuple(moments), None)]])
+        tiled.TiledAdamW(RULE, [[UpdateSlice(UpdateClass(0, 0.1), (0, 0), master, main_grad, tuple(moments), None)]])

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from dtrain.config.optim import AdamW
 from dtrain.errors import ConfigError
-from dtrain.optim import adamw, compiled, flat
-from dtrain.optim.adamw import AdamWRule, on_device
+from dtrain.optim import compiled, flat, rules
+from dtrain.optim.adamw import AdamWRule
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import UpdateScalars, UpdateSlice
+from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice
+from dtrain.optim.rules import on_device
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
@@ -29,6 +30,9 @@ FUSED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=Fa
 COMPILED = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=True)
 CPU = torch.device("cpu")
 STATES = ("master", "exp_avg", "exp_avg_sq", "replica")
+CLASSES = {True: UpdateClass(0, 0.1), False: UpdateClass(0, 0.0)}
+"""Those of weights, and of norms and biases."""
+SLOWER = UpdateClass(0, 0.03, 0.3)
 both_kernels = pytest.mark.parametrize(
     "rule",
     [pytest.param(FUSED, id="fused"), pytest.param(COMPILED, id="compiled", marks=pytest.mark.compile)],
@@ -42,10 +46,12 @@ def scalars(step: int, lr: float, grad_divisor: float, found_inf: float = 0.0) -
 class Arena:
     """Contiguous masters, gradients, moments and replica, with the classes of the chunks."""
 
-    def __init__(self, classes: Sequence[bool], seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self, classes: Sequence[bool | UpdateClass], seed: int = 0, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         numel = len(classes) * CHUNK
-        self.classes = classes
+        self.classes = [CLASSES.get(each, each) for each in classes]
         self.master = torch.randn(numel, generator=generator)
         self.main_grad = torch.zeros(numel)
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
@@ -60,6 +66,7 @@ class Arena:
         return [
             UpdateSlice(
                 self.classes[part.start // CHUNK],
+                (0, part.start),
                 self.master[part],
                 self.main_grad[part],
                 (self.exp_avg[part], self.exp_avg_sq[part]),
@@ -83,14 +90,15 @@ class Reference:
         self.rule = rule
         self.master = arena.master.double()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.decay = torch.tensor(arena.classes, dtype=torch.float64).repeat_interleave(CHUNK) * rule.weight_decay
+        classes = [(each.weight_decay, each.lr_factor) for each in arena.classes]
+        self.decay, self.lr_factor = torch.tensor(classes, dtype=torch.float64).repeat_interleave(CHUNK, 0).unbind(1)
 
     def update(self, gradient: Tensor, step: int, lr: float) -> None:
         (beta1, beta2), gradient = self.rule.betas, gradient.double()
         self.exp_avg = beta1 * self.exp_avg + (1 - beta1) * gradient
         self.exp_avg_sq = beta2 * self.exp_avg_sq + (1 - beta2) * gradient**2
         first, second = self.exp_avg / (1 - beta1**step), self.exp_avg_sq / (1 - beta2**step)
-        self.master -= lr * (first / (second.sqrt() + self.rule.eps) + self.decay * self.master)
+        self.master -= lr * self.lr_factor * (first / (second.sqrt() + self.rule.eps) + self.decay * self.master)
 
 
 def adamw_update(record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> FlatUpdate:
@@ -113,7 +121,7 @@ def same_bits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("divisor", [1.0, 3.0, 65536.0])
 def test_follows_adamw_in_double_precision(rule: AdamW, betas: tuple[float, float], divisor: float) -> None:
     rule = AdamW(lr=rule.lr, betas=betas, weight_decay=0.1, compile=rule.compile)
-    arena = Arena([True, True, False])
+    arena = Arena([True, SLOWER, True, False, SLOWER])
     reference = Reference(arena, rule)
     optimizer = adamw_update(rule, [arena.slices()])
     for step in range(1, 11):
@@ -290,7 +298,7 @@ def test_the_kernel_is_chosen_by_device(monkeypatch: pytest.MonkeyPatch) -> None
     assert on_device(AdamW(), CPU).compile is False
     assert on_device(AdamW(compile=True), CPU).compile is True
     for exists in (True, False):
-        monkeypatch.setattr(adamw, "has_compiler", lambda device, exists=exists: exists)
+        monkeypatch.setattr(rules, "has_compiler", lambda device, exists=exists: exists)
         assert on_device(AdamW(), cuda).compile is exists
     with pytest.raises(ValueError, match="call on_device first"):
         AdamWRule(AdamW())

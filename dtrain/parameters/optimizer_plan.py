@@ -1,0 +1,118 @@
+"""Which rule updates each trained parameter, with which hyper-parameters; resolved once, before they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from dtrain.config.optim import Optimizer
+from dtrain.config.schedule import Schedule
+from dtrain.errors import ConfigError
+from dtrain.optim.rule import Rule, StateSpec, UpdateClass
+from dtrain.optim.rules import rule_of
+from dtrain.parameters.groups import decayed_names, matching_parameters
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """The rules of a model, and the update class of each trained parameter.
+
+    Attributes:
+        rules: those of the hyper-parameters in use.
+        schedules: learning-rate schedule of each rule; None: the run's.
+        classes: the distinct update classes, those of one rule adjacent; a flat buffer is ordered by their numbers.
+        numbers: number of its class, by parameter name.
+    """
+
+    rules: tuple[Rule, ...]
+    schedules: tuple[Schedule | None, ...]
+    classes: tuple[UpdateClass, ...]
+    numbers: Mapping[str, int]
+
+    @cached_property
+    def specs(self) -> dict[str, StateSpec]:
+        """Every state that any parameter has, by name."""
+        return {spec.name: spec for rule in self.rules for spec in rule.states}
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(rule.is_compiled for rule in self.rules)
+
+    def rule_of(self, number: int) -> Rule:
+        """Returns the rule of update class ``number``."""
+        return self.rules[self.classes[number].rule]
+
+    def has_state(self, number: int, kind: str) -> bool:
+        """Whether parameters of update class ``number`` have the state ``kind``; all have masters and main grads."""
+        return kind not in self.specs or kind in {spec.name for spec in self.rule_of(number).states}
+
+    def kinds(self, name: str) -> list[str]:
+        """Returns the names of the states of parameter ``name``."""
+        return [kind for kind in self.specs if self.has_state(self.numbers[name], kind)]
+
+    def state_bytes(self, numels: Mapping[str, int]) -> int:
+        """Returns the bytes of all states of parameters with these numbers of elements."""
+        return sum(self.rule_of(self.numbers[name]).state_bytes * numel for name, numel in numels.items())
+
+    def rule_lrs(self, peak: float, applied_steps: int) -> tuple[tuple[int, float], ...]:
+        """Returns (number, learning rate) of each rule with a schedule of its own."""
+        return tuple(
+            (number, peak * schedule.factor(applied_steps))
+            for number, schedule in enumerate(self.schedules)
+            if schedule is not None
+        )
+
+
+def plan_optimizer(model: nn.Module, record: Optimizer) -> OptimizerPlan:
+    """Returns the plan of ``record``, decided for a device, on the trained parameters of ``model``.
+
+    Weight decay acts on parameters of two dimensions or more that are in no norm, and where a group sets it.
+
+    Raises:
+        ConfigError: a pattern of ``groups`` matches no trained parameter, or the optimizer refuses its options.
+    """
+    patterns = _first_patterns(model, record.groups)
+    decayed = decayed_names(model)
+    rules: dict[str, tuple[Rule, Schedule | None]] = {}
+    chosen: dict[str, tuple[str, float, float]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        pattern = patterns.get(name)
+        changes: Mapping[str, Any] = {} if pattern is None else record.groups[pattern]
+        own = replace(record, groups={}) if pattern is None else record.with_changes(pattern)
+        schedule = changes.get("schedule")
+        decays = name in decayed or "weight_decay" in changes
+        key = repr((own.without_decay(), schedule))
+        if key not in rules:
+            rules[key] = rule_of(own.without_decay()), schedule
+        chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
+    # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
+    ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])
+    classes = {
+        name: UpdateClass(ordered.index(key), weight_decay, lr_factor)
+        for name, (key, weight_decay, lr_factor) in chosen.items()
+    }
+    distinct = sorted(set(classes.values()), key=lambda c: (c.rule, not c.weight_decay, c.weight_decay, c.lr_factor))
+    return OptimizerPlan(
+        rules=tuple(rules[key][0] for key in ordered),
+        schedules=tuple(rules[key][1] for key in ordered),
+        classes=tuple(distinct),
+        numbers={name: distinct.index(update_class) for name, update_class in classes.items()},
+    )
+
+
+def _first_patterns(model: nn.Module, patterns: Sequence[str] | Mapping[str, Any]) -> dict[str, str]:
+    """Returns the first of ``patterns`` that matches each trained parameter, by its name."""
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    first: dict[str, str] = {}
+    for pattern in patterns:
+        found = matching_parameters(model, [pattern], "groups") & trained
+        if not found:
+            raise ConfigError(f"groups pattern '{pattern}' matches frozen parameters only; remove it")
+        first |= {name: pattern for name in found if name not in first}
+    return first
