@@ -54,7 +54,8 @@ class Optimizer(CheckedRecord):
 
     def without_decay(self) -> Optimizer:
         """Returns the record with a weight decay of 0: what parameters with different weight decays share."""
-        return replace(self, **({"weight_decay": 0.0} if hasattr(self, "weight_decay") else {}))
+        changes: dict[str, Any] = {"weight_decay": 0.0} if hasattr(self, "weight_decay") else {}
+        return replace(self, **changes)
 
     def with_changes(self, pattern: str) -> Optimizer:
         """Returns the record as the entry ``pattern`` of ``groups`` changes it, without ``groups``.

@@ -175,7 +175,7 @@ def _prepare_engine(
 def _prepare_peer(
     job: RankJob, config: RunConfig, model: nn.Module, batches: Iterator[dict[str, Tensor]]
 ) -> RankTraining:
-    case, optim = job.case, config.optim
+    case, optim = job.case, cast(OptimConfig, config.optim)  # checked by cli.checks
     if case.ranks > 1:  # some libraries read a launcher's environment although the process group exists
         rank, world_size = str(job.rank), str(case.ranks)
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
