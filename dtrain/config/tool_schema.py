@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
 from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, setting
-from dtrain.config.optim import OptimConfig, Optimizer
+from dtrain.config.optim import OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schedule import Cosine, ScheduleConfig
 from dtrain.config.schema import DataConfig, LaunchConfig, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
@@ -129,7 +129,7 @@ class SuiteConfig(CheckedRecord):
     bench: BenchConfig = group(BenchConfig)
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
-    optim: OptimConfig = group(OptimConfig, Optimizer.__doc__ or "")
+    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class ParitySuiteConfig(CheckedRecord):
     precision: PrecisionConfig = group(PrecisionConfig)
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
-    optim: OptimConfig = group(OptimConfig, Optimizer.__doc__ or "")
+    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
     schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
 
     def training(self, engine: str) -> RunConfig:

@@ -28,8 +28,8 @@ MICRO_BATCHES = 2
 
 
 def start_with(record: Momentum, engine: str, stage: int, **options: Any) -> StepEngine:
-    with trained_by(record, engine):
-        return start(engine, stage, **options)
+    with trained_by():
+        return start(engine, stage, optimizer=record, **options)
 
 
 def state_of(engine: StepEngine) -> dict[str, str]:
@@ -41,8 +41,8 @@ def state_of(engine: StepEngine) -> dict[str, str]:
 
 @pytest.mark.parametrize("engine", ["native", "ddp"])
 def test_follows_torchs_momentum(engine: str) -> None:
-    with trained_by(Momentum(), engine):
-        trained = start_small(engine=engine, max_grad_norm=None)
+    with trained_by():
+        trained = start_small(engine=engine, optimizer=Momentum(), max_grad_norm=None)
     model = small_model()
     reference = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
@@ -56,8 +56,8 @@ def test_follows_torchs_momentum(engine: str) -> None:
 
 
 def test_a_skipped_step_leaves_every_bit() -> None:
-    with trained_by(BF16_STATE):
-        engine = start_small()
+    with trained_by():
+        engine = start_small(optimizer=BF16_STATE)
     assert train_small(engine).applied
     before = state_of(engine)
     engine.backward(loss_of(engine) * math.inf)
@@ -144,8 +144,8 @@ def assert_refused(engine: Any, path: Path, message: str) -> None:
 
 def test_a_state_that_the_optimizer_does_not_have_is_refused(tmp_path: Path) -> None:
     adamw = start_small()
-    with trained_by(Momentum()):
-        momentum = start_small()
+    with trained_by():
+        momentum = start_small(optimizer=Momentum())
     for engine, folder in ((adamw, "adamw"), (momentum, "momentum")):
         assert train_small(engine).applied
         engine.save(tmp_path / folder)
@@ -179,8 +179,8 @@ def test_a_checkpoint_without_a_state_of_the_optimizer_is_refused(
 
 def test_masters_alone_are_loaded_before_the_first_update(tmp_path: Path) -> None:
     """As of an imported model: the states have their initial values, whatever they were."""
-    with trained_by(BF16_STATE):
-        engine = start_small()
+    with trained_by():
+        engine = start_small(optimizer=BF16_STATE)
     fresh: Snapshot = engine._checkpointer._snapshot({}, {}, {})
     save(tmp_path, replace(fresh, shards=tuple(shard for shard in fresh.shards if shard.kind == "master")), ALONE)
     before = state_of(engine)
@@ -191,10 +191,10 @@ def test_masters_alone_are_loaded_before_the_first_update(tmp_path: Path) -> Non
 
 
 def test_a_state_in_another_dtype_is_refused(tmp_path: Path) -> None:
-    with trained_by(Momentum()):
-        wide = start_small()
-    with trained_by(Momentum(reduced=True)):
-        reduced = start_small()
+    with trained_by():
+        wide = start_small(optimizer=Momentum())
+    with trained_by():
+        reduced = start_small(optimizer=Momentum(reduced=True))
     wide.save(tmp_path)
     assert_refused(
         reduced, tmp_path, r"momentum '\S+' was saved as torch.float32, the optimizer keeps it in torch.bfloat16"

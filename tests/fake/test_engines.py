@@ -93,10 +93,11 @@ def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) 
     size = (lambda numels: padded(numels, ranks)) if is_padded else sum
     blocks = CONFIG.num_layers * size(BLOCK)
     is_float8 = precision == "fp8"
+    numel = size(EMBEDDING) + blocks + size(NORMS)
     found = memory_formula(
         STAGES[stage],
-        numel=size(EMBEDDING) + blocks + size(NORMS),
-        state_bytes=8,
+        numel=numel,
+        state_bytes=8 * numel,
         replica_bytes=2 * size(EMBEDDING) + (1 if is_float8 else 2) * blocks,
         fp32_numel=size(NORMS),
         frozen_bytes=0,

@@ -13,6 +13,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Handle
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.single_rank import Completed
+from dtrain.sharding.group import HeldRange
 from dtrain.sharding.replicas import Replica
 from tests.fake.collectives import MissingWait
 from tests.fake.device import DEVICE, HOST_READS
@@ -149,10 +150,11 @@ def test_the_address_of_freed_memory_is_found() -> None:
     """The optimizer's table of addresses outlives one of its tensors."""
 
     def freed(rank: FakeRank) -> None:
-        kernel = rank.engine._optimizer._kernel
+        (kernel,) = rank.engine._optimizer._kernels
         kernel._slices.clear()
         for buffer in rank.engine.sharded.buffers:
-            buffer.states["exp_avg"] = torch.empty_like(buffer.states["exp_avg"])
+            held = buffer.states["exp_avg"]
+            buffer.states["exp_avg"] = HeldRange(held.start, torch.empty_like(held.values))
 
     with fake_engine(8, zero_stage=2) as rank:
         rank.step(1)

@@ -87,15 +87,15 @@ class Model:
 def model(world: int, dtype: torch.dtype) -> Model:
     def weights(group: str) -> list[ParamSpec]:
         return [
-            ParamSpec(f"{group}.weight", (30, 50), dtype, True),
-            ParamSpec(f"{group}.gate", (70,), dtype, True),
-            ParamSpec(f"{group}.bias", (30,), dtype, False),
+            ParamSpec(f"{group}.weight", (30, 50), dtype, 0),
+            ParamSpec(f"{group}.gate", (70,), dtype, 0),
+            ParamSpec(f"{group}.bias", (30,), dtype, 1),
         ]
 
     root = [
-        ParamSpec("embedding", (13, 100), dtype, True),
-        ParamSpec("norm", (9,), torch.float32, False),
-        ParamSpec("scale", (), torch.float32, False),
+        ParamSpec("embedding", (13, 100), dtype, 0),
+        ParamSpec("norm", (9,), torch.float32, 1),
+        ParamSpec("scale", (), torch.float32, 1),
     ]
     groups = {"": root, "blocks.0": weights("blocks.0"), "blocks.1": weights("blocks.1")}
     layouts = [layout for name, specs in groups.items() for layout in flat_layouts(name, specs, world)]

@@ -30,7 +30,8 @@ def make_engine(precision: str, *, kernels: bool, **options: Any) -> NativeEngin
         from dtrain.engine.vote.fused import fused_vote
         from dtrain.optim.tiled import TiledAdamW
 
-        engine._optimizer._kernel = TiledAdamW(RULE, [buffer.update_slices() for buffer in engine.sharded.buffers])
+        slices = [buffer.update_slices(engine.plan) for buffer in engine.sharded.buffers]
+        engine._optimizer._kernels = [TiledAdamW(RULE, slices)]
         grads = [buffer.gradient.shard for buffer in engine.sharded.buffers]
         engine._square_sums, engine._vote_tensors = fused_vote(grads, CHUNK, engine.options, engine.comm)
         engine.monitor.found = engine._vote_tensors.bad_gradient

@@ -31,8 +31,8 @@ NUMBERS = {"v": 0, "w": 1, "b": 2}  # backward is expected to reach the last one
 def make_group(kind: str) -> ParameterGroup:
     """Returns a group of three parameters, `b` alone in its flat buffer; the main grads are NaN where they may be."""
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    specs = [ParamSpec(name, SHAPES[name], torch.bfloat16, True) for name in ("w", "v")]
-    specs.append(ParamSpec("b", SHAPES["b"], torch.float32, False))
+    specs = [ParamSpec(name, SHAPES[name], torch.bfloat16, 0) for name in ("w", "v")]
+    specs.append(ParamSpec("b", SHAPES["b"], torch.float32, 1))
     layouts = flat_layouts("unit", specs, 1)
     sends = [GradientSend(layout.name, layout.numel, torch.float32, layout.extents) for layout in layouts]
     exchange = COMM.gradient_exchange(sends, 0)
@@ -156,7 +156,7 @@ def test_an_exchanged_gradient_is_sent_without_its_weight() -> None:
 @pytest.mark.parametrize("gap", [0, 64])
 def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
     shapes = {"a": (700, 3), "none": (0, 4), "b": (5,), "c": (4000,), "d": (2, 2)}
-    specs = [ParamSpec(name, shape, torch.float32, name != "c") for name, shape in shapes.items()]
+    specs = [ParamSpec(name, shape, torch.float32, int(name == "c")) for name, shape in shapes.items()]
     (layout,) = flat_layouts("unit", specs, world_size)
     flat = torch.arange(1.0, layout.numel + 1)
     rows = torch.zeros(world_size, layout.shard_numel + gap)

@@ -30,8 +30,8 @@ shapes = st.one_of(
     st.integers(0, 5000).map(lambda n: (n,)),
 )
 dtypes = st.sampled_from([torch.float32, REDUCED, torch.float16, torch.float8_e4m3fn])
-many_specs = st.lists(st.tuples(shapes, dtypes, st.booleans()), max_size=8).map(
-    lambda rows: [ParamSpec(f"p{i}", shape, dtype, decayed) for i, (shape, dtype, decayed) in enumerate(rows)]
+many_specs = st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), max_size=8).map(
+    lambda rows: [ParamSpec(f"p{i}", shape, dtype, number) for i, (shape, dtype, number) in enumerate(rows)]
 )
 few = settings(deadline=None, max_examples=100)
 
@@ -67,16 +67,16 @@ def test_every_parameter_has_one_aligned_slot_of_its_own(specs: list[ParamSpec],
 def test_classes_are_whole_chunks_and_hold_only_their_own(specs: list[ParamSpec], world: int) -> None:
     for layout in flat_layouts("g", specs, world):
         cursor = 0
-        for decayed, start, stop in layout.classes:
+        for number, start, stop in layout.classes:
             assert start == cursor
             assert stop % CHUNK == 0
             cursor = stop
             for slot in layout.slots:
                 inside = start <= slot.start and slot.stop <= stop
-                assert inside == (slot.spec.decayed is decayed) or not slot.spec.numel
+                assert inside == (slot.spec.update_class == number) or not slot.spec.numel
         assert cursor == layout.real_numel
-        flags = [decayed for decayed, _, _ in layout.classes]
-        assert flags == sorted(set(flags), reverse=True), "decayed first, each class once"
+        numbers = [number for number, _, _ in layout.classes]
+        assert numbers == sorted(set(numbers)), "in order, each class once"
 
 
 @few
@@ -160,10 +160,10 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
             real = min(max(layout.real_numel - segment.start, 0), segment.numel)
             assert covered == real, "hyper-parameters for every chunk except padding at the end"
             assert all(low % CHUNK == 0 and high % CHUNK == 0 for _, low, high in segment.class_ranges())
-            classes = [decayed for decayed, low, high in segment.class_ranges() for _ in range(low, high)]
+            classes = [number for number, low, high in segment.class_ranges() for _ in range(low, high)]
             for slot in layout.slots:
                 low, high = max(slot.start, segment.start), min(slot.stop, segment.stop)
-                assert low >= high or set(classes[low - segment.start : high - segment.start]) == {slot.spec.decayed}
+                assert low >= high or set(classes[low - segment.start : high - segment.start]) == {slot.spec.update_class}
         for slot in layout.slots:
             assert tiles(held[slot.spec.name], slot.spec.numel)
 
@@ -182,10 +182,10 @@ def test_a_replicated_segment_holds_the_whole_buffer(specs: list[ParamSpec], wor
 
 def test_layout_by_hand() -> None:
     specs = [
-        ParamSpec("bias", (10,), REDUCED, False),
-        ParamSpec("w", (30, 40), REDUCED, True),
-        ParamSpec("v", (7, 7), REDUCED, True),
-        ParamSpec("norm", (10,), torch.float32, False),
+        ParamSpec("bias", (10,), REDUCED, 1),
+        ParamSpec("w", (30, 40), REDUCED, 0),
+        ParamSpec("v", (7, 7), REDUCED, 0),
+        ParamSpec("norm", (10,), torch.float32, 1),
     ]
     reduced, fp32 = flat_layouts("blocks.0", specs, 4)
     assert [(slot.spec.name, slot.start, slot.stop) for slot in reduced.slots] == [
@@ -193,7 +193,7 @@ def test_layout_by_hand() -> None:
         ("v", 1216, 1265),  # aligned to 64
         ("bias", 2048, 2058),  # a new class starts on a chunk
     ]
-    assert reduced.classes == ((True, 0, 2048), (False, 2048, 3072))
+    assert reduced.classes == ((0, 0, 2048), (1, 2048, 3072))
     assert (reduced.real_numel, reduced.shard_numel, reduced.numel) == (3072, 1024, 4096)
     assert (reduced.name, fp32.name) == ("blocks.0/bfloat16", "blocks.0/float32")
     assert (fp32.real_numel, fp32.numel) == (1024, 4096)
@@ -201,7 +201,7 @@ def test_layout_by_hand() -> None:
         ("w", 1100, 1200, 0),
         ("v", 0, 14, 116),
     ]
-    assert ArenaSegment(reduced, 1024, 3072).class_ranges() == ((True, 0, 1024), (False, 1024, 2048))
+    assert ArenaSegment(reduced, 1024, 3072).class_ranges() == ((0, 0, 1024), (1, 1024, 2048))
     assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
 
 
@@ -217,7 +217,7 @@ def test_round_up_is_the_smallest_multiple(value: int, multiple: int) -> None:
 
 
 def test_an_inconsistent_layout_is_refused() -> None:
-    spec = ParamSpec("w", (100,), REDUCED, True)
+    spec = ParamSpec("w", (100,), REDUCED, 0)
     chunk = ((True, 0, CHUNK),)
     with pytest.raises(ValueError, match="slot 'w' starts at 3"):
         FlatLayout("g", REDUCED, (ParameterSlot(spec, 3),), chunk, 1)

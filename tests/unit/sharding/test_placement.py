@@ -38,7 +38,7 @@ def test_memory_formula_by_hand(stage: int, compute: float, main_grad: float, ma
     got = memory_formula(
         STAGES[stage],
         numel=7_500_000_000,
-        state_bytes=8,
+        state_bytes=8 * 7_500_000_000,
         replica_bytes=15_000_000_000,
         fp32_numel=0,
         frozen_bytes=64_000,
@@ -56,7 +56,7 @@ def test_fp32_replicas_count_four_bytes_less_the_masters(stage: int, num_ranks: 
     got = memory_formula(
         STAGES[stage],
         numel=1010,
-        state_bytes=8,
+        state_bytes=8 * 1010,
         replica_bytes=2000,
         fp32_numel=10,
         frozen_bytes=0,
@@ -72,7 +72,7 @@ def test_by_hand_with_three_replica_dtypes(stage: int, compute: int) -> None:
     got = memory_formula(
         STAGES[stage],
         numel=1110,
-        state_bytes=6,
+        state_bytes=6 * 1110,
         replica_bytes=2 * 100 + 2 * 1000,
         fp32_numel=10,
         frozen_bytes=8,
@@ -102,7 +102,7 @@ def test_shards_add_up_and_more_sharding_never_costs(
 ) -> None:
     arguments = {
         "numel": reduced + fp32,
-        "state_bytes": 8,
+        "state_bytes": 8 * (reduced + fp32),
         "replica_bytes": 2 * reduced,
         "fp32_numel": fp32,
         "frozen_bytes": frozen,

@@ -74,7 +74,7 @@ class Shards:
         compiled: bool = False,
         device: torch.device = CPU,
     ) -> None:
-        specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, True) for n, w in enumerate(weights)]
+        specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, 0) for n, w in enumerate(weights)]
         (self.layout,) = flat_layouts("g", specs, world)
         self.tables, self.scales, self.copies = [], [], []
         comm: Any = Ranks()

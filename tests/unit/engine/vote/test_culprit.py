@@ -24,8 +24,8 @@ def decision(*ranks: dict[str, Any]) -> DecodedDecision:
 def layout(group: str, world: int = 2) -> FlatLayout:
     """Two tensors; the second, of 1,500 elements, lies on both of two ranks."""
     specs = [
-        ParamSpec(f"{group}.a", (10, 5), torch.float32, True),
-        ParamSpec(f"{group}.b", (30, 50), torch.float32, True),
+        ParamSpec(f"{group}.a", (10, 5), torch.float32, 0),
+        ParamSpec(f"{group}.b", (30, 50), torch.float32, 0),
     ]
     (found,) = flat_layouts(group, specs, world)
     return found
