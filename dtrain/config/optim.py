@@ -218,3 +218,12 @@ OPTIM_KEYS: dict[str, type[OptimKeys]] = {
     name: OptimConfig if record is AdamW else _keys_of(record) for name, record in OPTIMIZERS.items()
 }
 """Records of the keys of ``optim`` by option."""
+
+
+@dataclass(frozen=True)
+class EmaConfig(CheckedRecord):
+    """Exponential moving average of the weights, which validation reports beside the weights' own loss."""
+
+    decay: float | None = between(
+        None, 0.0, 1.0, "Decay of the average in an applied step, such as 0.999; null: none."
+    )

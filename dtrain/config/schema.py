@@ -13,7 +13,7 @@ from typing import Any
 
 from dtrain.config.engines import ENGINES, EngineConfig, Native
 from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, option, setting
-from dtrain.config.optim import OPTIM_KEYS, OptimConfig, Optimizer, OptimKeys
+from dtrain.config.optim import OPTIM_KEYS, EmaConfig, OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import WSD, Constant, Cosine, Linear, ScheduleConfig
 from dtrain.errors import ConfigError
@@ -231,6 +231,7 @@ class RunConfig(CheckedRecord):
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
     optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
+    ema: EmaConfig = group(EmaConfig)
     schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
     tracker: TrackerConfig = group(TrackerConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)

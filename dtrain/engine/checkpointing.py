@@ -23,6 +23,7 @@ from dtrain.engine.arguments import checked_metrics
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError, nearest
+from dtrain.optim.average import EMA
 from dtrain.parameters.groups import aliases
 
 _FLOAT8_BITS = ("recipe", "grad_format", "emulate", "fast_accumulation")
@@ -119,6 +120,7 @@ class Checkpointer:
                 "attempted_steps": engine.attempted_steps,
                 "applied_steps": self._finalizer.applied_steps,
                 "loss_scale": self._finalizer.scale.to_dict(),
+                "rules": [rule.state_dict() for rule in engine.plan.rules],
             },
             "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
             "data_cursor": engine.data_cursor,
@@ -192,12 +194,29 @@ class Checkpointer:
                     )
                 yield replace(shard, dtype=dtype, start=start, stop=stop, data=values)
 
+    def _rule_states(self, reader: CheckpointReader) -> list[dict[str, float]]:
+        """Returns the numbers that each rule shares over all elements; empty ones from older checkpoints.
+
+        Raises:
+            CheckpointError: the checkpoint has them for other rules.
+        """
+        num_rules = len(self._engine.plan.rules)
+        saved: list[dict[str, float]] = reader.state["engine_state"].get("rules", [])
+        if len(saved) != num_rules and any(saved):
+            raise CheckpointError(
+                f"{reader.path} holds the numbers of {len(saved)} optimizer groups, this run has {num_rules}; resume "
+                f"with the optimizer and the groups that it was saved with"
+            )
+        return saved if len(saved) == num_rules else [{} for _ in range(num_rules)]
+
     def _restore(self, reader: CheckpointReader) -> dict[str, Any]:
         engine, finalizer, saved = self._engine, self._finalizer, reader.state["engine_state"]
         engine.attempted_steps = int(saved["attempted_steps"])
         finalizer.applied_steps = int(saved["applied_steps"])
         _warn_of_other_bits(reader, engine)
         finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
+        for rule, values in zip(engine.plan.rules, self._rule_states(reader), strict=True):
+            rule.load_state_dict(values)
         finalizer.skips.reset()  # skips before the load say nothing about the loaded weights
         engine.data_cursor = int(reader.state["data_cursor"])
         seed = reader.state["rng"]["seed"]
@@ -283,6 +302,8 @@ def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
     """
     saved = {tensor.kind for tensor in reader.tensors}
     states = list(engine.plan.specs)
+    if EMA.name not in saved and EMA.name in states:  # the average starts from the loaded weights
+        states.remove(EMA.name)
     missing = [name for name in states if name not in saved]
     if not missing or MASTER not in saved:
         return [MASTER, *states]
@@ -295,6 +316,8 @@ def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
 
 
 def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
+    if engine.ema_decay is not None and all(tensor.kind != EMA.name for tensor in reader.tensors):
+        logger.warning(f"{reader.path} holds no moving average of the weights; it starts from the loaded ones")
     saved, own = reader.state["optimizer"].get("compile"), engine.plan.is_compiled
     if saved is not None and saved != own:
         logger.warning(

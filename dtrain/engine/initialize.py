@@ -16,7 +16,7 @@ from torch import nn
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
-from dtrain.config.optim import OPTIM_KEYS, Optimizer
+from dtrain.config.optim import OPTIM_KEYS, EmaConfig, Optimizer
 from dtrain.config.precision import LossScale
 from dtrain.config.schedule import Schedule
 from dtrain.distributed.communicator import Communicator
@@ -57,6 +57,7 @@ def initialize(
     precision: str | torch.dtype | PrecisionPolicy = "auto",
     loss_scale: str | float | LossScale = "auto",
     max_grad_norm: float | None = 1.0,
+    ema_decay: float | None = None,
     seed: int | None = None,
     comm: Communicator | None = None,
     **engine_settings: Any,
@@ -82,6 +83,8 @@ def initialize(
         loss_scale: ``auto`` (dynamic if anything is FP16, else none), ``none``, ``dynamic``, ``calibrated``, a
             number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
+        ema_decay: decay of an exponential moving average of the weights, such as 0.999 (:meth:`Engine.ema`); None keeps
+            none.
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
@@ -95,7 +98,8 @@ def initialize(
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
-    options = StepOptions(record, optimizer_record(optimizer), schedule_record(schedule), max_grad_norm)
+    ema_decay = check_field(EmaConfig, "decay", ema_decay, "ema_decay")
+    options = StepOptions(record, optimizer_record(optimizer), schedule_record(schedule), max_grad_norm, ema_decay)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
     check_others(seed, comm)
@@ -103,7 +107,7 @@ def initialize(
     if record.reproducible:
         require_reproducible(model)
     device = _rank_device(model) if comm is None else comm.device
-    plan = plan_optimizer(model, on_device(options.optimizer, device))
+    plan = plan_optimizer(model, on_device(options.optimizer, device), ema_decay)
     if comm is None:
         policy = policy.on(device)
         comm = connect(device)

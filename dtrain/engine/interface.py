@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +35,7 @@ class Engine(ABC):
         contract: that policy resolved on the model.
         attempted_steps: steps taken, skipped ones included.
         data_cursor: samples consumed so far; advanced by the caller, saved, and compared in each vote.
+        ema_decay: decay of the moving average of the weights; None: none is kept.
         library_config: configuration of the library below, as plain values; None if it takes none.
     """
 
@@ -46,6 +47,7 @@ class Engine(ABC):
     num_parameters: int
     attempted_steps: int = 0
     data_cursor: int = 0
+    ema_decay: float | None = None
     library_config: Mapping[str, Any] | None = None
 
     def __init__(self) -> None:
@@ -193,6 +195,17 @@ class Engine(ABC):
             self._evaluating = outer
             for module, mode in modes:
                 module.training = mode
+
+    @abstractmethod
+    def ema(self) -> AbstractContextManager[None]:
+        """Context in which the weights are their exponential moving averages; all ranks call.
+
+        For evaluation: no backward, step, save or load. Afterwards the weights have their own bits again. The averages
+        follow applied steps: ``average += (1 - ema_decay) * (master - average)``, in FP32.
+
+        Raises:
+            UsageError: the engine keeps no average, or between backward and step.
+        """
 
     def request_stop(self) -> None:
         """Requests, through the next vote, that all ranks stop after that step; the request holds for one step."""

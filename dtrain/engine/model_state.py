@@ -56,6 +56,7 @@ class StateEngine(Engine):
         self.contract = request.contract
         self.options = request.step
         self.plan = request.plan
+        self.ema_decay = request.plan.ema_decay
         self.run_id = request.identity.run_id
         self.seed = request.identity.seed
         # before a subclass shards the model: a library may replace the parameters by their shards

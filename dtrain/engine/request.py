@@ -22,12 +22,14 @@ class StepOptions:
     Attributes:
         engine: the record of the chosen engine.
         max_grad_norm: clipping threshold of the global norm, or None.
+        ema_decay: decay of the moving average of the weights; None: no average.
     """
 
     engine: EngineConfig
     optimizer: Optimizer
     schedule: Schedule
     max_grad_norm: float | None
+    ema_decay: float | None = None
 
     @property
     def zero_stage(self) -> int:

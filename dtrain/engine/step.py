@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dtrain.distributed.logging import logger
 from dtrain.engine.arguments import check_save_options, checked_lr, checked_path
+from dtrain.engine.averaged import averaged_weights
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.model_state import MAIN_GRAD, MASTER, StateEngine
 from dtrain.engine.observation import observe_forward
@@ -88,6 +89,7 @@ class StepEngine(StateEngine):
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._has_old_gradients = False  # of the last step
         self._backward_failed = False  # a backward has begun and not ended
+        self._is_averaged = False  # inside ``ema``
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -96,6 +98,17 @@ class StepEngine(StateEngine):
         self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        self._require_usable("ema")
+        self._finalize_step()
+        with averaged_weights(self, self._refresh):
+            self._is_averaged = True
+            try:
+                yield
+            finally:
+                self._is_averaged = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.forward_communicates:
@@ -281,7 +294,9 @@ class StepEngine(StateEngine):
                 f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
                 f"a checkpoint that can be read, or build a new engine"
             )
-        if self._losses and verb in ("save", "load"):
+        if self._is_averaged:
+            raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
+        if self._losses and verb in ("save", "load", "ema"):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def master_state(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dtrain.optim.average import MovingAverage
 from dtrain.optim.rule import ElementwiseRule, Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
 
 _BLOCK = 512 * 1024
@@ -26,12 +27,19 @@ class FlatUpdate:
     Args:
         rules: the rules, by number.
         segments: the slices of each segment, cut where the update class changes.
+        average: moving average of the same segments, if one is kept.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
     """
 
-    def __init__(self, rules: Sequence[Rule], segments: Sequence[Sequence[UpdateSlice]]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        segments: Sequence[Sequence[UpdateSlice]],
+        average: MovingAverage | None = None,
+    ) -> None:
+        self._average = average
         self._kernels: list[SegmentKernel] = []
         for number, rule in enumerate(rules):
             own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
@@ -50,6 +58,8 @@ class FlatUpdate:
         """
         for number, kernel in enumerate(self._kernels):
             kernel.update(numbers, scalars.of_rule(number))
+        if self._average is not None:
+            self._average.update(numbers, scalars)
 
 
 class BlockedUpdate:

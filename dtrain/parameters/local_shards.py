@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
+from dtrain.optim.average import EMA, MovingAverage
 from dtrain.optim.rule import ElementwiseRule, UpdateGroup, UpdateScalars
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 
@@ -106,6 +107,10 @@ class LocalShards:
             }
             for kind, spec in plan.specs.items()
         }
+        self._average = None
+        if plan.ema_decay is not None:
+            pairs = [(shard.master, self._values[EMA.name][n]) for n, shard in enumerate(self.shards)]
+            self._average = MovingAverage(plan.ema_decay, [pairs])
         # one call of a rule per update class
         numbers = dict.fromkeys(sorted(shard.update_class for shard in self.shards))
         self._classes = [
@@ -147,6 +152,8 @@ class LocalShards:
             # read now, because a library may replace the gradients' tensors at any step
             grads = [shard.main_grad for shard in shards]
             rule.apply(group, grads, scalars.of_rule(update_class.rule).scaled(update_class.lr_factor))
+        if self._average is not None:
+            self._average.update([0], scalars)
 
     def tensors(self, kind: str) -> list[Tensor]:
         """Returns the tensors of ``master`` or of an optimizer state, one for each shard that has it."""

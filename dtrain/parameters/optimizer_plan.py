@@ -12,6 +12,7 @@ from torch import nn
 from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import Schedule
 from dtrain.errors import ConfigError
+from dtrain.optim.average import EMA
 from dtrain.optim.rule import Rule, StateSpec, UpdateClass
 from dtrain.optim.rules import rule_of
 from dtrain.parameters.groups import decayed_names, matching_parameters
@@ -26,17 +27,20 @@ class OptimizerPlan:
         schedules: learning-rate schedule of each rule; None: the run's.
         classes: the distinct update classes, those of one rule adjacent; a flat buffer is ordered by their numbers.
         numbers: number of its class, by parameter name.
+        ema_decay: of the moving average that every parameter has beside the states of its rule; None: no average.
     """
 
     rules: tuple[Rule, ...]
     schedules: tuple[Schedule | None, ...]
     classes: tuple[UpdateClass, ...]
     numbers: Mapping[str, int]
+    ema_decay: float | None = None
 
     @cached_property
     def specs(self) -> dict[str, StateSpec]:
         """Every state that any parameter has, by name."""
-        return {spec.name: spec for rule in self.rules for spec in rule.states}
+        found = {spec.name: spec for rule in self.rules for spec in rule.states}
+        return found if self.ema_decay is None else {**found, EMA.name: EMA}
 
     @property
     def is_compiled(self) -> bool:
@@ -48,7 +52,8 @@ class OptimizerPlan:
 
     def has_state(self, number: int, kind: str) -> bool:
         """Whether parameters of update class ``number`` have the state ``kind``; all have masters and main grads."""
-        return kind not in self.specs or kind in {spec.name for spec in self.rule_of(number).states}
+        is_of_all = kind not in self.specs or kind == EMA.name
+        return is_of_all or kind in {spec.name for spec in self.rule_of(number).states}
 
     def kinds(self, name: str) -> list[str]:
         """Returns the names of the states of parameter ``name``."""
@@ -56,7 +61,8 @@ class OptimizerPlan:
 
     def state_bytes(self, numels: Mapping[str, int]) -> int:
         """Returns the bytes of all states of parameters with these numbers of elements."""
-        return sum(self.rule_of(self.numbers[name]).state_bytes * numel for name, numel in numels.items())
+        average = 0 if self.ema_decay is None else EMA.dtype.itemsize
+        return sum((self.rule_of(self.numbers[name]).state_bytes + average) * n for name, n in numels.items())
 
     def rule_lrs(self, peak: float, applied_steps: int) -> tuple[tuple[int, float], ...]:
         """Returns (number, learning rate) of each rule with a schedule of its own."""
@@ -67,7 +73,7 @@ class OptimizerPlan:
         )
 
 
-def plan_optimizer(model: nn.Module, record: Optimizer) -> OptimizerPlan:
+def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None = None) -> OptimizerPlan:
     """Returns the plan of ``record``, decided for a device, on the trained parameters of ``model``.
 
     Weight decay acts on parameters of two dimensions or more that are in no norm, and where a group sets it.
@@ -103,6 +109,7 @@ def plan_optimizer(model: nn.Module, record: Optimizer) -> OptimizerPlan:
         schedules=tuple(rules[key][1] for key in ordered),
         classes=tuple(distinct),
         numbers={name: distinct.index(update_class) for name, update_class in classes.items()},
+        ema_decay=ema_decay,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -35,8 +36,9 @@ class Console:
             task = self._progress.task_ids[0]
             self._progress.update(task, completed=metrics.step, status=line.split("  ", 1)[1], refresh=True)
 
-    def validation(self, step: int, loss: float) -> None:
-        logger.info("step %d/%d  val_loss %.4f", step, self._total, loss)
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        listed = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+        logger.info("step %d/%d  %s", step, self._total, listed)
 
     def close(self, exit_code: int) -> None:
         # the handlers first: they write to a proxy that ends with the progress bar

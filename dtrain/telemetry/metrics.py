@@ -1,8 +1,8 @@
 """Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
 ``metrics.jsonl`` has two kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
-``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``. JSON has no NaN or
-infinity, so non-finite numbers are written as ``null``.
+``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``, with
+``val_loss_ema`` if an average is kept. JSON has no NaN or infinity, so non-finite numbers are written as ``null``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,6 +66,7 @@ class Summary:
     tokens: int
     train_loss: float | None
     val_loss: float | None
+    val_loss_ema: float | None
     tokens_per_s: float | None
     mfu: float | None
     wall_s: float
@@ -82,7 +83,8 @@ class Summary:
 class Sink(Protocol):
     def step(self, metrics: StepMetrics) -> None: ...
 
-    def validation(self, step: int, loss: float) -> None: ...
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        """Takes ``val_loss`` and, if a moving average of the weights is kept, ``val_loss_ema``."""
 
     def close(self, exit_code: int) -> None:
         """Ends the run, also after a failure."""
@@ -106,10 +108,10 @@ class MetricsFile:
     def step(self, metrics: StepMetrics) -> None:
         self._append(metrics.to_dict())
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
         """Appends a validation line, but not twice for a step if a run that died at its end is restarted."""
         if step > self._validated:
-            self._append(finite({"step": step, "val_loss": loss}))
+            self._append(finite({"step": step, **losses}))
             self._validated = step
 
     def close(self, exit_code: int) -> None:
@@ -135,7 +137,7 @@ class FailureFiles:
             self._folder / f"step-{metrics.step}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"
         )
 
-    def validation(self, step: int, loss: float) -> None: ...
+    def validation(self, step: int, losses: Mapping[str, float]) -> None: ...
 
     def close(self, exit_code: int) -> None: ...
 

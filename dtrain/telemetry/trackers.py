@@ -82,8 +82,8 @@ class WandbTracker:
     def step(self, metrics: StepMetrics) -> None:
         self._run.log({"step": metrics.step} | {f"train/{key}": value for key, value in _scalars(metrics).items()})
 
-    def validation(self, step: int, loss: float) -> None:
-        self._run.log({"step": step, "val/loss": loss})
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **_tracked(losses)})
 
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
@@ -144,11 +144,17 @@ class TensorboardTracker:
         for key, value in _scalars(metrics).items():
             self._writer.add_scalar(f"train/{key}", value, metrics.step)
 
-    def validation(self, step: int, loss: float) -> None:
-        self._writer.add_scalar("val/loss", loss, step)
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        for name, loss in _tracked(losses).items():
+            self._writer.add_scalar(name, loss, step)
 
     def close(self, exit_code: int) -> None:
         self._writer.close()
+
+
+def _tracked(losses: Mapping[str, float]) -> dict[str, float]:
+    """Returns the losses of a validation under the trackers' names: ``val/loss``, ``val/loss_ema``."""
+    return {name.replace("val_", "val/", 1): loss for name, loss in losses.items()}
 
 
 class _Guarded:
@@ -161,8 +167,8 @@ class _Guarded:
     def step(self, metrics: StepMetrics) -> None:
         self._try(lambda tracker: tracker.step(metrics))
 
-    def validation(self, step: int, loss: float) -> None:
-        self._try(lambda tracker: tracker.validation(step, loss))
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        self._try(lambda tracker: tracker.validation(step, losses))
 
     def close(self, exit_code: int) -> None:
         self._try(lambda tracker: tracker.close(exit_code))

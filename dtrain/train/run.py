@@ -234,7 +234,8 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
         skipped_steps=engine.attempted_steps - engine.applied_steps,
         tokens=result.tokens,
         train_loss=result.train_loss,
-        val_loss=result.val_loss,
+        val_loss=result.val_losses.get("val_loss"),
+        val_loss_ema=result.val_losses.get("val_loss_ema"),
         tokens_per_s=rate,
         mfu=utilization,
         wall_s=wall_s,
@@ -281,8 +282,8 @@ def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
             run_dir.path,
         )
         return
-    losses = [("train_loss", summary.train_loss), ("val_loss", summary.val_loss)]
-    parts = [f"{name} {loss:.4f}" for name, loss in losses if loss is not None]
+    losses = {name: getattr(summary, name) for name in ("train_loss", "val_loss", "val_loss_ema")}
+    parts = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
     if summary.tokens_per_s is not None:
         parts.append(f"{compact(summary.tokens_per_s)} tok/s")
         parts.append(f"mfu {100 * summary.mfu:.1f} %" if summary.mfu is not None else "mfu unknown")

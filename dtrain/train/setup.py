@@ -128,6 +128,7 @@ def make_engine(
         precision=policy,
         loss_scale=config.precision.loss_scale,
         max_grad_norm=config.optim.max_grad_norm,
+        ema_decay=config.ema.decay,
         seed=config.seed,
         comm=comm,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -67,7 +67,7 @@ class TrainResult:
     finished: bool
     tokens: int  # of all applied steps, including those before a resume
     train_loss: float | None
-    val_loss: float | None
+    val_losses: Mapping[str, float]  # of the last validation
     tokens_per_s: float | None
 
 
@@ -97,7 +97,7 @@ class Trainer:
         self._sinks = sinks
         self._tokens = data.tokens_before
         self._train_loss: float | None = None
-        self._val_loss: tuple[int, float] | None = None
+        self._validated: tuple[int, Mapping[str, float]] = (-1, {})  # step and losses
         self._skipped_steps = engine.attempted_steps - engine.applied_steps
         self._unreported: list[tuple[int, StepOutcome]] = []
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
@@ -230,13 +230,16 @@ class Trainer:
             self._report(step, outcome)
 
     def _evaluate(self, step: int) -> None:
-        if self._val_loss is not None and self._val_loss[0] == step:
+        if self._validated[0] == step:
             return
         with self._timer.paused():
-            loss = validation_loss(self._engine, self._data.validation())
-        self._val_loss = (step, loss)
+            losses = {"val_loss": validation_loss(self._engine, self._data.validation())}
+            if self._engine.ema_decay is not None:
+                with self._engine.ema():
+                    losses["val_loss_ema"] = validation_loss(self._engine, self._data.validation())
+        self._validated = (step, losses)
         for sink in self._sinks:
-            sink.validation(step, loss)
+            sink.validation(step, losses)
 
     def _save_with_validation(self, step: int, *, when_busy: str) -> None:
         """Saves, after a validation if ``keep_best`` needs the loss of this step."""
@@ -250,13 +253,13 @@ class Trainer:
         if self._saved_step == step:
             return
         saving, config = self._saving, self._saving.config
-        val_loss = self._val_loss[1] if self._val_loss is not None and self._val_loss[0] == step else None
+        losses = self._validated[1] if self._validated[0] == step else {}
         save = partial(
             self._engine.save,
             saving.directory,
             extra={**saving.extra, TOKENS: self._tokens},
             config=saving.settings,
-            metrics={"train_loss": self._train_loss, "val_loss": val_loss},
+            metrics={"train_loss": self._train_loss, "val_loss": None, **losses},
             retention=Retention(config.keep_last, config.keep_every, config.keep_best),
             asynchronous=asynchronous,
             when_busy=when_busy,
@@ -272,7 +275,7 @@ class Trainer:
             finished=finished,
             tokens=self._tokens,
             train_loss=self._train_loss,
-            val_loss=self._val_loss[1] if self._val_loss else None,
+            val_losses=self._validated[1],
             tokens_per_s=self._data.tokens_per_step / step_s if step_s else None,
         )
 

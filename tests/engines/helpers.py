@@ -125,13 +125,12 @@ def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, 
         model = OddModel(dropout)
     built = dtrain.initialize(
         model,
-        optimizer=dtrain.AdamW(lr=3e-3),
         schedule=dtrain.Cosine(warmup_steps=3, total_steps=40),
         max_grad_norm=0.05,  # below the norms of its gradients: clipping is active
         seed=seed,
         engine=engine,
         zero_stage=zero_stage,
-        **options,
+        **{"optimizer": dtrain.AdamW(lr=3e-3), **options},
     )
     assert isinstance(built, StepEngine)
     return built

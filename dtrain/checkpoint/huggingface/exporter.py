@@ -29,11 +29,16 @@ from dtrain.errors import CheckpointError, ConfigError, nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_SIZE = 5 * 1000**3  # bytes
-_MASTERS = ("master", "frozen")  # frozen parameters have no master
+KINDS = {"master": ("master", "frozen"), "ema": ("ema", "frozen")}  # kinds; frozen parameters have no master
 
 
 def export(
-    path: Path | str, out: Path | str, format: str = "hf", dtype: str = "fp32", max_shard_size: int = MAX_SHARD_SIZE
+    path: Path | str,
+    out: Path | str,
+    format: str = "hf",
+    dtype: str = "fp32",
+    max_shard_size: int = MAX_SHARD_SIZE,
+    weights: str = "master",
 ) -> Path:
     """Writes the weights of a checkpoint as a folder for `transformers` (``config.json``, safetensors), ``out``.
 
@@ -46,9 +51,10 @@ def export(
         format: only ``hf``.
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
         max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
+        weights: ``master``, or ``ema``: their exponential moving average.
 
     Raises:
-        ConfigError: an unknown format or dtype.
+        ConfigError: an unknown format, dtype or kind of weights.
         DamageError: the checkpoint does not verify.
         CheckpointError: there is no checkpoint, its model is not exportable, a weight is too large for ``dtype``, or
             ``out`` exists or cannot be written.
@@ -57,6 +63,8 @@ def export(
         raise ConfigError(f"unknown export format '{format}'; expected 'hf'")
     if dtype not in DTYPES:
         raise ConfigError(f"unknown dtype '{dtype}'{nearest(dtype, DTYPES)}")
+    if weights not in KINDS:
+        raise ConfigError(f"unknown weights '{weights}'; expected {' or '.join(KINDS)}{nearest(weights, KINDS)}")
     out, checkpoint = Path(out), newest_checkpoint(path)
     if out.is_symlink() or out.exists():
         raise CheckpointError(f"{out} exists; an export creates a new folder, so name another one or remove it")
@@ -66,13 +74,18 @@ def export(
         )
     with path_in_errors(checkpoint):
         manifest = verify_checkpoint(checkpoint)
-    model, mapping = _model_of(manifest, checkpoint)
+    if weights not in {entry.kind for entry in manifest.tensors}:
+        raise CheckpointError(f"{checkpoint} holds no {weights}; it was saved by a run without ema.decay")
+    sources = {entry.name: entry for entry in manifest.tensors if entry.kind in KINDS[weights]}
+    model, mapping = _model_of(manifest, sources, checkpoint)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         make_directories(out.parent)
         storage.make_directory(temporary)
         try:
-            _write(temporary, CheckpointReader(checkpoint, manifest), model, mapping, DTYPES[dtype], max_shard_size)
+            kinds = {name: entry.kind for name, entry in sources.items()}
+            reader = CheckpointReader(checkpoint, manifest)
+            _write(temporary, reader, kinds, model, mapping, DTYPES[dtype], max_shard_size)
             _commit(temporary, out)
         except BaseException:
             remove_tree(temporary)
@@ -82,10 +95,11 @@ def export(
     return out
 
 
-def _model_of(manifest: Manifest, checkpoint: Path) -> tuple[ModelConfig, ModelMapping]:
+def _model_of(
+    manifest: Manifest, weights: Mapping[str, TensorEntry], checkpoint: Path
+) -> tuple[ModelConfig, ModelMapping]:
     """Returns the checkpoint's model with ``ffn_dim`` filled in, after checking the tensors against it."""
     model = model_of_state(manifest.state, str(checkpoint))
-    weights = _weights(manifest)
     ffn, embed = weights.get("blocks.0.ffn.down.weight"), weights.get("embed.weight")
     if not ffn or not embed or len(ffn.shape) != 2 or len(embed.shape) != 2 or model.num_layers > len(weights):
         raise CheckpointError(f"{checkpoint}: its tensors are not those of its configured model, {model.factory}")
@@ -109,20 +123,16 @@ def _size(shape: Sequence[int] | None) -> str:
     return "absent" if shape is None else str(list(shape))
 
 
-def _weights(manifest: Manifest) -> dict[str, TensorEntry]:
-    return {entry.name: entry for entry in manifest.tensors if entry.kind in _MASTERS}
-
-
 def _write(
     folder: Path,
     reader: CheckpointReader,
+    kinds: Mapping[str, str],
     model: ModelConfig,
     mapping: ModelMapping,
     dtype: torch.dtype,
     max_shard_size: int,
 ) -> None:
     files = _split_into_files(mapping.parts, dtype, max_shard_size)
-    kinds = {entry.name: entry.kind for entry in reader.tensors if entry.kind in _MASTERS}
     for name, parts in files.items():
         with new_file(folder / name) as append:
             append(encode_header([(part.name, dtype, part.shape) for part in parts]))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.optim.average import EMA, MovingAverage
 from dtrain.optim.rule import ElementwiseRule, UpdateGroup, UpdateScalars
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.sharding.layout import ParamSpec, ShardInterval
@@ -61,7 +62,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def add_states(self, partitions: Iterable[Partition]) -> None:
         """Gives each partition the rule's states, under their names, before the first update."""
         for partition in partitions:
-            states = self._plan.rule_of(partition.update_class).states
+            states = [spec for k, spec in self._plan.specs.items() if self._plan.has_state(partition.update_class, k)]
             self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in states}
 
     @torch.no_grad()
@@ -80,6 +81,9 @@ class RuleOptimizer(torch.optim.Optimizer):
             rule.apply(
                 UpdateGroup(update_class.weight_decay, masters, states, origins), [p.grad for p in masters], scalars
             )
+            if self._plan.ema_decay is not None:
+                pairs = [(p.detach().view(-1), self.state[p][EMA.name].view(-1)) for p in masters]
+                MovingAverage(self._plan.ema_decay, [pairs]).update([0], self.scalars)
 
 
 class ZeroState(ABC):

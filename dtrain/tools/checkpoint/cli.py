@@ -91,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("path", type=Path, help=_NEWEST_HELP)
     verb.add_argument("out", type=Path, help="the folder to create; it must not exist")
     verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (fp32)")
+    verb.add_argument("--weights", choices=("master", "ema"), default="master", help="ema: the moving average (master)")
     verb.add_argument("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a file (5GB)")
     verb = add("import", _import, "start a run from a Hugging Face folder (Llama, GPT-2)")
     verb.add_argument("folder", type=Path, metavar="hf_dir", help="a folder with config.json and safetensors")
@@ -193,7 +194,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.huggingface.exporter import export
 
-    out = export(arguments.path, arguments.out, "hf", arguments.dtype, arguments.max_shard_size)
+    out = export(arguments.path, arguments.out, "hf", arguments.dtype, arguments.max_shard_size, arguments.weights)
     files = sorted(out.iterdir())
     _print(f"wrote {out}: {', '.join(file.name for file in files)} ({_size(sum(f.stat().st_size for f in files))})")
     return 0

@@ -327,7 +327,10 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
         ({"engine": "ddp", "prefetch": 2}, "engine=ddp has no prefetch; it is a setting of engine=native"),
         ({"engine": "ddp", "optimizer": dtrain.AdamW(compile=True)}, "engine=ddp cannot do optimizer.compile=true"),
         ({"optimiser": dtrain.AdamW()}, "dtrain.initialize has no argument optimiser; did you mean 'optimizer'"),
-        ({"optimizer": torch.optim.SGD}, "optimizer=the class torch.optim.* is not an optimizer of dtrain .*AdamW\\(lr=3e-4"),
+        (
+            {"optimizer": torch.optim.SGD},
+            "optimizer=the class torch.optim.* is not an optimizer of dtrain .*AdamW\\(lr=3e-4",
+        ),
         ({"optimizer": torch.optim.SGD([nn.Parameter(X)])}, "optimizer=a torch.optim.* is not an optimizer of dtrain"),
         ({"optimizer": dtrain.AdamW}, "optimizer=the class dtrain.config.optim.AdamW is not an optimizer"),
         (

@@ -163,7 +163,9 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
             classes = [number for number, low, high in segment.class_ranges() for _ in range(low, high)]
             for slot in layout.slots:
                 low, high = max(slot.start, segment.start), min(slot.stop, segment.stop)
-                assert low >= high or set(classes[low - segment.start : high - segment.start]) == {slot.spec.update_class}
+                assert low >= high or set(classes[low - segment.start : high - segment.start]) == {
+                    slot.spec.update_class
+                }
         for slot in layout.slots:
             assert tiles(held[slot.spec.name], slot.spec.numel)
 

@@ -67,7 +67,7 @@ def test_the_progress_line_shows_steps_and_gives_the_stream_back(monkeypatch: py
     try:
         console = Console(200, 10)
         console.step(STEP)
-        console.validation(20, 2.5)
+        console.validation(20, {"val_loss": 2.5})
         console.step(replace(STEP, step=21, applied=False, reason="overflow"))
         console.close(0)
         assert sys.stderr is terminal

@@ -28,7 +28,7 @@ STEP = StepMetrics(
     tokens_per_s=100.0, step_ms=5.0,
 )  # fmt: skip
 SUMMARY = Summary(
-    finished=True, steps=10, applied_steps=9, skipped_steps=1, tokens=90, train_loss=2.0, val_loss=math.nan,
+    finished=True, steps=10, applied_steps=9, skipped_steps=1, tokens=90, train_loss=2.0, val_loss=math.nan, val_loss_ema=None,
     tokens_per_s=1.0, mfu=None, wall_s=3.0, memory={"master": 4}, memory_formula={"master": 4}, num_parameters=1,
     world_size=2, device="cpu", engine="native", precision="bf16", contract={"precision": "bf16"},
 )  # fmt: skip
@@ -38,7 +38,7 @@ def _write(folder: Path, steps: list[int], start: int = 0) -> None:
     file = MetricsFile(folder, start)
     for step in steps:
         file.step(replace(STEP, step=step))
-        file.validation(step, 1.0)
+        file.validation(step, {"val_loss": 1.0})
     file.close(0)
 
 
@@ -48,7 +48,7 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     file.step(
         replace(STEP, step=2, applied=False, loss=math.nan, grad_norm=math.inf, reason="overflow", culprit="rank 1")
     )
-    file.validation(2, 2.5)
+    file.validation(2, {"val_loss": 2.5})
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]  # flushed before close
     file.close(0)
     keys = [

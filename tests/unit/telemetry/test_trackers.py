@@ -83,7 +83,7 @@ from tests.unit.telemetry.test_trackers import STEP
 [tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
 for step in (1, 2):
     tracker.step(replace(STEP, step=step))
-tracker.validation(2, 2.5)
+tracker.validation(2, {"val_loss": 2.5})
 tracker.close(0)
 """
 
@@ -145,7 +145,7 @@ def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:
         [tracker] = trackers.open_tracker(TensorboardConfig(), tmp_path, settings={}, start_step=start)
         for step in range(start + 1, 5):
             tracker.step(replace(STEP, step=step, loss=float(10 * start + step)))
-        tracker.validation(4, 2.5)
+        tracker.validation(4, {"val_loss": 2.5})
         tracker.close(0)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +168,7 @@ class _Sink:
     def step(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics)
 
-    def validation(self, step: int, loss: float) -> None:
+    def validation(self, step: int, losses: Mapping[str, float]) -> None:
         self.events.append(f"eval {step}")
 
     def close(self, exit_code: int) -> None:

@@ -1,0 +1,44 @@
+"""``with engine.ema():``: the averages take the place of the masters, and the compute weights follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.errors import UsageError
+from dtrain.optim.average import EMA
+
+_BLOCK = 1 << 20  # elements that are exchanged at a time
+
+
+@contextmanager
+def averaged_weights(engine: StateEngine, refresh: Callable[[], None]) -> Iterator[None]:
+    """Inside, masters and averages are exchanged; ``refresh`` casts the masters into the compute weights.
+
+    No memory is needed for it, and no bit is lost. All ranks call.
+
+    Raises:
+        UsageError: the engine keeps no average.
+    """
+    if EMA.name not in engine.plan.specs:
+        raise UsageError("engine.ema() without an average; keep one: dtrain.initialize(..., ema_decay=0.999)")
+    _exchange(engine)
+    try:
+        refresh()
+        yield
+    finally:
+        _exchange(engine)
+        refresh()
+
+
+@torch.no_grad()
+def _exchange(engine: StateEngine) -> None:
+    averages = {shard.name: shard.data for shard in engine.local_shards(EMA.name)}
+    for shard in engine.local_shards(MASTER):
+        for master, average in zip(shard.data.split(_BLOCK), averages[shard.name].split(_BLOCK), strict=True):
+            kept = master.clone()
+            master.copy_(average)
+            average.copy_(kept)

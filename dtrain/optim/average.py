@@ -1,0 +1,44 @@
+"""The exponential moving average of the weights (EMA): one more state of each parameter, advanced by applied steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dtrain.optim.rule import StateSpec, UpdateScalars
+
+EMA = StateSpec("ema", init=None)
+"""The average, FP32; before the first update it is the master."""
+
+_BLOCK = 512 * 1024  # elements, as of an update: few enough to stay in the cache of a CPU
+
+
+class MovingAverage:
+    """Advances the averages of some tensors after the update of their masters; a :class:`SegmentKernel`.
+
+    ``average += (1 - decay) * (master - average)``, each operation rounded by itself, so that any cut and any sharding
+    give the same bits.
+
+    Args:
+        decay: of the average in one applied step.
+        segments: (master, average) of each segment, 1-D and FP32; several on one rank, or none.
+    """
+
+    def __init__(self, decay: float, segments: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+        self._weight = 1 - decay
+        self._segments = [[pair for whole in segment for pair in _blocks(*whole)] for segment in segments]
+
+    @torch.no_grad()
+    def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
+        """Advances segments ``numbers``; none if ``scalars.found_inf`` is set, decided on the device."""
+        skip = scalars.tensors[3] != 0
+        for master, average in (pair for number in numbers for pair in self._segments[number]):
+            advanced = torch.sub(master, average).mul_(self._weight).add_(average)
+            torch.where(skip, average, advanced, out=average)
+
+
+def _blocks(master: Tensor, average: Tensor) -> list[tuple[Tensor, Tensor]]:
+    size = _BLOCK if master.device.type == "cpu" else max(master.numel(), 1)
+    return list(zip(master.split(size), average.split(size), strict=True)) if master.numel() else []
