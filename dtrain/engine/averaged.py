@@ -36,6 +36,7 @@ def averaged_weights(engine: StateEngine, refresh: Callable[[], None]) -> Iterat
 
 @torch.no_grad()
 def _exchange(engine: StateEngine) -> None:
+    engine.comm.barrier()  # other ranks may still read what was published: [Note: buffer reuse]
     averages = {shard.name: shard.data for shard in engine.local_shards(EMA.name)}
     for shard in engine.local_shards(MASTER):
         for master, average in zip(shard.data.split(_BLOCK), averages[shard.name].split(_BLOCK), strict=True):

@@ -17,7 +17,7 @@ from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
-from dtrain.optim.average import EMA, MovingAverage
+from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
@@ -68,8 +68,7 @@ class NativeEngine(StepEngine):
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
             average = None
             if self.plan.ema_decay is not None:
-                pairs = [[(buffer.master, buffer.held(EMA.name).values)] for buffer in self.sharded.buffers]
-                average = MovingAverage(self.plan.ema_decay, pairs)
+                average = MovingAverage(self.plan.ema_decay, [[buffer.averaged()] for buffer in self.sharded.buffers])
             self._optimizer = FlatUpdate(self.plan.rules, slices, average)
             if self.plan.is_compiled and self.device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need

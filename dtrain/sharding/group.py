@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.errors import UsageError
+from dtrain.optim.average import EMA
 from dtrain.optim.rule import UpdateSlice
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
@@ -70,6 +71,11 @@ class FlatBuffer:
     def _state(self, kind: str, start: int, stop: int) -> Tensor:
         held = self.states[kind]
         return held.values[start - held.start : stop - held.start]
+
+    def averaged(self) -> tuple[Tensor, Tensor]:
+        """Returns the masters that have a moving average, and their averages; padding has none."""
+        held = self.states[EMA.name]
+        return self.master[held.start : held.start + held.values.numel()], held.values
 
     @property
     def _cast_target(self) -> Tensor | None:

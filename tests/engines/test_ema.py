@@ -61,8 +61,9 @@ def follow(rank: int, world: int, engine: str, stage: int, precision: str) -> No
     assert torch.equal(computed(trained), loss)
     assert train_step(trained, 2).applied
     memory, formula = trained.memory(), trained.memory_formula()
-    assert memory["moments"] == 3 * memory["master"] or engine in ("ddp", "deepspeed")
-    assert formula["moments"] == 3 * formula["master"]
+    held = 3 * sum(shard.data.nbytes for shard in trained.local_shards("ema"))
+    assert held <= memory["moments"] <= 3 * memory["master"]  # without the padding of the last shards
+    assert abs(formula["moments"] - 3 * formula["master"]) <= 12  # each is rounded up to whole bytes
 
 
 @pytest.mark.parametrize(("engine", "stage"), LIBRARIES)

@@ -36,6 +36,14 @@ def state_of(engine: StepEngine) -> dict[str, str]:
     return {f"{kind}:{name}": digest(t) for kind in ("master", "momentum") for name, t in engine.full_state(kind)}
 
 
+def require_half_of_the_masters(engine: StepEngine) -> None:
+    """The state takes half of the masters' bytes, except that it may leave out the padding of the last shards."""
+    memory, formula = engine.memory(), engine.memory_formula()
+    held = sum(shard.data.nbytes for shard in engine.local_shards("momentum"))
+    assert held <= memory["moments"] <= memory["master"] // 2
+    assert abs(formula["moments"] - formula["master"] / 2) <= 2  # each is rounded up to whole bytes
+
+
 # -- the update --------------------------------------------------------------------------------------------------------
 
 
@@ -79,8 +87,7 @@ def run_link(rank: int, world: int, stage: int, source: Path | None, target: Pat
         engine.load(source)
     for _ in range(2):
         assert train_step(engine, MICRO_BATCHES).applied
-    memory, formula = engine.memory(), engine.memory_formula()
-    assert (memory["moments"], formula["moments"]) == (memory["master"] // 2, formula["master"] // 2)
+    require_half_of_the_masters(engine)
     engine.save(target)
     return state_of(engine)
 
@@ -110,8 +117,8 @@ def run_library(rank: int, world: int, engine: str, stage: int, folder: Path) ->
     trained = start_with(BF16_STATE, engine, stage, precision="fp32")
     for _ in range(2):
         assert train_step(trained, MICRO_BATCHES).applied
-    saved, memory, formula = state_of(trained), trained.memory(), trained.memory_formula()
-    assert (memory["moments"], formula["moments"]) == (memory["master"] // 2, formula["master"] // 2)
+    saved = state_of(trained)
+    require_half_of_the_masters(trained)
     trained.save(folder)
     loaded = start_with(BF16_STATE, "native", 2, precision="fp32", seed=7)
     loaded.load(folder)

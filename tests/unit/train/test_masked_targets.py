@@ -89,7 +89,7 @@ def losses(masks: bool, is_weighted: bool) -> np.ndarray[Any, Any]:
     """Training and validation loss after STEPS steps, [cut, 2]."""
     results = [run_ranks(world, train, number, masks, is_weighted) for world, number in CUTS]
     assert all(each[0].train_loss == other.train_loss for each in results for other in each)
-    return np.array([(result.train_loss, result.val_loss) for result, *_ in results])
+    return np.array([(result.train_loss, result.val_losses["val_loss"]) for result, *_ in results])
 
 
 @pytest.mark.processes

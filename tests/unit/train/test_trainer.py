@@ -67,7 +67,7 @@ class _CountingEngine:
         *,
         is_synchronous: bool = True,
     ) -> None:
-        self.is_synchronous = is_synchronous
+        self.is_synchronous, self.ema_decay = is_synchronous, None
         self.reads: list[tuple[int, int]] = []  # (step whose outcome is read, steps taken by then), if lazy
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
         self.data_cursor = attempted_steps * _BATCH
