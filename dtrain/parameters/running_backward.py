@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+import torch
+
 from dtrain.errors import UsageError
 
 _running: tuple[object, ExitStack] | None = None  # the engine, and what ends with its backward
@@ -35,10 +37,19 @@ def running_engine() -> object | None:
     return None if _running is None else _running[0]
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs: an engine's, or one of the user's own, as of ``torch.autograd.grad``."""
+    # the second is private, but torch.utils.checkpoint depends on it
+    return _running is not None or torch._C._current_graph_task_id() != -1
+
+
 def join_backward(context: AbstractContextManager[None]) -> None:
-    """Enters ``context`` until the backward that runs has ended."""
-    assert _running is not None
-    _running[1].enter_context(context)
+    """Enters ``context`` until the backward that runs has ended; one of the user's own must end without an error."""
+    if _running is not None:
+        _running[1].enter_context(context)
+    else:
+        context.__enter__()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: context.__exit__(None, None, None))
 
 
 def require_running(name: str) -> None:

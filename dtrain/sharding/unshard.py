@@ -27,7 +27,7 @@ from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
 from dtrain.parameters.groups import callable_parts
-from dtrain.parameters.running_backward import join_backward, running_engine
+from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook
@@ -62,8 +62,8 @@ class UnshardScheduler:
         self._num_ahead = options.prefetch
         self._groups = list(groups)
         self._forward = ExecutionOrder([group for group in groups if group.name])
-        self._order = self._forward  # of the pass that runs; at rest, for the user's own autograd.grad
-        # None: no backward of this engine, or of another one that reaches the model, has been yet
+        self._order = self._forward  # of the pass that runs, if any
+        # None: no backward of this engine, or not of this engine, has been yet
         self._backward: ExecutionOrder | None = None
         self._others_backward: ExecutionOrder | None = None
         self._unsharded: dict[ParameterGroup, None] = {}  # or will be; the last used comes last
@@ -133,7 +133,6 @@ class UnshardScheduler:
             )
 
     def _enter_model(self) -> None:
-        self._join_backward()
         self._depth += 1
         if self._depth > 1:
             return
@@ -202,8 +201,8 @@ class UnshardScheduler:
             yield
 
     def _join_backward(self) -> None:
-        """Joins the backward of another engine, if one runs; this model's weights are then unsharded for it."""
-        if self._in_backward or self._depth or running_engine() is None:
+        """Unshards for a backward that is not this engine's, if one runs: another engine's, or the user's own."""
+        if self._in_backward or self._depth or not is_in_backward():
             return
         if self._others_backward is None:
             self._others_backward = ExecutionOrder(self._forward.used[::-1])
@@ -238,14 +237,11 @@ class UnshardScheduler:
             self._reshard(group)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, SavedTensorRef):
-            return self._saved.unpack(saved)
-        self._join_backward()
-        if not self._is_current(saved.group):
-            self._use(saved.group)
-        tensor = self._saved.unpack(saved)
-        # with create_graph=True this pass saves the weight in a graph of its own, which outlives the replica
-        return tensor.clone() if torch.is_grad_enabled() else tensor
+        if isinstance(saved, SavedTensorRef):
+            self._join_backward()
+            if not self._is_current(saved.group):
+                self._use(saved.group)
+        return self._saved.unpack(saved)
 
     # -- groups ----------------------------------------------------------------------------------------------------
 

@@ -100,11 +100,9 @@ class Fsdp2Engine(StepEngine):
         reshards = self._reshards or self._is_last
         for unit in self._units:
             unit.module.set_reshard_after_backward(reshards and not is_second_order, recurse=False)
-            unit.module.set_requires_gradient_sync(not is_second_order, recurse=False)
+            unit.module.set_requires_gradient_sync(True, recurse=False)
         (loss * self.loss_scale.scale).backward()
         if is_second_order:
-            for unit in self._units:
-                unit.module.set_requires_gradient_sync(True, recurse=False)
             reduce_after_backward(self._root)
             self._reshard()
         self._state.end()
@@ -144,6 +142,7 @@ class Fsdp2Engine(StepEngine):
             unit.module.reshard()
             if self._state.is_second_order:
                 unit.module.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
+                unit.module.set_reshard_after_backward(True, recurse=False)
         self._state.is_second_order = False
 
     def _clear_gradients(self) -> None:

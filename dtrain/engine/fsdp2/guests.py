@@ -3,7 +3,7 @@
 - Another engine's ([Note: another engine's backward]) leaves no gradient.
 - ``torch.autograd.grad(..., create_graph=True)``, of a gradient penalty, saves the unsharded weights in a graph of its
   own, for which ``fully_shard`` would not unshard them again. So they stay until the engine's own backward has ended.
-  That one reduces after it has ended: the new graph gives gradients to a unit whose reduction has started.
+  The new graph may also give gradients to a unit that has been reduced; these are reduced after that backward.
 
 Between backwards of its engine a unit is set to reduce nothing.
 """
@@ -59,6 +59,6 @@ def _refuse_others(name: str, state: BackwardState) -> Any:
 
 
 def reduce_after_backward(root: FSDPModule) -> None:
-    """Reduces the gradients that a backward without reductions has left in the units."""
+    """Reduces the gradients that a backward has left in the units."""
     state: Any = root._get_fsdp_state()
     state._root_post_backward_final_callback()
