@@ -48,8 +48,9 @@ def join_backward(context: AbstractContextManager[None]) -> None:
     if _running is not None:
         _running[1].enter_context(context)
     else:
-        context.__enter__()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: context.__exit__(None, None, None))
+        stack = ExitStack()
+        stack.enter_context(context)
+        torch.autograd.Variable._execution_engine.queue_callback(stack.close)
 
 
 def require_running(name: str) -> None:
