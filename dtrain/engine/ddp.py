@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,13 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import ContractError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.running_backward import require_running
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
@@ -60,7 +62,9 @@ class DdpEngine(StepEngine):
         self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):
-            self._parameters[name].register_hook(self._gradients.hook(name, number))
+            parameter = self._parameters[name]
+            parameter.register_hook(self._gradients.hook(name, number, ref(parameter)))
+            parameter.register_post_accumulate_grad_hook(self._gradients.restore(name))
         self._replicated: DistributedDataParallel | None = None
         if self.comm.process_group is not None:
             self._replicated = self._replicate()
@@ -228,6 +232,7 @@ class _Gradients:
         self._group = group
         self._weight: Weight | None = None  # of the current backward
         self._micro_batch: int | None = None
+        self._kept: dict[str, Tensor | None] = {}  # gradients of this engine while another's are accumulated
 
     @contextmanager
     def weighted(self, weight: Weight, micro_batch: int | None) -> Iterator[None]:
@@ -237,10 +242,15 @@ class _Gradients:
         yield
         self._weight = None  # not after an error: the engine is unusable then
 
-    def hook(self, name: str, number: int) -> Callable[[Tensor | None], Tensor | None]:
+    def hook(
+        self, name: str, number: int, parameter: Callable[[], nn.Parameter | None]
+    ) -> Callable[[Tensor | None], Tensor | None]:
         def on_gradient(grad: Tensor | None) -> Tensor | None:
             if self._weight is None:
-                raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
+                require_running(name)
+                if (owner := parameter()) is not None:  # [Note: another engine's backward]
+                    self._kept[name], owner.grad = owner.grad, None
+                return None
             self.received.add(name)
             if grad is None:  # a backward of the user's own has returned None
                 return None
@@ -250,6 +260,13 @@ class _Gradients:
             return None if self._weight.is_one else grad * self._weight.value
 
         return on_gradient
+
+    def restore(self, name: str) -> Callable[[Tensor], None]:
+        def after_accumulation(parameter: Tensor) -> None:
+            if name in self._kept:
+                parameter.grad = self._kept.pop(name)
+
+        return after_accumulation
 
     def sum(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """Starts the sum of the gradients in ``bucket``, FP32 [n]; by default the library forms the mean."""

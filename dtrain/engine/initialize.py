@@ -24,6 +24,7 @@ from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
+from dtrain.engine.clip_warning import warn_of_clipping
 from dtrain.engine.deterministic import require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
@@ -132,6 +133,7 @@ def initialize(
     request = EngineRequest(model, contract, plan, comm, options, LossScaleState.of(rule), identity, config_text)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.{record.name}").build(request)
+    warn_of_clipping(built)
     if comm.device.type == "cpu":
         _keep_freed_memory()
     for line in built.contract.describe():

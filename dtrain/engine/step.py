@@ -47,6 +47,7 @@ from dtrain.errors import UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.running_backward import backward_of
 from dtrain.precision.forward import Autocast
 from dtrain.precision.loss_scale import LossScaleState
 
@@ -151,7 +152,7 @@ class StepEngine(StateEngine):
         self.monitor.records_magnitude = self._finalizer.scale.is_calibrating
         # until it ends: after an error this rank has issued fewer reductions than the others
         self._backward_failed = True
-        with self._autocast.backward():
+        with backward_of(self), self._autocast.backward():
             self._backward(value, factor)
         self._backward_failed = False
 

@@ -15,6 +15,7 @@ from dtrain.optim.average import EMA
 from dtrain.optim.rule import UpdateSlice
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
+from dtrain.parameters.running_backward import require_running
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
@@ -125,7 +126,7 @@ class ParameterGroup:
 
     Attributes:
         replicas: those of ``buffers``, then ``frozen``.
-        takes_gradients: whether a backward of the engine is running.
+        takes_gradients: whether a backward of the engine is running; [Note: another engine's backward].
         is_complete: whether the gradient of this micro-batch is complete, with zeros for what was missing.
         num_forwards: forwards of the unit that are running.
         is_unsharding: whether the all-gather of the replicas has started, or is done.
@@ -204,10 +205,8 @@ class ParameterGroup:
                 group, listen = owner(), listener()
                 grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
                 if group is None or listen is None or not group.takes_gradients:
-                    raise UsageError(
-                        f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead"
-                    )
-                if grad is not None:  # a user's autograd function may return None; the gradient is then zero
+                    require_running(name)
+                elif grad is not None:  # a user's autograd function may return None; the gradient is then zero
                     group.accumulate(number, grad)
                     listen(group, number, grad)
 

@@ -68,7 +68,7 @@ class ShardedModel:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Context of one micro-batch's backward; gradients outside it are refused."""
+        """Context of one micro-batch's backward; gradients outside it are not taken."""
         with self.scheduler.backward() if self.scheduler is not None else nullcontext():
             for group in self.groups:
                 group.takes_gradients = True

@@ -27,6 +27,7 @@ from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
 from dtrain.parameters.groups import callable_parts
+from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook
@@ -61,12 +62,14 @@ class UnshardScheduler:
         self._num_ahead = options.prefetch
         self._groups = list(groups)
         self._forward = ExecutionOrder([group for group in groups if group.name])
-        self._backward: ExecutionOrder | None = None  # no backward has been yet
+        self._order = self._forward  # of the pass that runs, if any
+        # None: no backward of this engine, or not of this engine, has been yet
+        self._backward: ExecutionOrder | None = None
+        self._others_backward: ExecutionOrder | None = None
         self._unsharded: dict[ParameterGroup, None] = {}  # or will be; the last used comes last
         self._saved = SavedTensors()
         self._depth = 0  # forwards of the model that are running
         self._records_graph = False
-        self._in_backward = False
         self._saving: saved_tensors_hooks | None = None
         self.peak = 0
         self._install(model)
@@ -114,6 +117,7 @@ class UnshardScheduler:
         """Makes parameter ``name`` readable, or raises if it is read outside its unit's forward."""
         if group.may_be_read:
             return
+        self._join_backward()
         if self._in_backward:  # activation checkpointing runs modules without their unit
             if not group.is_ready:
                 self._use(group)
@@ -161,6 +165,7 @@ class UnshardScheduler:
                 self._reshard(group)
 
     def _enter_unit(self, group: ParameterGroup) -> None:
+        self._join_backward()
         if not self._depth and not self._in_backward:
             raise UsageError(
                 f"'{group.name}' is called outside a forward of the engine, and its parameters are sharded meanwhile "
@@ -192,15 +197,33 @@ class UnshardScheduler:
         """Context of one micro-batch's backward; reshards all groups after it."""
         if self._backward is None:  # later passes follow the last backward, recomputations included
             self._backward = ExecutionOrder(self._forward.used[::-1])
-        self._backward.begin()
-        self._prefetch(self._backward)
-        self._in_backward = True
+        with self._unsharding_in(self._backward):
+            yield
+
+    def _join_backward(self) -> None:
+        """Unshards for a backward that is not this engine's, if one runs: another engine's, or the user's own."""
+        if self._in_backward or self._depth or not is_in_backward():
+            return
+        if self._others_backward is None:
+            self._others_backward = ExecutionOrder(self._forward.used[::-1])
+        join_backward(self._unsharding_in(self._others_backward))
+
+    @contextmanager
+    def _unsharding_in(self, order: ExecutionOrder) -> Iterator[None]:
+        order.begin()
+        self._prefetch(order)
+        self._order = order
         try:
             yield
         finally:
-            self._in_backward = False
-            self._backward.end()
+            self._order = self._forward
+            order.end()
             self.reshard()  # also what was prefetched in vain: [Note: buffer reuse]
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether a backward runs that unshards: this engine's, or another engine's."""
+        return self._order is not self._forward
 
     def gradient_received(self, group: ParameterGroup) -> None:
         """Reshards ``group`` after its last gradient, if backward no longer needs it."""
@@ -214,24 +237,23 @@ class UnshardScheduler:
             self._reshard(group)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedTensorRef) and not self._is_current(saved.group):
-            self._use(saved.group)
+        if isinstance(saved, SavedTensorRef):
+            self._join_backward()
+            if not self._is_current(saved.group):
+                self._use(saved.group)
         return self._saved.unpack(saved)
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def _is_current(self, group: ParameterGroup) -> bool:
         """Whether ``group`` is unsharded and the pass has noted its use."""
-        order = self._backward if self._in_backward else self._forward
-        return group.is_ready and (not group.name or order is None or order.current is group)
+        return group.is_ready and (not group.name or self._order.current is group)
 
     def _use(self, group: ParameterGroup) -> None:
         """Unshards ``group`` and starts the groups that follow it."""
         if group.name:
-            order = self._backward if self._in_backward else self._forward
-            assert order is not None
-            order.use(group)
-            self._prefetch(order, group)
+            self._order.use(group)
+            self._prefetch(self._order, group)
         group.unshard()  # after the prefetch, whose all-gathers run while this one is waited for
         self._saved.add(group)
 

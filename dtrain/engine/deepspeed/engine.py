@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,10 +22,11 @@ from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ContractError, ModelError
+from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.running_backward import require_running, running_engine
 from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 
@@ -78,6 +79,7 @@ class DeepSpeedEngine(StepEngine):
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
         self._optimizer = RuleOptimizer(self.plan, trained)
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
+        self._deepspeed._backward_prologue = partial(self._output_reached, self._deepspeed._backward_prologue)
         self._zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
             self._deepspeed.enable_backward_allreduce = False  # reduced once, at the end of the step
@@ -95,6 +97,8 @@ class DeepSpeedEngine(StepEngine):
 
     def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         def record(number: int, grad: Tensor | None) -> None:
+            if running_engine() is not self:
+                self._refuse(self.backward_names[number])
             self._order.append(number)
             if grad is None:  # a backward of the user's own has returned None
                 return
@@ -103,6 +107,25 @@ class DeepSpeedEngine(StepEngine):
 
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(record, number))
+
+    def _refuse(self, name: str) -> None:
+        """Raises ``UsageError``: DeepSpeed's own hooks would take a gradient that belongs to no micro-batch."""
+        require_running(name)  # [Note: another engine's backward]
+        raise UsageError(
+            f"'{name}' got a gradient in another engine's backward, which engine=deepspeed cannot ignore; freeze this "
+            f"model (d) around the other's forward and backward: 'for p in d.parameters(): p.requires_grad_(False)', "
+            f"and back to True before its own forward. The engine whose backward failed is to be built again"
+        )
+
+    def _output_reached(self, prologue: Callable[[], None]) -> None:
+        """Called before a backward enters the model: DeepSpeed's own preparation is for this engine's backward."""
+        if running_engine() is self:
+            prologue()
+        elif self.options.zero_stage == 3 and torch.is_grad_enabled():
+            raise UsageError(
+                "torch.autograd.grad(..., create_graph=True) with engine=deepspeed at zero_stage=3, which frees the "
+                "weights that the new graph needs; use zero_stage=2 or below, or engine=native or fsdp2"
+            )
 
     @property
     def dummies_need_graph(self) -> bool:

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.engine.observation import ReduceDtypeCheck
-from dtrain.errors import ContractError, UsageError
+from dtrain.errors import ContractError
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.local_shards import require_trained
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.running_backward import require_running
 
 
 class BackwardState:
@@ -40,6 +41,7 @@ class BackwardState:
     Attributes:
         reduce_dtype_check: checks send buffers in the first step after set-up and after a load; else None.
         num_reduced: units that have been reduced in this backward.
+        is_second_order: whether a graph of ``autograd.grad(..., create_graph=True)`` may hold unsharded weights.
         is_single_rank: whether ``fully_shard`` calls no reduction, only its all-reduce hook.
     """
 
@@ -47,6 +49,7 @@ class BackwardState:
         self.comm = comm
         self.reduce_dtype_check: ReduceDtypeCheck | None = None
         self.num_reduced = 0
+        self.is_second_order = False
         self._monitor = monitor
         self._numbers = numbers
         self._weight: Weight | None = None
@@ -70,14 +73,20 @@ class BackwardState:
     def end(self) -> None:
         self._weight = None  # a gradient outside engine.backward is an error
 
-    def record(self, name: str, grad: Tensor) -> Weight:
-        """Records the gradient of a parameter as it leaves backward; returns its weight.
+    def takes(self, name: str) -> bool:
+        """Whether this engine's backward runs, so that it takes the gradient of ``name``, and not another engine's.
 
         Raises:
-            UsageError: outside a backward of the engine.
+            UsageError: no engine's backward runs.
         """
         if self._weight is None:
-            raise UsageError(f"'{name}' got a gradient outside engine.backward; call engine.backward(loss) instead")
+            require_running(name)  # [Note: another engine's backward]
+        return self._weight is not None
+
+    def record(self, name: str, grad: Tensor) -> Weight | None:
+        """Records the gradient of a parameter as it leaves backward; returns its weight, None if it is not taken."""
+        if not self.takes(name):
+            return None
         self._monitor.record_magnitude(grad)
         self._monitor.record_finiteness(self._number, self._numbers[name], grad)
         return self._weight
@@ -198,6 +207,7 @@ class UnitGradient:
             self._state.reduce_dtype_check.record(self._label, send_buffer)
         blocks = send_buffer.view(self._world_size, -1).split(self._widths, dim=1)
         weights = [self._state.record(name, block) for name, block in zip(self._parameters, blocks, strict=True)]
+        assert weights[0] is not None  # units reduce in this engine's backward only
         return weights[0]
 
     def check_slots(self) -> None:

@@ -22,6 +22,7 @@ from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import ensure_process_group
 from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
+from dtrain.engine.fsdp2.guests import guard_backward, reduce_after_backward
 from dtrain.engine.fsdp2.older_torch import complete_reductions, reset_after_error
 from dtrain.engine.fsdp2.replicated import ReplicatedParameters
 from dtrain.engine.fsdp2.units import Unit, plan_units
@@ -95,12 +96,19 @@ class Fsdp2Engine(StepEngine):
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         self._state.begin(weight, self._micro_batch)
         self._is_finished = False
+        is_second_order = self._state.is_second_order
+        # stage 2 keeps weights unsharded over the micro-batches of a step
+        reshards = self._reshards or self._is_last
         for unit in self._units:
-            # stage 2 keeps weights unsharded over the micro-batches of a step
-            unit.module.set_reshard_after_backward(self._reshards or self._is_last, recurse=False)
+            unit.module.set_reshard_after_backward(reshards and not is_second_order, recurse=False)
+            unit.module.set_requires_gradient_sync(True, recurse=False)
         (loss * self.loss_scale.scale).backward()
+        if is_second_order:
+            reduce_after_backward(self._root)
+            self._reshard()
         self._state.end()
         for unit in self._units:
+            unit.module.set_requires_gradient_sync(False, recurse=False)
             if self._state.reduce_dtype_check is not None:  # once: the layout does not change from step to step
                 unit.gradient.check_slots()
             unit.gradient.drop_parameter_grads()
@@ -127,10 +135,16 @@ class Fsdp2Engine(StepEngine):
         self._refresh()
 
     def _refresh(self) -> None:
-        # resharded, so that the next use of a unit gathers the updated weights
+        self._reshard()  # so that the next use of a unit gathers the updated weights
+        self._replicated.refresh()
+
+    def _reshard(self) -> None:
         for unit in self._units:
             unit.module.reshard()
-        self._replicated.refresh()
+            if self._state.is_second_order:
+                unit.module.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
+                unit.module.set_reshard_after_backward(True, recurse=False)
+        self._state.is_second_order = False
 
     def _clear_gradients(self) -> None:
         for unit in self._units:
@@ -209,6 +223,8 @@ class _ShardedUnit:
         self, model: nn.Module, unit: Unit, mesh: DeviceMesh, backward_state: BackwardState, *, reshards: bool
     ) -> None:
         self._model = model
+        # not the root: its backward comes next and would gather it again at once
+        self.reshards_after_forward = reshards and unit.module is not model
         self.dtype = unit.dtype
         self.num_parameters = sum(p.numel() for p in unit.parameters.values())
         shapes = unit.shapes
@@ -217,8 +233,7 @@ class _ShardedUnit:
         fully_shard(
             unit.module,
             mesh=mesh,
-            # not the root: its backward comes next and would gather it again at once
-            reshard_after_forward=reshards and unit.module is not model,
+            reshard_after_forward=self.reshards_after_forward,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=None if unit.dtype == torch.float32 else unit.dtype,
                 reduce_dtype=torch.float32,
@@ -234,6 +249,7 @@ class _ShardedUnit:
         comm = backward_state.comm
         self._weights = UnitWeights(unit.name, self.gradient.numel, unit.dtype, comm)
         complete_reductions(self.module)
+        guard_backward(self.module, self._parameters, backward_state)
         # sums, because weights make the mean
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(cast(Any, self.gradient))

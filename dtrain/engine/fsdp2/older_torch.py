@@ -32,7 +32,7 @@ def complete_reductions(module: FSDPModule) -> None:
     post_backward = group.post_backward
 
     def with_zeros(*_: Any) -> None:
-        for parameter in group.fsdp_params:
+        for parameter in group.fsdp_params if group.reduce_grads else ():
             weight = getattr(parameter, "_unsharded_param", None)  # absent before the first forward of the unit
             if weight is not None and weight.requires_grad and weight.grad is None:
                 weight.grad = torch.zeros_like(weight)

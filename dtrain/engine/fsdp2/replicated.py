@@ -15,8 +15,8 @@ from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
 
-OnGradient = Callable[[str, Tensor], Weight]
-"""Records the gradient of the named parameter as it leaves backward, and returns its weight."""
+OnGradient = Callable[[str, Tensor], Weight | None]
+"""Records the gradient of the named parameter as it leaves backward; returns its weight, None if it is not taken."""
 
 
 class ReplicatedParameters:
@@ -77,9 +77,12 @@ class ReplicatedParameters:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             if grad is None:  # a backward of the user's own has returned None
                 return
+            weight = self._on_gradient(name, grad)
+            if weight is None:
+                return
             is_first = (gradient, slot) in self._missing
             self._missing.discard((gradient, slot))
-            gradient.receive(slot, grad, self._on_gradient(name, grad), is_first=is_first)
+            gradient.receive(slot, grad, weight, is_first=is_first)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
