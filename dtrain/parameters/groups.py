@@ -83,8 +83,8 @@ def decayed_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1 and id(p) not in norms}
 
 
-def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Returns the parameters that ``patterns`` (``fnmatch``) name, or whose modules they name.
+def matching_parameters(model: nn.Module, patterns: Sequence[str], option: str = "keep_gathered") -> set[str]:
+    """Returns the parameters that the ``patterns`` (``fnmatch``) of ``option`` name, or whose modules they name.
 
     Raises:
         ConfigError: a pattern matches neither a module nor a parameter.
@@ -98,7 +98,7 @@ def matching_parameters(model: nn.Module, patterns: Sequence[str]) -> set[str]:
         names = {*fnmatch.filter(parameters, pattern), *(name for name in parameters if name.startswith(inside))}
         if not names:
             raise ConfigError(
-                f"keep_gathered pattern '{pattern}' matches no parameter and no module that has one"
+                f"{option} pattern '{pattern}' matches no parameter and no module that has one"
                 f"{nearest(pattern, [*modules, *parameters])}"
             )
         found |= {kept[id(parameters[name])] for name in names}
