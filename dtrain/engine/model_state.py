@@ -151,6 +151,12 @@ class StateEngine(Engine):
         """Returns the parameters whose writes reach no weight now: [Note: written weights]."""
         return ()
 
+    def await_readers(self) -> None:
+        """Returns when no other rank reads this one's parameters any more; all ranks call.
+
+        The engine itself writes them after the next vote only ([Note: buffer reuse]); the user may do so at once.
+        """
+
     def unsharded_parameters(self) -> dict[str, nn.Parameter]:
         """Returns the tensors that stand for sharded parameters in the model while these are unsharded."""
         return {}

@@ -64,7 +64,7 @@ class NativeEngine(StepEngine):
         self._square_sums: SquareSums | None = None
         self._build_optimizer()
         self.check_contract()
-        self._await_readers()
+        self.await_readers()
 
     def _build_optimizer(self) -> None:
         def build() -> None:
@@ -112,12 +112,10 @@ class NativeEngine(StepEngine):
 
     def _update(self, scalars: UpdateScalars) -> None:
         self.sharded.refresh(lambda numbers: self._optimizer.update(numbers, scalars))
-        if self._written.was_written:  # it may be again, and a barrier takes time
-            self._await_readers()
 
     def _refresh(self) -> None:
         self.sharded.refresh()
-        self._await_readers()
+        self.await_readers()
 
     def _clear_gradients(self) -> None:
         pass  # the first gradients of a step overwrite the last step's
@@ -181,11 +179,7 @@ class NativeEngine(StepEngine):
         replicas = (replica for replica in self.sharded.replicas if replica.is_sharded or replica.is_float8)
         return {name for replica in replicas for name in replica.views.parameters}
 
-    def _await_readers(self) -> None:
-        """Returns when all ranks have read this one's replicas: [Note: buffer reuse].
-
-        The engine itself writes them after the next vote only, but the user may do so at once.
-        """
+    def await_readers(self) -> None:
         if self.device.type == "cpu" and any(buffer.replica.is_gathered for buffer in self.sharded.buffers):
             self.comm.barrier()
 

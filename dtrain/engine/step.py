@@ -183,6 +183,7 @@ class StepEngine(StateEngine):
         self._has_old_gradients = True
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
+            self._written.expect_more()
         return self._finalizer.outcome()
 
     def _vote(self, lr: float) -> Decision:

@@ -43,7 +43,6 @@ class WrittenWeights:
     Attributes:
         text: what this rank has written since the last own write, as JSON: fingerprints by name.
         hash: of ``text``; 0 if nothing was written.
-        was_written: whether any write has been taken over since the engine was built.
         is_modifying: whether a block of :meth:`modified` is running.
     """
 
@@ -55,7 +54,8 @@ class WrittenWeights:
         self._unsharded_versions: dict[str, int] = {}
         self.text = "{}"
         self.hash = 0
-        self.was_written = self.is_modifying = False
+        self.is_modifying = False
+        self._was_written = False  # on all ranks: they have agreed on a write
 
     # -- writes in place ---------------------------------------------------------------------------------------------
 
@@ -91,6 +91,7 @@ class WrittenWeights:
         if any(other != found[0] for other in found):
             raise DivergenceError(written_difference(found))
         if found[0]:
+            self._was_written = True
             self._adopt(found[0])
             self.remember()
 
@@ -156,7 +157,12 @@ class WrittenWeights:
             bits = _BITS[written.element_size()]  # bits, because -0.0 equals 0.0 and NaN no number
             is_written = master.to(written.dtype).view(bits) != written.view(bits)
             master.copy_(torch.where(is_written, written.to(master.dtype), master))
-        self.was_written = self.was_written or bool(names)
+
+    def expect_more(self) -> None:
+        """Lets the next write come at once, if there has been one; after a vote that has compared ``hash``."""
+        self._was_written = self._was_written or self.hash != 0
+        if self._was_written:  # only then, because it takes a collective in each step
+            self._engine.await_readers()
 
     # -- engine.modify_weights ---------------------------------------------------------------------------------------
 
@@ -197,7 +203,7 @@ class WrittenWeights:
             if shard.name in values:
                 shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
         engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
-        self.was_written = True
+        self._was_written = True
 
     def _chosen(self, patterns: Sequence[str]) -> set[str]:
         if not patterns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.distributed.host_memory import _CopyRead
 from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.parameters.groups import decayed_names
@@ -147,7 +150,7 @@ def test_training_goes_on_from_what_was_written(
 ) -> None:
     engine = start(name, stage)
     if name == "fsdp2" and write is load_state_dict and not modifies:
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
             write(engine.module)
         return
     follow(engine, write, modifies=modifies)
@@ -189,7 +192,8 @@ def require_unrounded(engine: StepEngine, *, in_place: bool) -> None:
             parameter[:1] = 0.3
         after = engine.master_state()
         for name, old in before.items():
-            assert torch.equal(after[name][:1], torch.full_like(old[:1], 0.3).to(engine.module.get_parameter(name).dtype).float())
+            written = torch.full_like(old[:1], 0.3).to(engine.module.get_parameter(name).dtype)
+            assert torch.equal(after[name][:1], written.float())
             assert torch.equal(after[name][1:], old[1:]), name
         before = after
     with engine.modify_weights("blocks.*"):
@@ -208,7 +212,269 @@ def test_masters_keep_their_bits_where_nothing_was_written(name: str, stage: int
     require_unrounded(start(name, stage, "bf16"), in_place=True)
 
 
-def test_fsdp2_takes_over_the_low_precision_parameters_that_it_replicates() -> None:
-    engine = start("fsdp2", 3, "bf16")
+class Halves(nn.Module):
+    """Two units share a parameter, which ``fully_shard`` therefore replicates, here in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.blocks[1].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](torch.tanh(self.blocks[0](x)))  # type: ignore[no-any-return]
+
+
+def test_fsdp2_takes_over_low_precision_parameters_that_it_replicates() -> None:
+    engine = dtrain.initialize(Halves(), engine="fsdp2", precision="bf16", seed=0)
+    assert isinstance(engine, StepEngine)
+    weight = engine.module.get_parameter("blocks.0.weight")
+    assert type(weight) is nn.Parameter
+    assert weight.dtype == torch.bfloat16
     train_step(engine)
-    engine._replicated._low_precision  # noqa: B018
+    before = engine.master_state()["blocks.0.weight"]
+    with torch.no_grad():
+        weight[:1] = 0.3
+    after = engine.master_state()["blocks.0.weight"]
+    assert torch.equal(after[0], torch.full((4,), 0.3).bfloat16().float())
+    assert torch.equal(after[1:], before[1:])
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def test_fsdp2_refuses_writes_to_weights_that_are_unsharded() -> None:
+    engine = start("fsdp2", 2)
+    with engine.eval():
+        loss_of(engine)  # stage 2 leaves the weights unsharded
+    masters = engine.master_state()
+    clamp(engine.module)
+    engine.backward(loss_of(engine))
+    with pytest.raises(UsageError, match=r"'blocks.0.weight' was written to .* engine.modify_weights"):
+        engine.step()
+    assert all(torch.equal(values, masters[name]) for name, values in engine.master_state().items())
+    assert engine.step().applied
+
+
+@pytest.mark.parametrize("name", ["native", "ddp"])  # fully_shard refuses it itself
+def test_a_replaced_parameter_is_refused(name: str) -> None:
+    engine = start(name, 0 if name == "ddp" else 2)
+    engine.module.load_state_dict(Net(1).state_dict(), assign=True)
+    with pytest.raises(UsageError, match=r"'gain' was replaced after dtrain.initialize"):
+        engine.save("nowhere")
+
+
+@pytest.mark.parametrize("name", ["native", "fsdp2"])
+def test_modify_weights_keeps_everything_after_an_error(name: str) -> None:
+    engine = start(name, 2, "bf16")
+    train_step(engine)
+    before, frozen = engine.master_state(), engine.module.get_parameter("frozen.weight").clone()
+    output = computed(engine)
+
+    def write(fault: Callable[[], Any]) -> None:
+        with engine.modify_weights():
+            zero(engine.module)
+            fault()
+
+    def replace() -> None:
+        engine.module.load_state_dict(Net(1).state_dict(), assign=True)
+
+    def assign() -> None:
+        engine.module.get_parameter("gain").data = torch.ones(1)
+
+    for fault, error, message in (
+        (lambda: {}["missing"], KeyError, "missing"),
+        (replace, UsageError, "'gain' was replaced inside"),
+        (assign, UsageError, "'gain' was replaced inside"),
+        (lambda: engine(X), UsageError, "inside engine.modify_weights"),
+        (lambda: engine.backward(torch.ones(())), UsageError, "engine.backward inside"),
+        (engine.step, UsageError, "engine.step inside"),
+        (lambda: engine.save("nowhere"), UsageError, "engine.save inside"),
+        (lambda: engine.load("nowhere"), UsageError, "engine.load inside"),
+        (engine.master_state, UsageError, "engine.master_state inside"),
+        (lambda: engine.eval().__enter__(), UsageError, "engine.eval inside"),
+        (lambda: engine.modify_weights().__enter__(), UsageError, "engine.modify_weights inside"),
+    ):
+        with pytest.raises(error, match=message):
+            write(fault)
+        after = engine.master_state()
+        assert all(torch.equal(after[key], values) for key, values in before.items()), message
+        assert torch.equal(engine.module.get_parameter("frozen.weight"), frozen)
+        assert torch.equal(computed(engine), output)
+    train_step(engine)
+
+
+def computed(engine: StepEngine) -> Tensor:
+    with engine.eval():
+        return loss_of(engine)
+
+
+def test_modify_weights_is_refused_outside_of_its_place() -> None:
+    engine = start("native", 2)
+    for pattern in ("decoder.*", ""):
+        with (
+            pytest.raises(UsageError, match=f"modify_weights pattern '{re.escape(pattern)}' matches no parameter"),
+            engine.modify_weights(pattern),
+        ):
+            pass
+    with engine.eval(), pytest.raises(UsageError, match=r"inside engine.eval"), engine.modify_weights():
+        pass
+    engine.backward(loss_of(engine))
+    with pytest.raises(UsageError, match="between backward and step"), engine.modify_weights():
+        pass
+    assert engine.step().applied
+
+
+def test_a_pattern_selects_what_is_taken() -> None:
+    engine = start("native", 2, "bf16")
+    with torch.no_grad():
+        before = engine.master_state()
+        with engine.modify_weights("head", "gain"):  # the head's weight is tied
+            assert engine.module.get_parameter("blocks.0.weight").dtype == torch.bfloat16
+            assert engine.module.get_parameter("last.weight").dtype == torch.float32
+            zero(engine.module.get_submodule("head"))
+            engine.module.get_parameter("gain").mul_(1.001)
+        after = engine.master_state()
+        changed = {name for name, old in before.items() if not torch.equal(after[name], old)}
+        assert changed == {"head.weight", "head.bias", "gain"}
+        assert torch.equal(after["gain"], before["gain"] * 1.001)
+        assert not engine.module.get_parameter("last.weight").any()
+        with (
+            pytest.raises(UsageError, match=r"'gain' was written to inside .* do not match it"),
+            engine.modify_weights("head"),
+        ):
+            zero(engine.module)
+    # the write itself was one in place, which is noticed
+    assert not engine.master_state()["blocks.0.weight"].any()
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def follow_together(rank: int, world: int, name: str, stage: int) -> None:
+    engine = start(name, stage)
+    for write in (load_state_dict, clamp):
+        follow(engine if write is load_state_dict else start(name, stage), write, modifies=True)
+    if (name, stage) == ("native", 3):
+        refuses_placeholders(engine)
+        engine = start(name, stage, "bf16")
+        frozen = Net(0).frozen.weight.detach()
+        with engine.modify_weights("frozen", "gain"):
+            assert torch.equal(engine.module.get_parameter("frozen.weight"), frozen.bfloat16())
+            engine.module.get_submodule("frozen").weight.mul_(2.0)
+        with engine.modify_weights():
+            assert torch.equal(engine.module.get_parameter("frozen.weight"), frozen.bfloat16() * 2)
+    else:
+        engine = start(name, stage)
+        follow(engine, clamp, modifies=False)
+    train_step(engine)
+    diverge(engine, rank)
+
+
+def refuses_placeholders(engine: StepEngine) -> None:
+    model = engine.module
+    with pytest.raises(UsageError, match=r"load_state_dict while 'gain' is sharded .* engine.modify_weights"):
+        load_state_dict(model)
+    with pytest.raises(UsageError, match=r"'blocks.0.weight' is read outside .* engine.modify_weights"):
+        model.blocks[0].weight.data.zero_()  # type: ignore[index,union-attr]
+    with pytest.raises(RuntimeError, match="more than one element"):
+        clamp(model)
+    parameters = dict(model.named_parameters())
+    for name, write in (("gain", Tensor.exp_), ("frozen.weight", Tensor.zero_)):
+        with torch.no_grad():
+            write(parameters[name])
+        engine.backward(loss_of(engine))
+        with pytest.raises(UsageError, match=rf"'{name}' was written to .* engine.modify_weights"):
+            engine.step()
+        assert parameters[name].isnan().all()
+        assert engine.step().applied
+
+
+def fail_on(failing: int, rank: int) -> None:
+    if rank == failing:
+        raise KeyError("a mistake of this rank")
+
+
+def diverge(engine: StepEngine, rank: int) -> None:
+    """Writes that the ranks do not agree on are refused, and in modify_weights changes nothing."""
+    before = engine.master_state()
+    for write, message in (
+        (lambda p: p.fill_(rank), "the values written to parameter 'gain' differ on rank 0 and rank 1"),
+        (lambda p: p.fill_(1.0 / rank if rank else 0.5), "the values written to parameter 'gain' differ"),
+    ):
+        with pytest.raises(DivergenceError, match=message), engine.modify_weights("gain"):
+            write(dict(engine.module.named_parameters())["gain"])
+    with pytest.raises(KeyError if rank else UsageError, match="a mistake"), engine.modify_weights():
+        fail_on(1, rank)
+    after = engine.master_state()
+    assert all(torch.equal(after[name], old) for name, old in before.items())
+    train_step(engine)
+    if (engine.name, engine.options.zero_stage) == ("native", 3):
+        return
+    parameter = dict(engine.module.named_parameters())["gain"]
+    if rank == 1:
+        with torch.no_grad():
+            parameter.mul_(2.0)
+    for together in (engine.master_state, lambda: engine.save("nowhere")):
+        with pytest.raises(DivergenceError, match="'gain' was written to on rank 1 and not on rank 0"):
+            together()
+    engine.backward(loss_of(engine))
+    with pytest.raises(
+        DivergenceError, match=r"nothing was updated. parameter 'gain' was written to on rank 1 and not"
+    ):
+        engine.step()
+
+
+@pytest.mark.parametrize(("name", "stage"), SEVERAL)
+def test_several_ranks_agree_on_what_was_written(name: str, stage: int) -> None:
+    run_ranks(2, follow_together, name, stage)
+
+
+def write_differently(rank: int, world: int) -> None:
+    engine = start("native", 1, "bf16")
+    with torch.no_grad():
+        engine.module.get_parameter("head.weight")[0] = rank
+    engine.backward(loss_of(engine))
+    with pytest.raises(DivergenceError, match=r"values written to parameter 'head.weight' differ on rank 0 and rank 1"):
+        engine.step()
+
+
+def test_ranks_that_write_different_values_do_not_step() -> None:
+    run_ranks(2, write_differently)
+
+
+def write_at_once(rank: int, world: int) -> None:
+    """Rank 0 writes after each step while rank 1 still reads its parameters to refresh its own."""
+    read = _CopyRead._use
+
+    def read_late(self: Any, tensors: list[Tensor], output: Tensor) -> None:
+        time.sleep(0.05 * rank)
+        read(self, tensors, output)
+
+    _CopyRead._use = read_late  # type: ignore[method-assign]
+    engine, reference = start("native", 1), Reference()
+    for _ in range(3):
+        for model in (engine.module, reference.module):
+            with torch.no_grad():
+                torch._foreach_mul_([p for p in model.parameters() if p.requires_grad], 1.5)
+        train_step(engine)
+        reference.train(1)
+    reference.require_equal(engine)
+
+
+def test_a_write_waits_for_ranks_that_still_read() -> None:
+    run_ranks(2, write_at_once)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_what_was_written(tmp_path: Path) -> None:
+    engine = start("native", 2, "bf16")
+    train_step(engine)
+    zero(engine.module)
+    engine.save(tmp_path)
+    again = start("native", 2, "bf16")
+    zero(again.module)  # a load overwrites what was written before it
+    again.load(tmp_path)
+    assert all(not values.any() for values in again.master_state().values())
+    train_step(again)
