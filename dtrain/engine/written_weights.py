@@ -15,20 +15,16 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.distributed.consensus import describe, on_every_rank
-from dtrain.engine.model_state import MASTER
+from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.divergence import written_difference
 from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
 from dtrain.parameters.groups import matching_parameters
-
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _MODIFY = "write weights inside `with engine.modify_weights():`"
@@ -46,7 +42,7 @@ class WrittenWeights:
         is_modifying: whether a block of :meth:`modified` is running.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: StateEngine) -> None:
         self._engine = engine
         self._parameters: dict[str, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # module, key: tied parameters have several

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
@@ -26,6 +27,14 @@ X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
 # ZeRO shards nothing on a single rank, except with fsdp2 and deepspeed
 SINGLE = [("native", 0), ("native", 2), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
 SEVERAL = [("native", 0), ("native", 1), ("native", 2), ("native", 3), ("ddp", 0), ("fsdp2", 3)]
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """``fsdp2`` creates a process group for a single rank too."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):

@@ -288,7 +288,7 @@ class _ShardedUnit:
     def _fsdp_parameters(self) -> Sequence[Any]:
         state: Any = self.module._get_fsdp_state()
         group = state._fsdp_param_group
-        return () if group is None else group.fsdp_params  # type: ignore[no-any-return]
+        return () if group is None else group.fsdp_params
 
     def unsharded(self) -> list[Tensor]:
         now = (self._model.get_parameter(name) for name in self._parameters)
