@@ -319,6 +319,24 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
+        """Context in which the model's parameters are whole FP32 masters on every rank, for writing; all ranks call.
+
+        Frozen parameters are whole too, in their own dtype. Gradients are off inside. At the end all ranks compare the
+        new values, take them over into masters, frozen shards and compute weights, and free the copies. Optimizer
+        states stay. After an exception no weight is changed. Parameters are written in place: ``load_state_dict``,
+        ``copy_``, ``clamp_``. The whole weights take 4 bytes an element on every rank.
+
+        Args:
+            *patterns: names (``fnmatch``) of parameters or modules; all by default.
+
+        Raises:
+            DivergenceError: the ranks have written different values; no weight was changed.
+            UsageError: between backward and step, inside itself or ``eval``; a pattern matches nothing; a parameter was
+                replaced; or another rank failed inside.
+        """
+
+    @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from weakref import WeakSet
 
 import torch
@@ -134,6 +134,38 @@ class StateEngine(Engine):
     def replicated_frozen(self) -> dict[str, Tensor]:
         """Returns the frozen parameters of which every rank holds all, by name."""
         return {name: p.detach() for name, p in self.frozen.items()}
+
+    def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, full tensor) of the frozen parameters that can be written; all ranks call."""
+        for name, values in self.replicated_frozen().items():
+            if type(self.frozen[name]) is nn.Parameter:  # a subclass may not hold its values itself
+                yield name, values
+
+    def take_frozen(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites frozen parameters, given whole, by name; all ranks call."""
+        for name, held in self.replicated_frozen().items():
+            if name in values:
+                held.copy_(values[name])
+        for shard in self.frozen_shards():
+            if shard.name in values:
+                shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+
+    def open_weights(self, names: Collection[str]) -> None:
+        """Lets the parameters called ``names``, which become whole masters, be read and written; no names end it."""
+
+    def unreachable_parameters(self) -> Collection[str]:
+        """Returns the parameters whose writes reach no weight now: [Note: written weights]."""
+        return ()
+
+    def await_readers(self) -> None:
+        """Returns when no other rank reads this one's parameters any more; all ranks call.
+
+        The engine itself writes them after the next vote only ([Note: buffer reuse]); the user may do so at once.
+        """
+
+    def unsharded_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the tensors that stand for sharded parameters in the model while these are unsharded."""
+        return {}
 
     @abstractmethod
     def _held(self, kind: str) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,7 @@ from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.quantized_replicas import Float8Views
+from dtrain.sharding.replicas import slot_views
 
 if TYPE_CHECKING:
     from dtrain.kernels.squares import SquareSums
@@ -62,6 +63,7 @@ class NativeEngine(StepEngine):
         self._square_sums: SquareSums | None = None
         self._build_optimizer()
         self.check_contract()
+        self.await_readers()
 
     def _build_optimizer(self) -> None:
         def build() -> None:
@@ -115,6 +117,7 @@ class NativeEngine(StepEngine):
 
     def _refresh(self) -> None:
         self.sharded.refresh()
+        self.await_readers()
 
     def _clear_gradients(self) -> None:
         pass  # the first gradients of a step overwrite the last step's
@@ -165,6 +168,26 @@ class NativeEngine(StepEngine):
                 self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
             for slot in slots:
                 yield slot.spec.name, full[slot.start : slot.stop].view(slot.spec.shape)
+
+    def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().full_frozen()
+        for replica in self.sharded.frozen:
+            layout, shard = replica.layout, replica.local[0]
+            full = shard.new_empty(layout.numel)
+            self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
+            yield from zip(replica.views.parameters, slot_views(full, layout), strict=True)
+
+    def open_weights(self, names: Collection[str]) -> None:
+        self.sharded.open_weights(names)
+
+    def unreachable_parameters(self) -> Collection[str]:
+        """Returns those that are sharded, and those whose replica is FP8: both are placeholders."""
+        replicas = (replica for replica in self.sharded.replicas if replica.is_sharded or replica.is_float8)
+        return {name for replica in replicas for name in replica.views.parameters}
+
+    def await_readers(self) -> None:
+        if self.device.type == "cpu" and any(buffer.replica.is_gathered for buffer in self.sharded.buffers):
+            self.comm.barrier()
 
     def _held(self, kind: str) -> list[Tensor]:
         return [buffer.held(kind).values for buffer in self.sharded.buffers]

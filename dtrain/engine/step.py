@@ -43,6 +43,7 @@ from dtrain.engine.vote.losses import LossAccumulator, checked_loss
 from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
+from dtrain.engine.written_weights import WrittenWeights
 from dtrain.errors import UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
@@ -88,6 +89,7 @@ class StepEngine(StateEngine):
             is_synchronous=self.device.type == "cpu",
         )
         self._checkpointer = Checkpointer(self, self._finalizer)
+        self._written = WrittenWeights(self)
         self._has_old_gradients = False  # of the last step
         self._backward_failed = False  # a backward has begun and not ended
         self._is_averaged = False  # inside ``ema``
@@ -96,6 +98,8 @@ class StepEngine(StateEngine):
 
     @contextmanager
     def eval(self) -> Iterator[None]:
+        self._written.require_closed("eval")
+        self._written.refuse_lost()  # else it would compute with the old weights
         self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
@@ -104,14 +108,20 @@ class StepEngine(StateEngine):
     def ema(self) -> Iterator[None]:
         self._require_usable("ema")
         self._finalize_step()
-        with averaged_weights(self, self._refresh):
+        self._written.take_together()
+        with averaged_weights(self, self._refresh_averaged):
             self._is_averaged = True
             try:
                 yield
             finally:
                 self._is_averaged = False
 
+    def _refresh_averaged(self) -> None:
+        self._refresh()
+        self._written.remember()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._written.require_closed("__call__")
         if self.forward_communicates:
             self._finalize_step()  # [Note: finalize before the next collective]
         keyed: Any = nullcontext()
@@ -167,6 +177,7 @@ class StepEngine(StateEngine):
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
+        self._written.take()
         # before the vote, which carries the squares of the reduced gradients
         self.finish_gradients()
         peak = self.options.optimizer.lr
@@ -186,6 +197,7 @@ class StepEngine(StateEngine):
                 rule_lrs=self.plan.rule_lrs(peak, self._finalizer.applied_steps),
             )
         )
+        self._written.remember()
         self.attempted_steps += 1
         self._losses.clear()
         self._stop_requested = False
@@ -193,6 +205,7 @@ class StepEngine(StateEngine):
         self._has_old_gradients = True
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
+            self._written.expect_more()
         return self._finalizer.outcome()
 
     def _vote(self, lr: float) -> Decision:
@@ -206,6 +219,7 @@ class StepEngine(StateEngine):
             data_cursor=self.data_cursor,
             lr=lr,
             loss_scale=self.loss_scale.scale,
+            written_weights=self._written.hash,
             stop_requested=int(self._stop_requested),
             save_failed=int(self._checkpointer.has_failed),
         )
@@ -213,7 +227,7 @@ class StepEngine(StateEngine):
         row = self._vote_tensors.record(host, self._losses, self.monitor, squares)
         rows = self.comm.gather_rows(row, label="vote")
         decision, packed = self._vote_tensors.decide(rows, **sums)
-        self._finalizer.post(packed, tuple(self.comm.schedule.log))
+        self._finalizer.post(packed, tuple(self.comm.schedule.log), self._written.text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision
 
@@ -258,6 +272,7 @@ class StepEngine(StateEngine):
         if when_busy == "skip" and self.is_saving():
             return None
         self._finalize_step()
+        self._written.take_together()
         return self._checkpointer.save(path, **options)
 
     def prepare_saves(self) -> None:
@@ -285,6 +300,7 @@ class StepEngine(StateEngine):
         return extra
 
     def _require_usable(self, verb: str) -> None:
+        self._written.require_closed(verb)
         if self._backward_failed:
             raise UsageError(
                 f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
@@ -297,11 +313,29 @@ class StepEngine(StateEngine):
             )
         if self._is_averaged:
             raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
-        if self._losses and verb in ("save", "load", "ema"):
+        if self._losses and verb in ("save", "load", "ema", "modify_weights"):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
-    def master_state(self) -> dict[str, Tensor]:
+    def check_contract(self) -> None:
+        super().check_contract()
+        self._written.remember()
+
+    @contextmanager
+    def modify_weights(self, *patterns: str) -> Iterator[None]:
+        self._require_usable("modify_weights")
+        if self._evaluating or self._current.state == "open":
+            raise UsageError("engine.modify_weights inside engine.eval or a micro-batch; call it between steps")
         self._finalize_step()
+        self._written.take_together()
+        with self._written.modified(patterns):
+            yield
+        self._refresh()
+        self._written.remember()
+
+    def master_state(self) -> dict[str, Tensor]:
+        self._written.require_closed("master_state")
+        self._finalize_step()
+        self._written.take_together()
         # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
         pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
         return {name: tensor for name, tensor in pairs if tensor is not None}

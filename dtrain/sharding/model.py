@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -132,6 +132,16 @@ class ShardedModel:
             buffer.replica.views.invalidate()
         if self.scheduler is not None:  # all all-gathers until the next update read these
             self._comm.publish([local for replica in self.replicas for local in replica.local])
+
+    def open_weights(self, names: Collection[str]) -> None:
+        """Lets the parameters called ``names`` be read and written, which the caller makes whole; no names end it."""
+        if self.scheduler is not None:
+            self.scheduler.open_weights(names)
+        for replica in self.replicas:
+            if names:
+                replica.views.open_weights(names)
+            elif not replica.is_sharded:
+                replica.views.bind(replica.copies)
 
     def _cast_masters(self, numbers: Sequence[int]) -> None:
         for number in numbers:

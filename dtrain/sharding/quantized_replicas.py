@@ -7,7 +7,7 @@ columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -46,21 +46,6 @@ class Float8Views(ParameterViews):
             for name in (slot.spec.name for slot in layout.slots)
         }
         super().__init__(layout, parameters, recipe.out_dtype)
-        self._versions = [parameter._version for parameter in self.parameters.values()]
-
-    def check(self) -> None:
-        """Asserts also that no parameter was written to, because it holds no weight.
-
-        Raises:
-            ContractError: naming the parameter.
-        """
-        super().check()
-        for (name, parameter), version in zip(self.parameters.items(), self._versions, strict=True):
-            if parameter._version != version:
-                raise ContractError(
-                    f"parameter '{name}' was written to; it stands for an FP8 replica, which follows its "
-                    f"FP32 master. Set weights before dtrain.initialize, or load a checkpoint with engine.load"
-                )
 
     def attach(self, model: nn.Module) -> None:
         for name, weight in self._weights.items():
@@ -74,6 +59,11 @@ class Float8Views(ParameterViews):
         by_slot = zip(*(slot_views(copy, self._layout) for copy in copies), strict=True)
         for weight, views in zip(self._weights.values(), by_slot, strict=True):
             weight.bind(views)
+
+    def open_weights(self, names: Collection[str]) -> None:
+        for name, weight in self._weights.items():
+            if name in names:
+                weight.bind(())  # else the Linear would show the copies, and not its parameter
 
     def unbind(self) -> None:
         super().unbind()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.errors import ContractError
 from dtrain.parameters.local_shards import require_trained
+from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.layout import FlatLayout
 from dtrain.sharding.placement import Placements
 from dtrain.sharding.storage_pool import StoragePool
@@ -63,6 +64,9 @@ class ParameterViews:
         self._addresses = [value.data_ptr() for value in values]
         for parameter, value in zip(self.parameters.values(), values, strict=True):
             parameter.data = value
+
+    def open_weights(self, names: Collection[str]) -> None:
+        """Lets the parameters called ``names``, which now hold weights, be read as they are."""
 
     def invalidate(self) -> None:
         """Drops what was derived from the values: they have changed in place."""
@@ -147,6 +151,10 @@ class Replica:
     def shares_master(self) -> bool:
         """Whether the masters are stored in ``local``: [Note: FP32 replicas]."""
         return self.layout.is_trained and self.layout.dtype == torch.float32
+
+    @property
+    def is_float8(self) -> bool:
+        return self.layout.dtype == E4M3
 
     def start_gather(self) -> list[Handle]:
         """Starts the all-gather after a change of ``local``, if there is any; all ranks call in the same order."""

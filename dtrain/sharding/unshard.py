@@ -14,7 +14,7 @@ ranks start the all-gathers in one order; the vote compares it, and a branch tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,7 @@ class UnshardScheduler:
         self._saved = SavedTensors()
         self._depth = 0  # forwards of the model that are running
         self._records_graph = False
+        self._open: Collection[str] = ()  # parameters that hold whole masters now
         self._saving: saved_tensors_hooks | None = None
         self.peak = 0
         self._install(model)
@@ -103,19 +104,28 @@ class UnshardScheduler:
 
         def refuse(*_: Any) -> None:
             for group, name in guards.values():
-                if not group.may_be_read:
+                if not (group.may_be_read or name in self._open):
                     raise UsageError(
                         f"state_dict() while '{name}' is sharded (zero_stage=3) would hold no values; "
                         f"engine.master_state() gives the FP32 weights in full, and engine.save writes a checkpoint"
                     )
 
+        def refuse_load(_: Any, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+            for key, (_, name) in guards.items():
+                if name not in self._open and f"{prefix}{key}" in state_dict:
+                    raise UsageError(
+                        f"load_state_dict while '{name}' is sharded (zero_stage=3) would be lost; call it inside `with "
+                        f"engine.modify_weights():`, or load a checkpoint with engine.load"
+                    )
+
         module.__dict__["_parameters"] = GuardedParameters(module._parameters, guards, self._require)
         module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
         module.register_state_dict_pre_hook(ModuleHook(refuse))
+        module.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
 
     def _require(self, group: ParameterGroup, name: str) -> None:
         """Makes parameter ``name`` readable, or raises if it is read outside its unit's forward."""
-        if group.may_be_read:
+        if group.may_be_read or name in self._open:
             return
         self._join_backward()
         if self._in_backward:  # activation checkpointing runs modules without their unit
@@ -129,10 +139,18 @@ class UnshardScheduler:
         else:
             raise UsageError(
                 f"'{name}' is read outside a forward of the engine, and sharded meanwhile (zero_stage=3); compute what "
-                f"needs it inside the model's forward, or take engine.master_state(), which gives all weights in full"
+                f"needs it inside the model's forward, take engine.master_state(), which gives all weights in full, or "
+                f"write inside `with engine.modify_weights():`"
             )
 
+    def open_weights(self, names: Collection[str]) -> None:
+        """Lets the parameters called ``names`` be read and written outside a forward; no names end it."""
+        self.reshard()
+        self._open = names
+
     def _enter_model(self) -> None:
+        if self._open:
+            raise UsageError("the model is called inside engine.modify_weights; call engine(...) after the with block")
         self._depth += 1
         if self._depth > 1:
             return

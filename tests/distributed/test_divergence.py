@@ -31,7 +31,6 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
     engine = start(RUN.with_options(zero_stage=0) if field == "num_micro_batches" else RUN)
     forward_backward(engine, RUN, 0)
     engine.step()
-    before = masters(engine)
     lr = None
     if rank == 1:
         if field == "step":
@@ -48,10 +47,14 @@ def differ(rank: int, world: int, field: str) -> tuple[str, bool]:
             # two equally shaped groups reduced in swapped order: gloo would sum the wrong tensors silently
             groups = engine.sharded.reducer.groups
             groups[0], groups[1] = groups[1], groups[0]
+        elif field == "written_weights":
+            with torch.no_grad():
+                next(engine.module.parameters()).fill_(0.0)
         elif field == "lr":
             lr = 0.5
     run = replace(RUN, accumulation=2) if rank == 1 and field == "num_micro_batches" else RUN
     forward_backward(engine, run, 1)
+    before = masters(engine)  # after the write, because an FP32 parameter is its master
     with pytest.raises(DivergenceError) as caught:
         engine.step(lr=lr if lr is not None else 1e-3)
     return str(caught.value), torch.equal(before, masters(engine))
@@ -65,6 +68,7 @@ EXPECTED = {
     "schedule_hash": "Order of collectives: number ",
     "num_micro_batches": "num_micro_batches is 1 on rank 0 and 2 on rank 1",
     "lr": "lr is 0.001 on rank 0 and 0.5 on rank 1",
+    "written_weights": "parameter 'embedding.weight' was written to on rank 1 and not on rank 0",
 }
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def test_a_written_weight_is_noticed() -> None:
     engine.backward(engine(batch(0, 0)))
     with torch.no_grad():
         dict(engine.module.named_parameters())["blocks.0.up.weight"].zero_()
-    with pytest.raises(ContractError, match=r"'blocks.0.up.weight' was written to; .* engine.load"):
+    with pytest.raises(UsageError, match=r"'blocks.0.up.weight' was written to .* engine.load"):
         engine.step()
 
 
@@ -255,6 +256,33 @@ def test_weights_are_not_loaded_past_the_engine() -> None:
     engine = start(zero_stage=2)
     with pytest.raises(UsageError, match=r"'blocks.0.up.weight' is an FP8 replica, .* engine.load"):
         engine.module.load_state_dict(engine.module.state_dict())
+
+
+def modify(rank: int, world: int, stage: int) -> None:
+    engine = start(zero_stage=stage)
+    name = "blocks.0.up.weight"
+    engine.backward(engine(batch(0, 0)))
+    engine.step()
+    before = engine.master_state()
+    with engine.modify_weights("blocks.0"):
+        shown = engine.module.blocks[0].up.weight  # type: ignore[index,union-attr]
+        assert shown.dtype == torch.float32
+        shown.mul_(0.5)
+        engine.module.blocks[0].load_state_dict(engine.module.blocks[0].state_dict())  # type: ignore[index]
+    after = engine.master_state()
+    for other, old in before.items():
+        assert torch.equal(after[other], old / 2 if other == name else old), other
+    loss = engine(batch(0, 0))
+    folder = tempfile.mkdtemp() if rank == 0 else ""
+    path = engine.save(engine.comm.exchange_text(folder)[0])
+    fresh = start(zero_stage=stage)
+    fresh.load(path)
+    assert torch.equal(fresh(batch(0, 0)), loss)  # the replicas follow the masters
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3)])
+def test_fp8_weights_are_written_in_modify_weights(world: int, stage: int) -> None:
+    run_ranks(world, modify, stage)
 
 
 def reads_outside(rank: int, world: int) -> str:

@@ -263,6 +263,8 @@ def expect(trial: Trial) -> Expected:
             return Expected("diverged", f"'lr' is 1 on rank 0 and 2 on rank {trial.odd_rank}")
         if name == "schedule_hash":
             return Expected("diverged", f"number 1 of this step is reduce b on rank 0 and b2 on rank {trial.odd_rank}")
+        if name == "written_weights":
+            return Expected("diverged", f"'head.weight' was written to on rank {trial.odd_rank} and not on rank 0")
         return Expected("diverged", f"{name} is {getattr(host, name)} on rank 0 and {value} on rank {trial.odd_rank}")
     weights = {(m, r): trial.weights[r][m] for m, r in sources}
     bad = [source for source in sources if not 0 <= weights[source] < math.inf]
@@ -353,8 +355,8 @@ class SimulatedCommunicator(SingleRank):
 def host_record(trial: Trial, rank: int) -> HostRecord:
     values = {
         "step": 7, "config_hash": 1 << 54, "num_micro_batches": trial.num_micro_batches, "schedule_hash": 99,
-        "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "stop_requested": int(trial.stop == rank),
-        "save_failed": int(trial.failed_save == rank),
+        "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "written_weights": 0,
+        "stop_requested": int(trial.stop == rank), "save_failed": int(trial.failed_save == rank),
     }  # fmt: skip
     return HostRecord(**{**values, **(trial.differs if rank == trial.odd_rank else {})})
 
@@ -424,8 +426,9 @@ class Rank:
             weights = torch.tensor(self.trial.weights).T.flatten().double().sum()
             sums = {"sum_squares": self.canonical_sum(squares[self.rank]), "sum_weights": weights}
         self.decision, packed = self.vote.decide(rows, **sums)
-        odd = "schedule_hash" in self.trial.differs and self.rank == self.trial.odd_rank
-        self.finalizer.post(packed, ("reduce a", "b2" if odd else "reduce b"))
+        differs = self.trial.differs if self.rank == self.trial.odd_rank else {}
+        written = '{"head.weight": 1}' if "written_weights" in differs else "{}"
+        self.finalizer.post(packed, ("reduce a", "b2" if "schedule_hash" in differs else "reduce b"), written)
 
     def finalize_step(self) -> StepOutcome | tuple[type, str] | str:
         """Returns the outcome, the error that ends the run, or the text that this rank exchanges first."""

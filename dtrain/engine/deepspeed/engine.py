@@ -265,6 +265,21 @@ class DeepSpeedEngine(StepEngine):
         with deepspeed.zero.GatheredParameters(list(self.frozen.values()), modifier_rank=0):
             yield
 
+    def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
+        with self._whole_frozen():
+            yield from super().full_frozen()
+
+    def take_frozen(self, values: Mapping[str, Tensor]) -> None:
+        with self._whole_frozen() if values else nullcontext():
+            super().take_frozen(values)
+
+    def open_weights(self, names: Collection[str]) -> None:
+        self._zero.release()
+
+    def unreachable_parameters(self) -> Collection[str]:
+        """Returns those that DeepSpeed shards: an empty tensor between uses, or a copy that is not gathered again."""
+        return [*self.shapes, *self.frozen] if self.options.zero_stage == 3 else ()
+
     def _storages(self) -> dict[str, list[Tensor]]:
         zero = self._zero
         # at stage 3 a parameter is an empty tensor between steps, and its shard lies beside it

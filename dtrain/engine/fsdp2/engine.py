@@ -7,7 +7,7 @@ is dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -167,6 +167,13 @@ class Fsdp2Engine(StepEngine):
             unit.check()
         self._replicated.check()
 
+    def open_weights(self, names: Collection[str]) -> None:
+        for unit in self._units:
+            unit.open_weights(bool(names))
+
+    def unsharded_parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for unit in self._units for name, p in unit.unsharded_parameters()}
+
     def _held(self, kind: str) -> list[Tensor]:
         return self._local_shards.tensors(kind)
 
@@ -280,6 +287,31 @@ class _ShardedUnit:
         """This rank's shard of the compute weights, if it is kept between uses."""
         return [] if self._weights.shard is None else [self._weights.shard]
 
+    def unsharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the tensors that ``fully_shard`` puts in the place of the DTensors, also while they are not there."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for held in self._fsdp_parameters():
+            if hasattr(held, "_unsharded_param"):  # absent before the first forward of the unit
+                yield names[id(held.sharded_param)], held._unsharded_param
+
+    def open_weights(self, is_open: bool) -> None:
+        """Reshards, so that the model holds the DTensors; then other parameters may stand there while it is open."""
+        self.module.reshard()
+        for held in self._fsdp_parameters():
+            if is_open:  # it runs after each load_state_dict, and would take what stands there for a DTensor
+                held.reset_sharded_param = _do_nothing
+            else:
+                vars(held).pop("reset_sharded_param", None)
+
+    def _fsdp_parameters(self) -> Sequence[Any]:
+        state: Any = self.module._get_fsdp_state()
+        group = state._fsdp_param_group
+        return () if group is None else group.fsdp_params
+
     def unsharded(self) -> list[Tensor]:
         now = (self._model.get_parameter(name) for name in self._parameters)
         return [p.detach() for p in now if not isinstance(p, DTensor)]
+
+
+def _do_nothing() -> None:
+    pass

@@ -20,7 +20,14 @@ def find_disagreement(hosts: Sequence[HostRecord]) -> tuple[str, int] | None:
     return None
 
 
-def explain(comm: Communicator, hosts: Sequence[HostRecord], *, config_text: str, collectives: Sequence[str]) -> str:
+def explain(
+    comm: Communicator,
+    hosts: Sequence[HostRecord],
+    *,
+    config_text: str,
+    collectives: Sequence[str],
+    written: str = "{}",
+) -> str:
     """Returns the error message; all ranks call it, because they exchange their configurations or collectives.
 
     Args:
@@ -28,6 +35,7 @@ def explain(comm: Communicator, hosts: Sequence[HostRecord], *, config_text: str
         hosts: the host's record of each rank; the ranks have diverged.
         config_text: this rank's configuration, a JSON object.
         collectives: that this rank issued in the step.
+        written: fingerprints of the parameters that were written to on this rank, a JSON object.
     """
     found = find_disagreement(hosts)
     assert found is not None
@@ -39,8 +47,28 @@ def explain(comm: Communicator, hosts: Sequence[HostRecord], *, config_text: str
     if name == "schedule_hash":
         logs = [text.split("\n") for text in comm.exchange_text("\n".join(collectives))]
         return head + _schedule_difference(logs[0], logs[rank], rank)
+    if name == "written_weights":
+        return head + written_difference([json.loads(text) for text in comm.exchange_text(written)])
     expected, got = getattr(hosts[0], name), getattr(hosts[rank], name)
     return head + f"{name} is {expected} on rank 0 and {got} on rank {rank}; every rank must run the same loop"
+
+
+def written_difference(written: Sequence[Mapping[str, int]]) -> str:
+    """Returns one line with the first parameter that differs, from the fingerprints by name of every rank."""
+    for rank, other in enumerate(written):
+        for name in sorted({*written[0], *other}):
+            if written[0].get(name) == other.get(name):
+                continue
+            if name in written[0] and name in other:
+                head = f"the values written to parameter '{name}' differ on rank 0 and rank {rank}"
+            else:
+                here, there = (0, rank) if name in written[0] else (rank, 0)
+                head = f"parameter '{name}' was written to on rank {here} and not on rank {there}"
+            return (
+                f"{head}; write the same values on all ranks, or write inside `with engine.modify_weights():`, which "
+                f"compares them before it takes them"
+            )
+    return "the ranks have written different weights"
 
 
 def config_difference(expected: Mapping[str, Any], got: Mapping[str, Any], rank: int) -> str:

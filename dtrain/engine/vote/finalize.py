@@ -122,16 +122,17 @@ class StepFinalizer:
         self._readback = Readback(comm.device)
         self._read: Callable[[], DecodedDecision] | None = None  # of the last step, until that is finalized
         self._collectives: Sequence[str] = ()  # that this rank issued in the last step
+        self._written = "{}"  # fingerprints of the parameters that the user wrote before it, as JSON
         self._outcome: StepOutcome | None = None  # of the last finalized step
         self._lazy: LazyOutcome | None = None  # of the last step, if it was handed out before it was finalized
         self._divergence: DivergenceError | None = None
 
-    def post(self, packed: Tensor, collectives: Sequence[str]) -> None:
+    def post(self, packed: Tensor, collectives: Sequence[str], written: str = "{}") -> None:
         """Starts the copy of a step's ``packed`` decision to the host; the step before it must be finalized."""
         assert self._read is None
         read = self._readback.post(packed)
         self._read = cache(lambda: DecodedDecision.unpack(read()))
-        self._collectives = collectives
+        self._collectives, self._written = collectives, written
 
     def outcome(self) -> StepOutcome:
         """Returns the outcome of the step posted last; until that is finalized, one whose fields are read lazily."""
@@ -165,7 +166,13 @@ class StepFinalizer:
         self.save_failed = self.save_failed or decision.save_failed
         if decision.reason == "diverged":
             self._divergence = DivergenceError(
-                explain(self._comm, decision.hosts, config_text=self.config_text, collectives=self._collectives)
+                explain(
+                    self._comm,
+                    decision.hosts,
+                    config_text=self.config_text,
+                    collectives=self._collectives,
+                    written=self._written,
+                )
             )
             raise self._divergence
         outcome = self._outcome = self._outcome_of(decision, self._locate_culprit(decision))

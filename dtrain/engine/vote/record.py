@@ -49,11 +49,12 @@ class HostRecord(_Record):
         data_cursor: samples consumed before this step.
         lr: learning rate of this step.
         loss_scale: in force during this step's backward.
+        written_weights: hash of what the user has written to the parameters since the last step; 0 for nothing.
         stop_requested: 1 if a stop after this step was requested on this rank.
         save_failed: 1 if this rank knows that the asynchronous save under way has failed.
     """
 
-    layout = "5q2d2q"
+    layout = "5q2d3q"
 
     step: int
     config_hash: int
@@ -62,6 +63,7 @@ class HostRecord(_Record):
     data_cursor: int
     lr: float
     loss_scale: float
+    written_weights: int
     stop_requested: int
     save_failed: int
 
@@ -99,7 +101,9 @@ class DeviceRecord(_Record):
 COLUMNS = {field.name: number for number, field in enumerate((*fields(HostRecord), *fields(DeviceRecord)))}
 """Column of each field in a row."""
 
-MUST_AGREE = ("step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale")
+MUST_AGREE = (
+    "step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale", "written_weights"
+)  # fmt: skip
 """Fields that differ only if the ranks have diverged; the earliest cause first. They are the first of a row."""
 
 NUM_HOST = len(fields(HostRecord))

@@ -90,7 +90,7 @@ class Float8Linear(nn.Linear):
         if weight is not None and f"{prefix}weight" in state_dict and quantized.dequantized(weight) is not weight:
             raise UsageError(
                 f"'{prefix}weight' is an FP8 replica, which follows its FP32 master, so load_state_dict cannot write "
-                f"it; load weights before dtrain.initialize, or a checkpoint with engine.load"
+                f"it; load inside `with engine.modify_weights():`, or a checkpoint with engine.load"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 

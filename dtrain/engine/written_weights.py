@@ -1,0 +1,281 @@
+"""Weights that the user writes: noticed and taken over into the FP32 masters, or refused.
+
+[Note: written weights] Every parameter of the model has a version counter, which an in-place operation on it, on a view
+of it or on its ``detach()`` increments. The engines write flat buffers and ``.data``, which have counters of their own;
+where a library does write parameters, the counters are read again after it. So a counter that has changed at the next
+step shows a write of the user's. A write through ``parameter.data`` changes no counter and is not noticed.
+
+Each rank takes over its own shard from the parameter, which it holds whole. So the ranks must have written the same:
+they compare a hash of what they wrote in the vote, and in the other calls that all ranks make together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint.format.fingerprint import fingerprint
+from dtrain.distributed.consensus import describe, on_every_rank
+from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.vote.divergence import written_difference
+from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
+from dtrain.parameters.groups import matching_parameters
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_MODIFY = "write weights inside `with engine.modify_weights():`"
+
+
+class WrittenWeights:
+    """Notices writes to an engine's parameters, takes them over, and shows whole masters for writing.
+
+    Args:
+        engine: its parameters are read at the first :meth:`remember`, when it is complete.
+
+    Attributes:
+        text: what this rank has written since the last own write, as JSON: fingerprints by name.
+        hash: of ``text``; 0 if nothing was written.
+        is_modifying: whether a block of :meth:`modified` is running.
+    """
+
+    def __init__(self, engine: StateEngine) -> None:
+        self._engine = engine
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # module, key: tied parameters have several
+        self._versions: list[int] = []
+        self._unsharded_versions: dict[str, int] = {}
+        self.text = "{}"
+        self.hash = 0
+        self.is_modifying = False
+        self._was_written = False  # on all ranks: they have agreed on a write
+
+    # -- writes in place ---------------------------------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """Counts all writes so far as the engine's own; called after each of them."""
+        if not self._parameters:
+            model = self._engine.module
+            self._parameters = dict(model.named_parameters())
+            self._places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+        self._versions = [parameter._version for parameter in self._parameters.values()]
+        self._unsharded_versions = {name: p._version for name, p in self._engine.unsharded_parameters().items()}
+
+    def take(self) -> None:
+        """Takes over what this rank has written since :meth:`remember`; before the vote, which compares ``hash``.
+
+        Raises:
+            UsageError: the write cannot reach a master.
+        """
+        written = self._found()
+        self.text = json.dumps(written, sort_keys=True)
+        # 7 bytes: integers of the vote's records have 63 bits
+        self.hash = int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:7], "big") or 1 if written else 0
+        self._adopt(written)
+
+    def take_together(self) -> None:
+        """Compares with the other ranks first, then takes over; all ranks call.
+
+        Raises:
+            DivergenceError: the ranks have written different values; nothing was taken over.
+            UsageError: as in :meth:`take`.
+        """
+        found = on_every_rank(self._engine.comm, "", self._found, UsageError, expected=(UsageError,))
+        if any(other != found[0] for other in found):
+            raise DivergenceError(written_difference(found))
+        if found[0]:
+            self._was_written = True
+            self._adopt(found[0])
+            self.remember()
+
+    def refuse_lost(self) -> None:
+        """Raises ``UsageError`` if a write cannot reach a master; asks no other rank."""
+        self._written_names()
+
+    def _found(self) -> dict[str, int]:
+        """Returns the fingerprints of the parameters written since :meth:`remember`; 0 for one that is sharded."""
+        parameters = ((name, self._parameters[name]) for name in self._written_names())
+        return {name: 0 if _is_dtensor(p) else _fingerprint(p.detach()) for name, p in parameters}
+
+    def _written_names(self) -> list[str]:
+        """Returns the parameters written since :meth:`remember`.
+
+        Raises:
+            UsageError: a write is lost, because the engine holds the weight elsewhere, or the parameter was replaced.
+        """
+        engine = self._engine
+        unsharded = engine.unsharded_parameters()
+        lost = [name for name, p in unsharded.items() if p._version != self._unsharded_versions.get(name, 0)]
+        for module, key, parameter in self._places:
+            current = module._parameters.get(key)
+            if current is not parameter and all(current is not p for p in unsharded.values()):
+                name = next(name for name, p in self._parameters.items() if p is parameter)
+                raise UsageError(
+                    f"parameter '{name}' was replaced after dtrain.initialize, so the engine does not train what the "
+                    f"model computes with; write it in place (load_state_dict without assign=True), or build a new "
+                    f"engine"
+                )
+        versions = [parameter._version for parameter in self._parameters.values()]
+        if versions == self._versions and not lost:
+            return []
+        pairs = zip(self._parameters, versions, self._versions, strict=True)
+        names = [name for name, version, before in pairs if version != before]
+        unreachable = engine.unreachable_parameters() if names else ()
+        lost += [name for name in names if name in unreachable]
+        if lost:
+            for name in lost:
+                _restore_placeholder(self._parameters[name])
+            self.remember()  # raised once: the masters are as they were
+            raise UsageError(
+                f"parameter '{lost[0]}' was written to while engine={engine.name} at zero_stage="
+                f"{engine.options.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
+                f"{len(lost)}); {_MODIFY}, or load a checkpoint with engine.load"
+            )
+        return names
+
+    @torch.no_grad()
+    def _adopt(self, names: Collection[str]) -> None:
+        """Copies the written values into this rank's masters where they differ from the cast of the master.
+
+        Elsewhere a master keeps what the cast rounds off.
+        """
+        for shard in self._engine.local_shards(MASTER) if names else ():
+            parameter = self._parameters[shard.name]
+            if shard.name not in names or _is_dtensor(parameter):  # a DTensor's values are the masters
+                continue
+            master, written = shard.data, parameter.detach().reshape(-1)[shard.start : shard.stop]
+            if written.data_ptr() == master.data_ptr():
+                continue
+            written = written.to(master.device)
+            bits = _BITS[written.element_size()]  # bits, because -0.0 equals 0.0 and NaN no number
+            is_written = master.to(written.dtype).view(bits) != written.view(bits)
+            master.copy_(torch.where(is_written, written.to(master.dtype), master))
+
+    def expect_more(self) -> None:
+        """Lets the next write come at once, if there has been one; after a vote that has compared ``hash``."""
+        self._was_written = self._was_written or self.hash != 0
+        if self._was_written:  # only then, because it takes a collective in each step
+            self._engine.await_readers()
+
+    # -- engine.modify_weights ---------------------------------------------------------------------------------------
+
+    def require_closed(self, verb: str) -> None:
+        """Raises ``UsageError`` inside :meth:`modified`."""
+        if self.is_modifying:
+            raise UsageError(f"engine.{verb} inside engine.modify_weights; call it after the with block")
+
+    @contextmanager
+    def modified(self, patterns: Sequence[str]) -> Iterator[None]:
+        """See :meth:`dtrain.engine.interface.Engine.modify_weights`; the compute weights are not refreshed."""
+        engine = self._engine
+        chosen = self._chosen(patterns)
+        engine.open_weights(chosen)
+        states = ((name, tensor.clone()) for name, tensor in engine.full_state(MASTER) if name in chosen)
+        values = dict(states) | {name: tensor.clone() for name, tensor in engine.full_frozen() if name in chosen}
+        before = {name: self._parameters[name].data for name in values if not _is_dtensor(self._parameters[name])}
+        failure: Exception | None = None
+        self.is_modifying = True
+        try:
+            shown = self._show(values)
+            with torch.no_grad():
+                yield
+            self._require_in_place(shown, values)
+        except CommunicationError:  # the other ranks cannot be asked
+            raise
+        except Exception as error:
+            failure = error
+        finally:
+            self._put_back(before)
+            engine.open_weights(())
+            self.is_modifying = False
+            pairs = zip(self._parameters.items(), self._versions, strict=True)
+            # others may have been written too: that is noticed later
+            self._versions = [p._version if name in values else before for (name, p), before in pairs]
+        self._agree(values, failure)
+        for shard in engine.local_shards(MASTER):
+            if shard.name in values:
+                shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+        engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
+        self._was_written = True
+
+    def _chosen(self, patterns: Sequence[str]) -> set[str]:
+        if not patterns:
+            return set(self._parameters)
+        try:
+            return matching_parameters(self._engine.module, patterns, "modify_weights")
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
+
+    def _show(self, values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+        """Makes the parameters ``values``; returns the parameters of the model by name."""
+        shown = {}
+        for name, value in values.items():
+            parameter = self._parameters[name]
+            if _is_dtensor(parameter):
+                shown[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                for module, key, other in self._places:
+                    if other is parameter:
+                        module._parameters[key] = shown[name]
+            else:
+                parameter.data = value
+                shown[name] = parameter
+        return shown
+
+    def _require_in_place(self, shown: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+        names = {id(self._parameters[name]): name for name in values}
+        for module, key, parameter in self._places:
+            name = names.get(id(parameter))
+            if name is None:
+                continue
+            current, value = module._parameters.get(key), values[name]
+            # by address: another forward or library may have given the parameter its old values
+            if current is not shown[name] or current.data_ptr() != value.data_ptr() or current.dtype != value.dtype:
+                raise UsageError(
+                    f"parameter '{name}' was replaced inside engine.modify_weights; write it in place (copy_, "
+                    f"load_state_dict without assign=True), and run no forward there"
+                )
+        for (name, parameter), before in zip(self._parameters.items(), self._versions, strict=True):
+            if name not in values and parameter._version != before:
+                raise UsageError(
+                    f"parameter '{name}' was written to inside engine.modify_weights, whose patterns do not match it"
+                )
+
+    def _put_back(self, before: Mapping[str, Tensor]) -> None:
+        for name, data in before.items():
+            self._parameters[name].data = data
+        for module, key, parameter in self._places:
+            module._parameters[key] = parameter
+
+    def _agree(self, values: Mapping[str, Tensor], failure: Exception | None) -> None:
+        """Compares ``values`` over the ranks; a failure on one is raised on all."""
+        report = {"error": describe(failure)} if failure else {name: _fingerprint(v) for name, v in values.items()}
+        reports = [json.loads(text) for text in self._engine.comm.exchange_text(json.dumps(report))]
+        if failure is not None:
+            raise failure
+        rank = next((rank for rank, other in enumerate(reports) if "error" in other), None)
+        if rank is None and all(other == reports[0] for other in reports):
+            return
+        if rank is not None:
+            raise UsageError(
+                f"engine.modify_weights failed on rank {rank}: {reports[rank]['error']}; no weight was changed on any "
+                f"rank"
+            )
+        raise DivergenceError(written_difference(reports))
+
+
+def _fingerprint(values: Tensor) -> int:
+    return fingerprint(values.contiguous().view(-1))
+
+
+def _is_dtensor(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "device_mesh")
+
+
+@torch.no_grad()
+def _restore_placeholder(parameter: nn.Parameter) -> None:
+    """Makes the parameter NaN again if all its elements are one, which other parameters share."""
+    if parameter.numel() and not any(parameter.stride()):
+        parameter.detach().as_strided((1,), (1,)).fill_(torch.nan)
