@@ -102,7 +102,7 @@ class Reference:
 
 
 def adamw_update(record: AdamW, segments: Sequence[Sequence[UpdateSlice]]) -> FlatUpdate:
-    return FlatUpdate(AdamWRule(record), segments)
+    return FlatUpdate([AdamWRule(record)], segments)
 
 
 def steps(arena: Arena, optimizer: FlatUpdate, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
@@ -321,7 +321,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise RuntimeError("no working C++ compiler\nand a long story")
 
-    monkeypatch.setattr(compiled, "_compiled", lambda: (fail, fail))
+    monkeypatch.setattr(compiled, "_compiled", lambda formula: (fail, fail))
     with pytest.raises(ConfigError, match=r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\)"):
         adamw_update(COMPILED, [Arena([True]).slices()])
 
