@@ -103,9 +103,12 @@ class FormulaRule(ElementwiseRule):
 
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
         """Updates the tensors one by one, eagerly."""
-        if not group.masters or _is_skipped_on_cpu(scalars):
+        if not group.masters:
             return
         device = group.masters[0].device
+        decides_on_host = _decides_on_host(device)
+        if decides_on_host and _is_skipped(scalars):
+            return
         weight_decay = torch.full((), group.weight_decay, dtype=torch.float32, device=device)
         if self._shared[0] is not scalars:
             self._shared = scalars, self.formula.shared(self.constants(device), *scalars.tensors)
@@ -117,7 +120,7 @@ class FormulaRule(ElementwiseRule):
                 master, _, *states = tensors
                 new = self.formula.updated(tensors, weight_decay, shared, noise)
                 for old, value in zip((master, *states), new, strict=True):
-                    old.copy_(value if device.type == "cpu" else torch.where(shared[1] != 0, old, value))
+                    old.copy_(value if decides_on_host else torch.where(shared[1] != 0, old, value))
 
     def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
         """Returns the compiled update of ``segments``, if one is asked for."""
@@ -131,9 +134,13 @@ class FormulaRule(ElementwiseRule):
         return CompiledUpdate(self, segments)
 
 
-def _is_skipped_on_cpu(scalars: UpdateScalars) -> bool:
-    """Whether the update is skipped; False on other devices, which decide it themselves without the host."""
-    return scalars.found_inf.device.type == "cpu" and bool(scalars.found_inf != 0)
+def _decides_on_host(device: torch.device) -> bool:
+    """Whether the host knows if an update is skipped; other devices decide it themselves, without the host."""
+    return device.type == "cpu"
+
+
+def _is_skipped(scalars: UpdateScalars) -> bool:
+    return bool(scalars.found_inf != 0)
 
 
 def _blocks(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[int, list[Tensor]]]:
