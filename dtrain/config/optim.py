@@ -224,6 +224,4 @@ OPTIM_KEYS: dict[str, type[OptimKeys]] = {
 class EmaConfig(CheckedRecord):
     """Exponential moving average of the weights, which validation reports beside the weights' own loss."""
 
-    decay: float | None = between(
-        None, 0.0, 1.0, "Decay of the average in an applied step, such as 0.999; null: none."
-    )
+    decay: float | None = between(None, 0.0, 1.0, "Decay of the average in an applied step, such as 0.999; null: none.")
