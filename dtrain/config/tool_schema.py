@@ -101,6 +101,9 @@ class OptimizerBenchConfig(CheckedRecord):
     threads: int = at_least(1, 1, "PyTorch threads.")
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     compiled: bool = setting(True, "Measure the compiled update too, which needs a compiler.")
+    optimizers: list[str] = setting(
+        ["adamw", "adam", "sgd", "lion", "adamw-bf16"], "Optimizers, by the names of optim."
+    )
     rounds: int = at_least(10, 1, _ROUNDS)
     out: str | None = setting(None, _OUT)
 

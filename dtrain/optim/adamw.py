@@ -1,41 +1,77 @@
-"""AdamW's rule; its hyper-parameters are :class:`dtrain.config.optim.AdamW`."""
+"""AdamW's and Adam's rules; their hyper-parameters are records of :mod:`dtrain.config.optim`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dtrain.config.optim import AdamW
-from dtrain.distributed.logging import logger
-from dtrain.optim.rule import ElementwiseRule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.config.optim import AdamW, AdamWBF16
+from dtrain.optim.formula import Formula, FormulaRule
+from dtrain.optim.rule import SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
+
+_MOMENTS = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))
 
 
-class AdamWRule(ElementwiseRule):
-    """AdamW by one of three implementations.
+def _constants(record: AdamW) -> list[float]:
+    """Returns both log(beta), 1 - beta1, beta2, 1 - beta2, eps."""
+    beta1, beta2 = record.betas
+    logs = [math.log(beta) if beta else -math.inf for beta in record.betas]
+    return [*logs, 1 - beta1, beta2, 1 - beta2, record.eps]
 
-    Torch's fused kernel (``torch._fused_adamw_``) updates lists of tensors, and an arena block by block. If the update
-    is compiled, an arena is updated by tensor code on a CPU and by a Triton kernel on a GPU.
 
-    Args:
-        record: hyper-parameters, with ``compile`` decided (see :func:`dtrain.optim.rules.on_device`).
-    """
+def _coefficients(constants: Sequence[Tensor], lr: Tensor, step: Tensor) -> Sequence[Tensor]:
+    log_beta1, log_beta2, *others = constants
+    # 1 - beta^step without the cancellation of the difference
+    correction1, correction2 = -torch.expm1(step * log_beta1), -torch.expm1(step * log_beta2)
+    return lr, lr / correction1, correction2.sqrt(), *others
 
-    states = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))
+
+def _direction(grad: Tensor, states: Sequence[Tensor], coefficients: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the change of the master and both new moments."""
+    exp_avg, exp_avg_sq = states
+    _, step_size, root_correction, one_minus_beta1, beta2, one_minus_beta2, eps = coefficients
+    first = exp_avg + (grad - exp_avg) * one_minus_beta1
+    second = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
+    return step_size * (first / (second.sqrt() / root_correction + eps)), first, second
+
+
+def _adamw(
+    master: Tensor, grad: Tensor, states: Sequence[Tensor], weight_decay: Tensor, coefficients: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Updates by Loshchilov and Hutter, 2019, algorithm 2."""
+    change, first, second = _direction(grad, states, coefficients)
+    # one difference: 1 - lr * weight_decay would round a small decay away
+    return master - (coefficients[0] * weight_decay * master + change), first, second
+
+
+def _adam(
+    master: Tensor, grad: Tensor, states: Sequence[Tensor], weight_decay: Tensor, coefficients: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Updates by Kingma and Ba, 2015, algorithm 1, with the weight decay added to the gradient."""
+    change, first, second = _direction(grad + weight_decay * master, states, coefficients)
+    return master - change, first, second
+
+
+class _Fused(FormulaRule):
+    """A rule whose eager update is one of torch's fused kernels; compiled, it is its formula."""
+
+    eager = "torch's fused kernel"
+    _formula: Formula
+    _kernel: Callable[..., None]
 
     def __init__(self, record: AdamW) -> None:
-        if not isinstance(record.compile, bool):
-            raise ValueError("AdamW.compile is 'auto'; call on_device first")
+        super().__init__(record, self._formula, _constants(record), _MOMENTS)
         self._record = record
-        self.is_compiled = record.compile
 
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
-        """Updates the tensors in one call of torch's fused kernel; the gradients are left divided."""
+        """Updates the tensors in one call; the gradients are left divided."""
         exp_avgs, exp_avg_sqs = group.states
         lr, step, grad_divisor, found_inf = scalars.tensors
         record = self._record
-        torch._fused_adamw_(
+        self._kernel(
             group.masters,
             grads,
             exp_avgs,
@@ -53,17 +89,32 @@ class AdamWRule(ElementwiseRule):
             found_inf=found_inf,
         )
 
+
+class AdamWRule(_Fused):
+    """AdamW: torch's fused kernel, its formula compiled for a CPU, or a Triton kernel."""
+
+    _formula = Formula(_coefficients, _adamw)
+    _kernel = staticmethod(torch._fused_adamw_)
+
     def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
         """Returns the compiled kernel for the device of ``segments``, if one is asked for."""
-        if not self.is_compiled:
-            logger.info(
-                "optimizer: AdamW by torch's fused kernel; optim.compile=true would compile it, which takes seconds"
-            )
-            return None
-        if any(part.master.device.type == "cuda" for segment in segments for part in segment):
+        if self.is_compiled and any(part.master.device.type == "cuda" for segment in segments for part in segment):
             from dtrain.optim.tiled import TiledAdamW  # it imports Triton, which a CPU build of torch does not have
 
             return TiledAdamW(self._record, segments)
-        from dtrain.optim.compiled import CompiledAdamW  # which imports the record from here
+        return super().segment_kernel(segments)
 
-        return CompiledAdamW(self._record, segments)
+
+class AdamRule(_Fused):
+    """Adam: torch's fused kernel, or its formula compiled."""
+
+    _formula = Formula(_coefficients, _adam)
+    _kernel = staticmethod(torch._fused_adam_)
+
+
+class AdamWBF16Rule(FormulaRule):
+    """AdamW's formula with moments in BF16; the master moves by the moments before they are rounded."""
+
+    def __init__(self, record: AdamWBF16) -> None:
+        states = tuple(StateSpec(spec.name, torch.bfloat16) for spec in _MOMENTS)
+        super().__init__(record, AdamWRule._formula, _constants(record), states)

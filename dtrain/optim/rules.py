@@ -8,15 +8,23 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain.config.optim import AdamW
+from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamWRule
+from dtrain.optim.adamw import AdamRule, AdamWBF16Rule, AdamWRule
+from dtrain.optim.lion import LionRule
 from dtrain.optim.rule import Rule
+from dtrain.optim.sgd import SGDRule
 from dtrain.precision.hardware import has_compiler
 
 Record = TypeVar("Record")
 
-RULES: dict[type, Callable[[Any], Rule]] = {AdamW: AdamWRule}
+RULES: dict[type, Callable[[Any], Rule]] = {
+    AdamW: AdamWRule,
+    AdamWBF16: AdamWBF16Rule,
+    Adam: AdamRule,
+    SGD: SGDRule,
+    Lion: LionRule,
+}
 
 
 def rule_of(record: object) -> Rule:

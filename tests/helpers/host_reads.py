@@ -30,6 +30,7 @@ _HOST_ONLY = {
     ("host_memory.py", "HostMemory.gather_rows"),
     ("ring_exchange.py", "RingExchange.begin"),
     ("micro_batch_weight.py", "Weight.of_ranks"),
+    ("formula.py", "_is_skipped"),
 }
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.optim.adamw import AdamW
-from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice
+from dtrain.config.optim import AdamW
+from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.sharding.layout import CHUNK
+from tests.helpers.arena import DECAYED, PLAIN, SLOWER, Arena, Reference, same_bits
 from tests.helpers.oracle import assert_close_to_largest
-from tests.unit.optim.test_adamw import SLOWER, Arena, Reference, same_bits
 
 tiled = pytest.importorskip("dtrain.optim.tiled", reason="Triton is not installed")
 
@@ -69,25 +69,25 @@ def test_follows_adamw_in_double_precision(
     betas: tuple[float, float], dtype: torch.dtype, device: torch.device
 ) -> None:
     rule = replace(RULE, betas=betas)
-    arena = Arena([True, SLOWER, True, False, SLOWER], dtype=dtype)
+    arena = Arena(rule, [DECAYED, SLOWER, DECAYED, PLAIN, SLOWER], dtype=dtype)
     reference = Reference(arena, rule)
     parts = moved(arena.slices(), device)
     optimizer = tiled.TiledAdamW(rule, [parts])
     for step in range(1, 6):
         gradient = arena.new_gradient()
-        reference.update(gradient, step, 0.01 / step)
+        reference.update(gradient, 0.01 / step)
         for part, own in zip(parts, gradient.split([part.master.numel() for part in parts]), strict=True):
             part.main_grad.copy_(own * 3.0)
         optimizer.update([0], scalars(step, 0.01 / step, 3.0, device))
     got = states(parts)
-    for name in ("master", "exp_avg", "exp_avg_sq"):
-        assert_close_to_largest(got[name], getattr(reference, name), 1e-6)
+    for name, want in reference.tensors().items():
+        assert_close_to_largest(got[name], want, 1e-6)
     assert torch.equal(got["replica"], got["master"].to(dtype))
 
 
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 4]])
 def test_any_cut_and_any_grouping_of_segments_give_the_same_bits(cuts: list[int], device: torch.device) -> None:
-    arena = Arena([True] * 3 + [False] * 2)
+    arena = Arena(RULE, [DECAYED] * 3 + [PLAIN] * 2)
     whole, cut = moved(arena.slices(), device), moved(arena.slices(cuts), device)
     want = train(whole, device, [[0, 1]])
     numbers = list(range(len(cut)))
@@ -100,7 +100,7 @@ def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: 
     numel = tiled.TILE + 64
     memory = torch.full((5, numel + 64), 7.0, device=device)
     master, main_grad, first, second, replica = (row[:numel] for row in memory)
-    part = UpdateSlice(UpdateClass(0, 0.1), (0, 0), master, main_grad, (first, second), replica)
+    part = UpdateSlice(DECAYED, (0, 0), master, main_grad, (first, second), replica)
     tiled.TiledAdamW(RULE, [[part]]).update([0], scalars(1, 0.01, 1.0, device))
     assert (memory[:, numel:] == 7.0).all()
     assert (memory[0, :numel] != 7.0).all()
@@ -108,7 +108,7 @@ def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: 
 
 @pytest.mark.parametrize("gradient", [1.0, math.inf, math.nan])
 def test_a_skipped_update_keeps_all_bits(gradient: float, device: torch.device) -> None:
-    parts = moved(Arena([True, False]).slices(), device)
+    parts = moved(Arena(RULE, [DECAYED, PLAIN]).slices(), device)
     train(parts, device, [[0, 1]])
     before = states(parts)
     for part in parts:
@@ -121,7 +121,7 @@ def test_a_skipped_update_keeps_all_bits(gradient: float, device: torch.device) 
 
 
 def test_segments_left_out_stay_as_they_are(device: torch.device) -> None:
-    parts = moved(Arena([True, False, True]).slices(), device)
+    parts = moved(Arena(RULE, [DECAYED, PLAIN, DECAYED]).slices(), device)
     before = [part.master.clone() for part in parts]
     for part in parts:
         part.main_grad.fill_(1.0)
@@ -136,4 +136,4 @@ def test_a_rank_without_segments_updates_nothing(device: torch.device) -> None:
 def test_an_unaligned_slice_is_refused(device: torch.device) -> None:
     master, main_grad, *moments = torch.zeros(4 * CHUNK + 1, device=device)[1:].split(CHUNK)
     with pytest.raises(ValueError, match="expected multiples of 16"):
-        tiled.TiledAdamW(RULE, [[UpdateSlice(UpdateClass(0, 0.1), (0, 0), master, main_grad, tuple(moments), None)]])
+        tiled.TiledAdamW(RULE, [[UpdateSlice(DECAYED, (0, 0), master, main_grad, tuple(moments), None)]])

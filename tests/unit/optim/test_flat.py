@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.optim import flat
 from dtrain.optim.adamw import AdamW, AdamWRule
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import Rule, StateSpec, UpdateScalars, UpdateSlice
+from dtrain.optim.rule import Rule, StateSpec, UpdateClass, UpdateScalars, UpdateSlice
 from dtrain.optim.rules import rule_of
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.momentum import Momentum, MomentumRule
@@ -41,7 +41,8 @@ class Arena:
         return [
             [
                 UpdateSlice(
-                    part.start < CHUNKS // 2 * CHUNK,
+                    UpdateClass(weight_decay=0.1 if part.start < CHUNKS // 2 * CHUNK else 0.0),
+                    (0, part.start),
                     self.master[part],
                     self.main_grad[part],
                     (self.state[part],),
@@ -59,11 +60,11 @@ class Arena:
 @given(st.sets(st.integers(0, CHUNKS)), st.integers(1, CHUNKS))
 def test_any_cut_at_chunks_gives_the_same_bits(cuts: set[int], block: int) -> None:
     whole, cut = Arena(), Arena()
-    FlatUpdate(RULE, whole.segments([])).update([0, 1], SCALARS)
+    FlatUpdate([RULE], whole.segments([])).update([0, 1], SCALARS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "_BLOCK", block * CHUNK)
         segments = cut.segments(sorted(cuts))
-        FlatUpdate(RULE, segments).update(range(len(segments)), SCALARS)
+        FlatUpdate([RULE], segments).update(range(len(segments)), SCALARS)
     assert all(map(torch.equal, cut.bits(), whole.bits()))
     assert torch.equal(cut.replica, cut.master.bfloat16())
     assert not torch.equal(cut.master, Arena().master)
@@ -71,7 +72,7 @@ def test_any_cut_at_chunks_gives_the_same_bits(cuts: set[int], block: int) -> No
 
 def test_segments_left_out_stay_as_they_are() -> None:
     arena, before = Arena(), Arena().bits()
-    FlatUpdate(RULE, arena.segments([1])).update([0, 2], SCALARS)
+    FlatUpdate([RULE], arena.segments([1])).update([0, 2], SCALARS)
     for tensor, old in zip(arena.bits(), before, strict=True):
         changed = (tensor != old).view(CHUNKS, CHUNK).any(dim=1)
         assert changed.tolist() == [True, False, False, True, True, True]
@@ -89,5 +90,5 @@ def test_a_record_finds_its_rule() -> None:
     assert isinstance(rule, AdamWRule)
     assert (rule.is_compiled, rule.state_bytes) == (False, 8)
     assert [spec.name for spec in rule.states] == ["exp_avg", "exp_avg_sq"]
-    with pytest.raises(ConfigError, match="optimizer is Momentum; expected one of AdamW"):
+    with pytest.raises(ConfigError, match="optimizer is Momentum; expected one of Adam, AdamW, AdamWBF16"):
         rule_of(Momentum())

@@ -1,79 +1,110 @@
-"""``dtrain bench optimizer``: unscale, check, norm, clip, AdamW and cast, against torch's sequence of passes."""
+"""``dtrain bench optimizer``: unscale, check, norm, clip, update and cast, against torch's sequence of passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.optim import AdamW
+from dtrain.config.optim import OPTIMIZERS, SGD, Adam, AdamW, Lion
 from dtrain.config.tool_schema import OptimizerSuiteConfig
 from dtrain.distributed.setup import choose_device
-from dtrain.optim.adamw import AdamWRule
+from dtrain.errors import ConfigError, nearest
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import UpdateScalars, UpdateSlice
+from dtrain.optim.rule import ElementwiseRule, UpdateClass, UpdateScalars, UpdateSlice
+from dtrain.optim.rules import rule_of
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.bench.operations.timing import Operation, measure_operations, time_rounds
-from dtrain.tools.bench.records import OperationResults
+from dtrain.tools.bench.records import OperationResults, OperationTiming
 from dtrain.tools.tables import plural
 
 _PARAMETER = 1024 * CHUNK
 """Elements of one parameter in torch's sequence: a matrix of 1024 x 1024."""
 
 _MAX_NORM = 1.0
-_ADAMW = AdamW(lr=1e-4, compile=False)
+_BASELINE = "torch, BF16 grads"
 
 _DESCRIPTION = (
-    "{numel:,} elements, BF16 weights, FP32 masters, {threads} on {device}. GB/s counts the bytes an element that must "
-    "move: 34 from FP32 gradients (norm 4; gradient, master and moments 16 read; master, moments and weight 14 "
-    "written), 30 from BF16 gradients, 12 for triad (a + 1.5 b), 8 for copy, 30 for the update without the norm."
+    "{numel:,} elements, BF16 weights, FP32 masters, {threads} on {device}. The workload names the optimizer and the "
+    "bytes of its states for a parameter. torch: its fused kernel, for Lion the paper's loop over lists; AdamW with "
+    "BF16 moments is compared with torch's AdamW of FP32 moments. GB/s counts the bytes that must move: of an element "
+    "14 (gradient and master read, master and weight written) and the states twice; 4 more from FP32 gradients, for "
+    "the norm; 12 for triad (a + 1.5 b), 8 for copy."
 )
 
 
 def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> OperationResults:
-    """Times the optimizer phase of each case, on the same masters and gradients."""
+    """Times the optimizer phase of each case, on the same masters and gradients.
+
+    Raises:
+        ConfigError: an unknown optimizer, or one that is not elementwise.
+    """
     bench = config.bench
     device = choose_device(bench.device, 0)
+    records = [_record(name) for name in bench.optimizers]
     torch.set_num_threads(bench.threads)
-    phase = OptimizerPhase(bench.numel // CHUNK * CHUNK, device)
-    operations = phase.operations(compiled=bench.compiled)
+    numel = bench.numel // CHUNK * CHUNK
+
+    def measure() -> Iterator[OperationTiming]:
+        for record in records:
+            phase = OptimizerPhase(numel, device, record)
+            workload = f"{record.name}, {phase.state_bytes} bytes"
+            for timing in time_rounds(phase.operations(compiled=bench.compiled), bench.rounds, device):
+                yield replace(timing, workload=workload)
+
     return measure_operations(
         "optimizer",
         command,
         config,
-        _DESCRIPTION.format(numel=phase.numel, threads=plural(bench.threads, "thread"), device=device.type),
-        lambda: time_rounds(operations, bench.rounds, device),
-        baselines=["torch fused, BF16 grads", "torch foreach, BF16 grads"],
+        _DESCRIPTION.format(numel=numel, threads=plural(bench.threads, "thread"), device=device.type),
+        lambda: list(measure()),
+        baselines=[_BASELINE],
         reference="triad" if device.type == "cpu" else "copy",
     )
+
+
+def _record(name: str) -> Any:
+    if name not in OPTIMIZERS:
+        raise ConfigError(
+            f"bench.optimizers: '{name}' is not one of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}"
+        )
+    record: Any = replace(OPTIMIZERS[name](lr=1e-4), compile=False)  # type: ignore[call-arg]
+    if not isinstance(rule_of(record), ElementwiseRule):
+        raise ConfigError(f"bench.optimizers: '{name}' works on whole matrices; leave it out")
+    return record
 
 
 class OptimizerPhase:
     """The tensors that all cases share, of ``numel`` elements (a multiple of the chunk)."""
 
-    def __init__(self, numel: int, device: torch.device) -> None:
-        self.numel, self.device = numel, device
+    def __init__(self, numel: int, device: torch.device, record: Any = AdamW(lr=1e-4, compile=False)) -> None:  # noqa: B008
+        self.numel, self.device, self.record = numel, device, record
+        self.state_bytes = rule_of(record).state_bytes
         generator = torch.Generator(device).manual_seed(0)
         self.master = torch.randn(numel, generator=generator, device=device)
         self.main_grad = torch.randn(numel, generator=generator, device=device)
         self.replica = self.master.bfloat16()
 
     def operations(self, *, compiled: bool) -> dict[str, Operation]:
-        bytes_30, bytes_34 = 30 * self.numel, 34 * self.numel
+        full = (18 + 2 * self.state_bytes) * self.numel
+        without_norm = full - 4 * self.numel
+        # the baselines of AdamW with BF16 moments move FP32 ones too, which is not what must move
         found = {
             **self._bandwidths(),
-            "torch fused, BF16 grads": Operation(self.torch_sequence("fused", torch.bfloat16), bytes_30),
-            "torch fused, FP32 grads": Operation(self.torch_sequence("fused", torch.float32), bytes_34),
-            "torch foreach, BF16 grads": Operation(self.torch_sequence("foreach", torch.bfloat16), bytes_30),
-            "torch foreach, FP32 grads": Operation(self.torch_sequence("foreach", torch.float32), bytes_34),
-            "dtrain, blocked": Operation(self._dtrain(_ADAMW), bytes_34),
-            "dtrain, blocked, no norm": Operation(self._dtrain(_ADAMW, norm=False), bytes_30),
+            _BASELINE: Operation(self.torch_sequence("fused", torch.bfloat16), without_norm),
+            "torch, FP32 grads": Operation(self.torch_sequence("fused", torch.float32), full),
         }
+        if not isinstance(self.record, Lion):
+            found["torch foreach, BF16 grads"] = Operation(self.torch_sequence("foreach", torch.bfloat16), without_norm)
+        found["dtrain, blocked"] = Operation(self._dtrain(self.record), full)
+        found["dtrain, blocked, no norm"] = Operation(self._dtrain(self.record, norm=False), without_norm)
         if compiled:
-            record = AdamW(lr=_ADAMW.lr, compile=True)
-            found["dtrain, compiled"] = Operation(self._dtrain(record), bytes_34)
-            found["dtrain, compiled, no norm"] = Operation(self._dtrain(record, norm=False), bytes_30)
+            record = replace(self.record, compile=True)
+            found["dtrain, compiled"] = Operation(self._dtrain(record), full)
+            found["dtrain, compiled, no norm"] = Operation(self._dtrain(record, norm=False), without_norm)
         return found
 
     def _bandwidths(self) -> dict[str, Operation]:
@@ -84,13 +115,11 @@ class OptimizerPhase:
         }
 
     def torch_sequence(self, kind: str, grad_dtype: torch.dtype) -> Callable[[], None]:
-        """Returns a training loop's own passes around ``torch.optim.AdamW`` on the FP32 masters."""
+        """Returns a training loop's own passes around torch's optimizer on the FP32 masters; ``kind``: of kernel."""
         masters = [nn.Parameter(values) for values in self.master.split(_PARAMETER)]
         values, replicas = self.master.split(_PARAMETER), self.replica.split(_PARAMETER)
         grads = [grad.to(grad_dtype) for grad in self.main_grad.split(_PARAMETER)]
-        optimizer = torch.optim.AdamW(
-            masters, lr=_ADAMW.lr, betas=_ADAMW.betas, eps=_ADAMW.eps, weight_decay=_ADAMW.weight_decay, **{kind: True}
-        )
+        optimizer = _torch_optimizer(self.record, masters, kind)
         found_inf, inverse_scale = (torch.full((1,), value, device=self.device) for value in (0.0, 1.0))
 
         def run() -> None:
@@ -107,12 +136,13 @@ class OptimizerPhase:
 
         return run
 
-    def _dtrain(self, record: AdamW, *, norm: bool = True) -> Callable[[], None]:
+    def _dtrain(self, record: Any, *, norm: bool = True) -> Callable[[], None]:
         """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatUpdate`."""
-        rule = AdamWRule(record)
+        rule = rule_of(record)
         states = tuple(spec.like(self.master) for spec in rule.states)
-        part = UpdateSlice(True, self.master, self.main_grad, states, self.replica)
-        optimizer = FlatUpdate(rule, [[part]])
+        update_class = UpdateClass(weight_decay=record.decay)
+        part = UpdateSlice(update_class, (0, 0), self.master, self.main_grad, states, self.replica)
+        optimizer = FlatUpdate([rule], [[part]])
         one, zero = (torch.full((), value, device=self.device) for value in (1.0, 0.0))
 
         def decide() -> tuple[Tensor, Tensor]:
@@ -125,3 +155,29 @@ class OptimizerPhase:
             optimizer.update([0], UpdateScalars(record.lr, 1, divisor, found_inf))
 
         return run
+
+
+def _torch_optimizer(record: Any, masters: list[nn.Parameter], kind: str) -> torch.optim.Optimizer:
+    if isinstance(record, Lion):
+        return _ForeachLion(masters, {"lr": record.lr, "betas": record.betas, "weight_decay": record.weight_decay})
+    options: dict[str, Any] = {"lr": record.lr, "weight_decay": record.weight_decay, kind: True}
+    if isinstance(record, SGD):
+        return torch.optim.SGD(masters, momentum=record.momentum, nesterov=record.nesterov, **options)
+    make = torch.optim.Adam if isinstance(record, Adam) else torch.optim.AdamW
+    return make(masters, betas=record.betas, eps=record.eps, **options)
+
+
+class _ForeachLion(torch.optim.Optimizer):
+    """Chen et al., 2023, algorithm 2, over lists of tensors, as torch has no Lion."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), masters = group["betas"], group["params"]
+            grads = [master.grad for master in masters]
+            exp_avgs = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in masters]
+            updates = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
+            torch._foreach_sign_(updates)
+            torch._foreach_mul_(masters, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(masters, updates, alpha=-group["lr"])
+            torch._foreach_lerp_(exp_avgs, grads, 1 - beta2)

@@ -1,0 +1,153 @@
+"""Optimizers whose update is a formula in plain tensor code, written once, run eagerly or compiled.
+
+A formula is given FP32 tensors of any shape and 0-dim FP32 tensors, and returns the new values. What all formulas share
+is here: the division of the gradient, the skip, and states in BF16, which are read as FP32 and rounded stochastically
+(:mod:`dtrain.optim.stochastic`). Formulas use additions, products, quotients, roots and selections only: these are
+rounded in the same way wherever an element lies, so any cut and any sharding gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.distributed.logging import logger
+from dtrain.optim.rule import ElementwiseRule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.optim.stochastic import Noise, random_bits, round_to_bf16, step_words, stream_start
+
+_BLOCK = {"cpu": 64 * 1024}
+"""Elements of one eager evaluation, whose temporaries then stay in a CPU's cache."""
+
+MAX_BLOCK = 2**30
+"""The same on other devices, so that an index is an int32."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The update of one element.
+
+    Attributes:
+        coefficients: (constants, lr, step) -> what all elements share; all are 0-dim FP32 tensors.
+        update: (master, gradient, states, weight decay, coefficients) -> the new master and states.
+    """
+
+    coefficients: Callable[[Sequence[Tensor], Tensor, Tensor], Sequence[Tensor]]
+    update: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Sequence[Tensor]]
+
+    def shared(self, constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Tensor, found_inf: Tensor) -> Tensor:
+        """Returns FP32 [2 + number of coefficients]: the divisor, whether to skip, and the coefficients."""
+        return torch.stack((grad_divisor, found_inf, *self.coefficients(constants.unbind(), lr, step)))
+
+    def updated(
+        self, tensors: Sequence[Tensor], weight_decay: Tensor, shared: Tensor, noise: Noise | None
+    ) -> list[Tensor]:
+        """Returns the new master and states, the latter in their own dtypes.
+
+        Args:
+            tensors: master, main grad and states.
+            weight_decay: 0-dim.
+            shared: what :meth:`shared` returned.
+            noise: of the first element, if a state is BF16; at most two are.
+        """
+        master, main_grad, *states = tensors
+        grad_divisor, _, *coefficients = shared.unbind()
+        grad = main_grad / grad_divisor
+        found = self.update(master, grad, [state.float() for state in states], weight_decay, coefficients)
+        if noise is None:
+            return list(found)
+        bits = random_bits(noise, master)
+        halves = [bits & 0xFFFF, (bits >> 16) & 0xFFFF]  # of one hash, 16 bits for each state
+        rounded = [
+            round_to_bf16(value, halves.pop()) if state.dtype == torch.bfloat16 else value
+            for state, value in zip(states, found[1:], strict=True)
+        ]
+        return [found[0], *rounded]
+
+
+class FormulaRule(ElementwiseRule):
+    """An optimizer by a formula; a subclass may have a faster eager update.
+
+    Args:
+        record: hyper-parameters, with ``compile`` decided (see :func:`dtrain.optim.rules.on_device`).
+        formula: the update.
+        constants: what the formula is given, computed in double precision, rounded to FP32 once.
+        states: its states.
+    """
+
+    eager = "tensor code"
+    """What :meth:`apply` runs, for the log."""
+
+    def __init__(
+        self, record: Any, formula: Formula, constants: Sequence[float], states: tuple[StateSpec, ...]
+    ) -> None:
+        if not isinstance(record.compile, bool):
+            raise ValueError(f"{type(record).__name__}.compile is 'auto'; call on_device first")
+        self.is_compiled = record.compile
+        self.states = states
+        self.name = type(record).__name__
+        self.formula = formula
+        self.is_rounded = any(spec.dtype == torch.bfloat16 for spec in states)
+        self._values = list(constants)
+        self._constants: dict[torch.device, Tensor] = {}
+        self._shared: tuple[UpdateScalars | None, Tensor] = None, torch.empty(0)
+
+    def constants(self, device: torch.device) -> Tensor:
+        """Returns FP32 [number of constants]."""
+        if device not in self._constants:
+            self._constants[device] = torch.tensor(self._values, dtype=torch.float32).to(device)
+        return self._constants[device]
+
+    def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
+        """Updates the tensors one by one, eagerly."""
+        if not group.masters:
+            return
+        device = group.masters[0].device
+        decides_on_host = _decides_on_host(device)
+        if decides_on_host and _is_skipped(scalars):
+            return
+        weight_decay = torch.full((), group.weight_decay, dtype=torch.float32, device=device)
+        if self._shared[0] is not scalars:
+            self._shared = scalars, self.formula.shared(self.constants(device), *scalars.tensors)
+        shared = self._shared[1]
+        words = step_words(scalars.step, device) if self.is_rounded else None
+        for (key, index), *whole in zip(group.origins, group.masters, grads, *group.states, strict=True):
+            for start, tensors in _blocks(whole, _BLOCK.get(device.type, MAX_BLOCK)):
+                noise = None if words is None else (stream_start(key, index + start, device), *words)
+                master, _, *states = tensors
+                new = self.formula.updated(tensors, weight_decay, shared, noise)
+                for old, value in zip((master, *states), new, strict=True):
+                    old.copy_(value if decides_on_host else torch.where(shared[1] != 0, old, value))
+
+    def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
+        """Returns the compiled update of ``segments``, if one is asked for."""
+        if not self.is_compiled:
+            logger.info(
+                "optimizer: %s by %s; optim.compile=true would compile it, which takes seconds", self.name, self.eager
+            )
+            return None
+        from dtrain.optim.compiled import CompiledUpdate  # which imports this module
+
+        return CompiledUpdate(self, segments)
+
+
+def _decides_on_host(device: torch.device) -> bool:
+    """Whether the host knows if an update is skipped; other devices decide it themselves, without the host."""
+    return device.type == "cpu"
+
+
+def _is_skipped(scalars: UpdateScalars) -> bool:
+    return bool(scalars.found_inf != 0)
+
+
+def _blocks(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yields (index of the first element, parts of the tensors) of ``size`` elements, or the tensors if strided."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        yield 0, list(tensors)
+        return
+    flat = [tensor.view(-1) for tensor in tensors]
+    for start in range(0, flat[0].numel(), size):
+        yield start, [tensor[start : start + size] for tensor in flat]
