@@ -129,7 +129,7 @@ def test_a_checkpoint_without_an_average_starts_one(tmp_path: Path, caplog: pyte
 def test_a_run_without_an_average_refuses_one(tmp_path: Path) -> None:
     engine = start_small(ema_decay=DECAY)
     engine.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"holds ema:\S+, of a kind .* \(for ema: ema.decay\)"):
+    with pytest.raises(CheckpointError, match=r"holds ema:\S+, of a kind .* \(ema: ema.decay\)"):
         start_small().load(tmp_path)
 
 

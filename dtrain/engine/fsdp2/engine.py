@@ -7,7 +7,7 @@ is dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
