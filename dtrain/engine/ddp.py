@@ -56,7 +56,7 @@ class DdpEngine(StepEngine):
             LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), numbers[name], replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._local_shards = LocalShards(shards, self.plan, (self.rank, self.world_size))
+        self._local_shards = LocalShards(shards, self.plan, self.comm)
         self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):

@@ -18,6 +18,7 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.flat import FlatUpdate
+from dtrain.optim.matrix import matrix_updates
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
@@ -63,9 +64,13 @@ class NativeEngine(StepEngine):
         self.check_contract()
 
     def _build_optimizer(self) -> None:
+        # before anything that may fail on a single rank, because it communicates
+        shards = [list(buffer.matrix_shards(self.plan)) for buffer in self.sharded.buffers]
+        self._matrices = matrix_updates(self.plan.rules, shards, self.comm)
+
         def build() -> None:
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
-            self._optimizer = FlatUpdate(self.plan.rules, slices)
+            self._optimizer = FlatUpdate(self.plan.rules, slices, self._matrices)
             if self.plan.is_compiled and self.device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
@@ -107,6 +112,7 @@ class NativeEngine(StepEngine):
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
+        self._optimizer.begin(scalars)
         self.sharded.refresh(lambda numbers: self._optimizer.update(numbers, scalars))
 
     def _refresh(self) -> None:

@@ -10,11 +10,19 @@ an update is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from dtrain.optim.rule import ElementwiseRule, Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.optim.rule import (
+    ElementwiseRule,
+    MatrixKernel,
+    Rule,
+    SegmentKernel,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+)
 
 _BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
@@ -26,17 +34,32 @@ class FlatUpdate:
     Args:
         rules: the rules, by number.
         segments: the slices of each segment, cut where the update class changes.
+        matrices: the updates of the rules that need whole matrices, by number.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
     """
 
-    def __init__(self, rules: Sequence[Rule], segments: Sequence[Sequence[UpdateSlice]]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        segments: Sequence[Sequence[UpdateSlice]],
+        matrices: Mapping[int, MatrixKernel] | None = None,
+    ) -> None:
+        self._matrices = matrices or {}
         self._kernels: list[SegmentKernel] = []
         for number, rule in enumerate(rules):
+            if number in self._matrices:
+                self._kernels.append(self._matrices[number])
+                continue
             own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
             assert isinstance(rule, ElementwiseRule)
             self._kernels.append(rule.segment_kernel(own) or BlockedUpdate(rule, own))
+
+    def begin(self, scalars: UpdateScalars) -> None:
+        """Transforms what rules need whole, before the first call of :meth:`update`; all ranks call."""
+        for number, matrices in self._matrices.items():
+            matrices.begin(scalars.of_rule(number))
 
     @torch.no_grad()
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:

@@ -68,9 +68,7 @@ class Fsdp2Engine(StepEngine):
         sharded = chain.from_iterable(
             unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units
         )
-        self._local_shards = LocalShards(
-            [*sharded, *self._replicated.local_shards], self.plan, (comm.rank, comm.world_size)
-        )
+        self._local_shards = LocalShards([*sharded, *self._replicated.local_shards], self.plan, comm)
         self._is_finished = True
         self.check_contract()
 
