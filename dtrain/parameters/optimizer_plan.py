@@ -92,10 +92,10 @@ def plan_optimizer(model: nn.Module, record: Optimizer) -> OptimizerPlan:
             own = own.for_vectors
         schedule = changes.get("schedule")
         decays = name in decayed or "weight_decay" in changes
-        key = repr((own.without_decay(), schedule))
+        shared = own.without_decay()
+        key = repr((shared, schedule))
         if key not in rules:
-            own = own.without_decay()
-            rules[key] = MuonRule(own, matrices) if isinstance(own, Muon) else rule_of(own), schedule
+            rules[key] = MuonRule(shared, matrices) if isinstance(shared, Muon) else rule_of(shared), schedule
         chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
     # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
     ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])
