@@ -116,7 +116,7 @@ class MatrixPlan:
         whole = self._find_replicated()
         by_owner: list[list[list[MatrixInterval]]] = [[[] for _ in ranks] for _ in ranks]
         for intervals, own in zip(self.held, by_owner, strict=True):
-            for interval in sorted(intervals):
+            for interval in intervals:
                 if interval.matrix not in whole:
                     own[self.owners[interval.matrix]].append(interval)
         rank = self.rank

@@ -186,6 +186,14 @@ def weights(draw: st.DrawFn, world: int) -> list[Weight]:
 def run(comm: Communicator, chosen: list[Weight], lr_factor: float) -> tuple[int, int]:
     """Checks two updates; returns the elements received in one, and those of the buffers."""
     assert isinstance(comm, ThreadCommunicator)
+    try:
+        return checked_updates(comm, chosen, lr_factor)
+    except BaseException:
+        comm._barrier.abort()  # the other ranks would wait
+        raise
+
+
+def checked_updates(comm: ThreadCommunicator, chosen: list[Weight], lr_factor: float) -> tuple[int, int]:
     ranks = Ranks(comm.rank, comm.world_size, comm._barrier, comm._board)
     shards, wanted = [], []
     for weight in chosen:
