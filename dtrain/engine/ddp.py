@@ -182,6 +182,7 @@ class DdpEngine(StepEngine):
             "unsharded": [],
             "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
             "unreduced_grad": [],
+            **self._local_shards.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.matrix import matrix_updates
+from dtrain.optim.matrix import matrix_updates, storages
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
@@ -181,6 +181,7 @@ class NativeEngine(StepEngine):
             MAIN_GRAD: [buffer.gradient.storage for buffer in sharded.buffers],
             "unreduced_grad": [] if exchange is None else exchange.idle(),
             "frozen": [*self.replicated_frozen().values(), *frozen],
+            **storages(self._matrices),
         }
 
     def memory_formula(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ is element by element, on the shards. A matrix that every rank holds is not sent
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -163,6 +163,11 @@ class MatrixUpdate:
             for part in parts:
                 if part.replica is not None:
                     part.replica.copy_(part.master)
+
+
+def storages(updates: Mapping[int, MatrixUpdate]) -> dict[str, list[Tensor]]:
+    """Returns the buffers of ``updates`` as ``matrices``, a kind of :meth:`Engine.memory`; nothing without updates."""
+    return {"matrices": [tensor for update in updates.values() for tensor in update.buffers]} if updates else {}
 
 
 def matrix_updates(

@@ -14,7 +14,7 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
 from dtrain.optim.flat import update_group
-from dtrain.optim.matrix import MatrixShard, matrix_updates
+from dtrain.optim.matrix import MatrixShard, matrix_updates, storages
 from dtrain.optim.rule import ElementwiseRule, MatrixRule, UpdateScalars, UpdateSlice
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 
@@ -165,6 +165,11 @@ class LocalShards:
             states=tuple(states),
             replica=None,
         )
+
+    @property
+    def storages(self) -> dict[str, list[Tensor]]:
+        """Memory of the update beside the states, by the kinds of :meth:`Engine.memory`."""
+        return storages(self._matrices)
 
     def tensors(self, kind: str) -> list[Tensor]:
         """Returns the tensors of ``master`` or of an optimizer state, one for each shard that has it."""

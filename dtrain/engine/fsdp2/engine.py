@@ -160,6 +160,7 @@ class Fsdp2Engine(StepEngine):
             "unsharded": list(chain.from_iterable(unit.unsharded() for unit in self._units)),
             "main_grad": [*(unit.gradient.main_grad for unit in self._units), *self._replicated.main_grads],
             "unreduced_grad": self._state.buffers,
+            **self._local_shards.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:
