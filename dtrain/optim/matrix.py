@@ -124,9 +124,9 @@ class MatrixUpdate:
         # second collective after it has waited for the first; before the next update all ranks vote.
         self._exchange(self._owned, self._sent, plan.received, plan.sent, "matrices to their owners")
         for matrix, parts in self._matrices:
-            whole = torch.cat(parts).view(matrix.shape)
-            self._rule.transform(whole)
-            for part, moved in zip(parts, whole.view(-1).split([part.numel() for part in parts]), strict=True):
+            # a copy, even of a single part: products might depend on the alignment of their operands
+            moves = self._rule.transform(torch.cat(parts).view(matrix.shape)).reshape(-1)
+            for part, moved in zip(parts, moves.split([part.numel() for part in parts]), strict=True):
                 part.copy_(moved)
         self._exchange(self._sent, self._owned, plan.sent, plan.received, "matrices from their owners")
         if plan.section:

@@ -42,9 +42,9 @@ class MuonRule(MatrixRule):
             # chosen, not multiplied: a skipped gradient may be Inf or NaN
             torch.where(is_skipped, momentum, moved, out=momentum)
 
-    def transform(self, matrix: Tensor) -> None:
+    def transform(self, matrix: Tensor) -> Tensor:
         """Orthogonalizes ``matrix``."""
-        matrix.copy_(orthogonalize(matrix, self._record.ns_steps))
+        return orthogonalize(matrix, self._record.ns_steps)
 
     def finish(
         self, group: UpdateGroup, moves: list[Tensor], shapes: list[tuple[int, int]], scalars: UpdateScalars

@@ -245,8 +245,8 @@ class MatrixRule(Rule):
         """
 
     @abstractmethod
-    def transform(self, matrix: Tensor) -> None:
-        """Replaces ``matrix`` [rows, columns], contiguous, by what moves the master."""
+    def transform(self, matrix: Tensor) -> Tensor:
+        """Returns what moves the master, for the contiguous ``matrix`` [rows, columns], which may be overwritten."""
 
     @abstractmethod
     def finish(
