@@ -235,6 +235,30 @@ class Communicator(Protocol):
         """
 
     @abstractmethod
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *,
+        total: int,
+        label: str,
+    ) -> Handle:
+        """Starts sending consecutive parts of ``input`` to the ranks; ``output`` gets a part of each, in rank order.
+
+        Both are 1-D, of one dtype, and share no memory. If ``input`` is from :meth:`allocate` on every rank, the others
+        read it in place: [Note: buffer reuse].
+
+        Args:
+            output, input: see above.
+            output_sizes: elements that each rank sends to this one.
+            input_sizes: elements that this rank sends to each; any may be 0.
+            total: elements that all ranks send; it is recorded, because the sizes differ between the ranks.
+            label: name in messages.
+        """
+
+    @abstractmethod
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
         """Starts the maximum of each element of ``tensor`` over the ranks, in place.
 
@@ -306,6 +330,11 @@ def require_fp32(op: str, tensor: Tensor) -> None:
     """Raises ``TypeError`` unless ``tensor`` is FP32."""
     if tensor.dtype != torch.float32:
         raise TypeError(f"{op} forms partial sums, so it takes float32 tensors; got {tensor.dtype}")
+
+
+def recorded(dtype: torch.dtype, numel: int) -> Tensor:
+    """Returns what stands in the schedule for ``numel`` elements that are in no memory of their own."""
+    return torch.empty(numel, dtype=dtype, device="meta")
 
 
 def byte_view(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from dtrain.distributed.communicator import (
     GradientSend,
     Handle,
     byte_view,
+    recorded,
     require_fp32,
 )
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
@@ -97,10 +98,31 @@ class HostMemory(ProcessGroup):
             return super().reduce_scatter_sum(output, flat, label=label, dtype=dtype, gathers=gathers)
         require_fp32("reduce_scatter_sum", flat)
         # rounded by its reader, so in no memory of its own
-        what = self.schedule.record("all_to_all_single", label, torch.empty_like(flat, dtype=dtype, device="meta"))
+        what = self.schedule.record("all_to_all_single", label, recorded(dtype, flat.numel()))
         if gathers:
             self._written.add(_extent(output))
         return _SumRead(self.announce(what, flat), output, self.rank, dtype, gathers)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *,
+        total: int,
+        label: str,
+    ) -> Handle:
+        location = self.memory.find(input)
+        if location is None:
+            return super().all_to_all(output, input, output_sizes, input_sizes, total=total, label=label)
+        what = self.schedule.record("all_to_all", label, recorded(input.dtype, total))
+        self.flush()
+        # a message of its own: a buffer announced with others has one size on all ranks
+        entry = struct.pack(f"<{3 + self.world_size}q", self.schedule.num_issued, *location, *input_sizes)
+        with named_failure(f"rank {self.rank}: {what}"):
+            message = self.pipes.send("all-to-all", entry)
+        return _PartsRead(self, what, message, output.split(list(output_sizes)))
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
         if self.pipes.unsupported_reason or not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:
@@ -248,3 +270,37 @@ class _SumRead(_Read):
         # while the sum is in the cache, into pages of the others that this rank has mapped to read them
         copies = [row for row in rows if row.data_ptr() != output.data_ptr()] if self._gathers else []
         sum_in_order(output, rows, self._dtype, copies)
+
+
+class _PartsRead:
+    """An all-to-all in flight: this rank reads its parts of the other ranks' buffers in the wait.
+
+    Args:
+        message: collective's number, region, offset, and the elements for each rank.
+        parts: of the output, one for each rank.
+    """
+
+    def __init__(self, comm: HostMemory, what: str, message: Message, parts: Sequence[Tensor]) -> None:
+        self._comm = comm
+        self._what = f"rank {comm.rank}: {what}"
+        self._in_flight: tuple[Message, Sequence[Tensor]] | None = message, parts
+
+    def wait(self) -> None:
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        message, parts = in_flight
+        with named_failure(self._what):
+            payloads = self._comm.pipes.receive(message)
+        own = struct.unpack_from("<q", message.payload)[0]
+        for rank, (part, payload) in enumerate(zip(parts, payloads, strict=True)):
+            number, region, offset, *sizes = struct.unpack(f"<{3 + len(parts)}q", payload)
+            if (number, sizes[self._comm.rank]) != (own, part.numel()):
+                raise CommunicationError(
+                    f"{self._what} is collective number {own} here, which expects {part.numel()} elements of rank "
+                    f"{rank}, and met number {number}, with {sizes[self._comm.rank]}; the ranks issued different "
+                    f"collectives"
+                )
+            if part.numel():
+                start = offset + sum(sizes[: self._comm.rank]) * part.element_size()
+                part.copy_(self._comm.memory.read(rank, region, start, part))

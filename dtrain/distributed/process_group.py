@@ -27,6 +27,7 @@ from dtrain.distributed.communicator import (
     GradientSend,
     Handle,
     byte_view,
+    recorded,
     require_fp32,
 )
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange
@@ -91,6 +92,20 @@ class ProcessGroup(Communicator):
         """Starts sending shard r of ``flat`` [world_size * n] to rank r; ``output`` gets this rank's of all ranks."""
         what = self.schedule.record("all_to_all_single", label, flat)
         return self._start(what, dist.all_to_all_single, output, flat)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *,
+        total: int,
+        label: str,
+    ) -> Handle:
+        what = self.schedule.record("all_to_all", label, recorded(input.dtype, total))
+        sizes = list(output_sizes), list(input_sizes)
+        return self._start(what, dist.all_to_all_single, byte_view(output), byte_view(input), *sizes)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
         what = self.schedule.record("all_reduce_max", label, tensor)

@@ -58,7 +58,7 @@ class DdpEngine(StepEngine):
             LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), numbers[name], replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._local_shards = LocalShards(shards, self.plan, (self.rank, self.world_size))
+        self._local_shards = LocalShards(shards, self.plan, self.comm)
         self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
         for number, name in enumerate(self.backward_names):
@@ -186,6 +186,7 @@ class DdpEngine(StepEngine):
             "unsharded": [],
             "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
             "unreduced_grad": [],
+            **self._local_shards.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:

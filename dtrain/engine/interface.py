@@ -343,6 +343,7 @@ class Engine(ABC):
         ``compute``, ``main_grad``, ``master``, ``moments`` (all states of the optimizer) and ``frozen`` (frozen
         parameters) are in the formula. ``buffers`` are the model's own. ``unsharded`` are the full replicas that stage
         3 holds now, none between steps, and ``unreduced_grad`` micro-batch gradients before their reduction.
+        ``matrices``, if the optimizer needs whole matrices (Muon), are the buffers in which they travel.
         """
 
     @abstractmethod

@@ -95,7 +95,8 @@ class StateEngine(Engine):
             **self._storages(),
             "buffers": list(self.module.buffers()),
         }
-        return {kind: sum(tensor.nbytes for tensor in storages[kind]) for kind in _KINDS}
+        kinds = [*_KINDS, *(kind for kind in storages if kind not in _KINDS)]
+        return {kind: sum(tensor.nbytes for tensor in storages[kind]) for kind in kinds}
 
     @property
     def state_bytes(self) -> int:

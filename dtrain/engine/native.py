@@ -19,6 +19,7 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
+from dtrain.optim.matrix import matrix_updates, storages
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
@@ -66,12 +67,16 @@ class NativeEngine(StepEngine):
         self.await_readers()
 
     def _build_optimizer(self) -> None:
+        # before anything that may fail on a single rank, because it communicates
+        shards = [list(buffer.matrix_shards(self.plan)) for buffer in self.sharded.buffers]
+        self._matrices = matrix_updates(self.plan.rules, shards, self.comm)
+
         def build() -> None:
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
             average = None
             if self.plan.ema_decay is not None:
                 average = MovingAverage(self.plan.ema_decay, [[buffer.averaged()] for buffer in self.sharded.buffers])
-            self._optimizer = FlatUpdate(self.plan.rules, slices, average)
+            self._optimizer = FlatUpdate(self.plan.rules, slices, self._matrices, average)
             if self.plan.is_compiled and self.device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
@@ -113,6 +118,7 @@ class NativeEngine(StepEngine):
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
+        self._optimizer.begin(scalars)
         self.sharded.refresh(lambda numbers: self._optimizer.update(numbers, scalars))
 
     def _refresh(self) -> None:
@@ -202,6 +208,7 @@ class NativeEngine(StepEngine):
             MAIN_GRAD: [buffer.gradient.storage for buffer in sharded.buffers],
             "unreduced_grad": [] if exchange is None else exchange.idle(),
             "frozen": [*self.replicated_frozen().values(), *frozen],
+            **storages(self._matrices),
         }
 
     def memory_formula(self) -> dict[str, int]:

@@ -30,6 +30,7 @@ class GPT2Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim)
         self.out = nn.Linear(hidden_dim, hidden_dim)
+        self.muon_splits = {"qkv.weight": (hidden_dim,) * 3}
 
     def forward(self, x: Tensor) -> Tensor:
         queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)

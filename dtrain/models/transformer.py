@@ -98,6 +98,8 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.qkv = nn.Linear(dims.hidden, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head, bias=False)
         self.out = nn.Linear(dims.num_heads * dims.head, dims.hidden, bias=False)
+        kv_rows = dims.num_kv_heads * dims.head
+        self.muon_splits = {"qkv.weight": (dims.num_heads * dims.head, kv_rows, kv_rows)}
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Maps ``x`` [B, T, hidden] and ``rotation`` [T, 1, head / 2, 2] to [B, T, hidden]."""
@@ -124,6 +126,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.gate_up = nn.Linear(dims.hidden, 2 * dims.ffn, bias=False)
         self.down = nn.Linear(dims.ffn, dims.hidden, bias=False)
+        self.muon_splits = {"gate_up.weight": (dims.ffn, dims.ffn)}
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

@@ -10,12 +10,20 @@ an update is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from dtrain.optim.average import MovingAverage
-from dtrain.optim.rule import ElementwiseRule, Rule, SegmentKernel, UpdateGroup, UpdateScalars, UpdateSlice
+from dtrain.optim.rule import (
+    ElementwiseRule,
+    MatrixKernel,
+    Rule,
+    SegmentKernel,
+    UpdateGroup,
+    UpdateScalars,
+    UpdateSlice,
+)
 
 _BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
@@ -27,6 +35,7 @@ class FlatUpdate:
     Args:
         rules: the rules, by number.
         segments: the slices of each segment, cut where the update class changes.
+        matrices: the updates of the rules that need whole matrices, by number.
         average: moving average of the same segments, if one is kept.
 
     Raises:
@@ -37,14 +46,24 @@ class FlatUpdate:
         self,
         rules: Sequence[Rule],
         segments: Sequence[Sequence[UpdateSlice]],
+        matrices: Mapping[int, MatrixKernel] | None = None,
         average: MovingAverage | None = None,
     ) -> None:
+        self._matrices = matrices or {}
         self._average = average
         self._kernels: list[SegmentKernel] = []
         for number, rule in enumerate(rules):
+            if number in self._matrices:
+                self._kernels.append(self._matrices[number])
+                continue
             own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
             assert isinstance(rule, ElementwiseRule)
             self._kernels.append(rule.segment_kernel(own) or BlockedUpdate(rule, own))
+
+    def begin(self, scalars: UpdateScalars) -> None:
+        """Transforms what rules need whole, before the first call of :meth:`update`; all ranks call."""
+        for number, matrices in self._matrices.items():
+            matrices.begin(scalars.of_rule(number))
 
     @torch.no_grad()
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:

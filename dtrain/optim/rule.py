@@ -9,7 +9,7 @@ as the masters, save them under their names and count their bytes; none knows an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
@@ -164,6 +164,13 @@ class SegmentKernel(Protocol):
         """Updates the segments ``numbers``, which ascend; the main grads may be overwritten."""
 
 
+class MatrixKernel(SegmentKernel, Protocol):
+    """An update that needs whole matrices, which the ranks exchange first."""
+
+    def begin(self, scalars: UpdateScalars) -> None:
+        """Updates the states and transforms all matrices, before the segments are updated; all ranks call."""
+
+
 class Rule(ABC):
     """An optimizer with its hyper-parameters.
 
@@ -224,9 +231,11 @@ class MatrixRule(Rule):
 
     Attributes:
         matrix_dtype: dtype in which matrices travel between ranks, both ways.
+        splits: rows of the matrices that a parameter holds, by its name; a parameter without an entry is one matrix.
     """
 
     matrix_dtype: torch.dtype = torch.bfloat16
+    splits: Mapping[str, tuple[int, ...]]
 
     @abstractmethod
     def begin(self, group: UpdateGroup, grads: list[Tensor], outputs: list[Tensor], scalars: UpdateScalars) -> None:
@@ -236,13 +245,22 @@ class MatrixRule(Rule):
         """
 
     @abstractmethod
-    def transform(self, name: str, matrix: Tensor) -> None:
-        """Replaces ``matrix`` [rows, columns], the one of parameter ``name``, by what moves the master."""
+    def transform(self, matrix: Tensor) -> Tensor:
+        """Returns what moves the master, for the contiguous ``matrix`` [rows, columns], which may be overwritten."""
 
     @abstractmethod
-    def finish(self, group: UpdateGroup, moves: list[Tensor], names: list[str], scalars: UpdateScalars) -> None:
-        """Updates the masters by ``moves``, their elements of the transformed matrices, or none if skipped."""
+    def finish(
+        self, group: UpdateGroup, moves: list[Tensor], shapes: list[tuple[int, int]], scalars: UpdateScalars
+    ) -> None:
+        """Updates the masters by ``moves``, or none if the update is skipped.
+
+        Args:
+            group: the tensors to update.
+            moves: their elements of the transformed matrices.
+            shapes: of the matrices that they lie in.
+            scalars: scalars of this update, with the learning rate of the group.
+        """
 
     @abstractmethod
-    def cost(self, name: str, shape: tuple[int, ...]) -> float:
+    def cost(self, shape: tuple[int, int]) -> float:
         """Returns the time of :meth:`transform`, in any unit."""

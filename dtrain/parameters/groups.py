@@ -11,7 +11,8 @@ from torch import nn
 from dtrain.errors import ConfigError, ModelError, nearest
 from dtrain.precision.rules import fp32_class
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential)
+CONTAINERS = (nn.ModuleList, nn.Sequential)
+"""Modules whose elements are units of sharding by default."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _auto_units(model: nn.Module) -> list[str]:
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
-            if isinstance(module, _CONTAINERS):  # not deeper: only the outermost container gives units
+            if isinstance(module, CONTAINERS):  # not deeper: only the outermost container gives units
                 units.append(path)
             else:
                 visit(child, f"{path}.")

@@ -14,7 +14,9 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ContractError
 from dtrain.optim.average import EMA, MovingAverage
-from dtrain.optim.rule import ElementwiseRule, UpdateGroup, UpdateScalars
+from dtrain.optim.flat import update_group
+from dtrain.optim.matrix import MatrixShard, matrix_updates, storages
+from dtrain.optim.rule import ElementwiseRule, MatrixRule, UpdateScalars, UpdateSlice
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 
 
@@ -92,13 +94,13 @@ class LocalShards:
     Args:
         shards: one for each parameter; those without an element here are left out.
         plan: the optimizer of each shard.
-        share: (rank, world size), for what is replicated.
+        comm: the ranks.
     """
 
-    def __init__(self, shards: Iterable[LocalShard], plan: OptimizerPlan, share: tuple[int, int]) -> None:
+    def __init__(self, shards: Iterable[LocalShard], plan: OptimizerPlan, comm: Communicator) -> None:
         self.shards = [shard for shard in shards if shard.master.numel()]
         self._plan = plan
-        self._share = share
+        self._share = comm.rank, comm.world_size  # of what is replicated
         self._values = {"master": {n: shard.master for n, shard in enumerate(self.shards)}} | {
             kind: {
                 n: spec.like(shard.master)
@@ -111,6 +113,12 @@ class LocalShards:
         if plan.ema_decay is not None:
             pairs = [(shard.master, self._values[EMA.name][n]) for n, shard in enumerate(self.shards)]
             self._average = MovingAverage(plan.ema_decay, [pairs])
+        segment = [
+            MatrixShard(shard.name, shard.shape, shard.start, self._slice(n))
+            for n, shard in enumerate(self.shards)
+            if isinstance(plan.rule_of(shard.update_class), MatrixRule)
+        ]
+        self._matrices = matrix_updates(plan.rules, [segment], comm)
         # one call of a rule per update class
         numbers = dict.fromkeys(sorted(shard.update_class for shard in self.shards))
         self._classes = [
@@ -138,22 +146,37 @@ class LocalShards:
 
     @torch.no_grad()
     def update(self, scalars: UpdateScalars) -> None:
-        """Runs one update of masters and optimizer states; the main grads may be overwritten."""
+        """Runs one update of masters and optimizer states; all ranks call; the main grads may be overwritten."""
+        for number, matrices in self._matrices.items():
+            own = [s.main_grad for s in self.shards if self._plan.classes[s.update_class].rule == number]
+            matrices.begin(scalars.of_rule(number), own)
+            matrices.update([0], scalars.of_rule(number))
         for number, chosen in self._classes:
             update_class, rule = self._plan.classes[number], self._plan.rule_of(number)
-            shards = [self.shards[n] for n in chosen]
-            group = UpdateGroup(
-                update_class.weight_decay,
-                [shard.master for shard in shards],
-                tuple([self._values[spec.name][n] for n in chosen] for spec in rule.states),
-                [(zlib.crc32(shard.name.encode()), shard.start) for shard in shards],
-            )
-            assert isinstance(rule, ElementwiseRule)
-            # read now, because a library may replace the gradients' tensors at any step
-            grads = [shard.main_grad for shard in shards]
-            rule.apply(group, grads, scalars.of_rule(update_class.rule).scaled(update_class.lr_factor))
+            if isinstance(rule, ElementwiseRule):
+                group = update_group([self._slice(n) for n in chosen])
+                # read now, because a library may replace the gradients' tensors at any step
+                grads = [self.shards[n].main_grad for n in chosen]
+                rule.apply(group, grads, scalars.of_rule(update_class.rule).scaled(update_class.lr_factor))
         if self._average is not None:
             self._average.update([0], scalars)
+
+    def _slice(self, number: int) -> UpdateSlice:
+        shard = self.shards[number]
+        states = (self._values[spec.name][number] for spec in self._plan.rule_of(shard.update_class).states)
+        return UpdateSlice(
+            self._plan.classes[shard.update_class],
+            origin=(zlib.crc32(shard.name.encode()), shard.start),
+            master=shard.master,
+            main_grad=shard.main_grad,
+            states=tuple(states),
+            replica=None,
+        )
+
+    @property
+    def storages(self) -> dict[str, list[Tensor]]:
+        """Memory of the update beside the states, by the kinds of :meth:`Engine.memory`."""
+        return storages(self._matrices)
 
     def tensors(self, kind: str) -> list[Tensor]:
         """Returns the tensors of ``master`` or of an optimizer state, one for each shard that has it."""

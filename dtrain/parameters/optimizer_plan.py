@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from dtrain.config.optim import Optimizer
+from dtrain.config.optim import Muon, Optimizer
 from dtrain.config.schedule import Schedule
 from dtrain.errors import ConfigError
 from dtrain.optim.average import EMA
+from dtrain.optim.muon import MuonRule
 from dtrain.optim.rule import Rule, StateSpec, UpdateClass
 from dtrain.optim.rules import rule_of
 from dtrain.parameters.groups import decayed_names, matching_parameters
+from dtrain.parameters.muon import muon_parameters
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None 
     """
     patterns = _first_patterns(model, record.groups)
     decayed = decayed_names(model)
+    matrices = muon_parameters(model, record) if isinstance(record, Muon) else {}
     rules: dict[str, tuple[Rule, Schedule | None]] = {}
     chosen: dict[str, tuple[str, float, float]] = {}
     for name, parameter in model.named_parameters():
@@ -91,11 +94,14 @@ def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None 
         pattern = patterns.get(name)
         changes: Mapping[str, Any] = {} if pattern is None else record.groups[pattern]
         own = replace(record, groups={}) if pattern is None else record.with_changes(pattern)
+        if isinstance(own, Muon) and name not in matrices:
+            own = own.for_vectors
         schedule = changes.get("schedule")
         decays = name in decayed or "weight_decay" in changes
-        key = repr((own.without_decay(), schedule))
+        shared = own.without_decay()
+        key = repr((shared, schedule))
         if key not in rules:
-            rules[key] = rule_of(own.without_decay()), schedule
+            rules[key] = MuonRule(shared, matrices) if isinstance(shared, Muon) else rule_of(shared), schedule
         chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
     # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
     ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
-from dtrain.optim.rule import UpdateSlice
+from dtrain.optim.matrix import MatrixShard
+from dtrain.optim.rule import MatrixRule, UpdateSlice
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
@@ -56,18 +57,27 @@ class FlatBuffer:
 
     def update_slices(self, plan: OptimizerPlan) -> list[UpdateSlice]:
         """Returns the segment, cut where the update class changes."""
+        return [self._slice(plan, number, start, stop) for number, start, stop in self.segment.class_ranges()]
+
+    def matrix_shards(self, plan: OptimizerPlan) -> Iterator[MatrixShard]:
+        """Yields what this rank holds of the parameters whose rule needs whole matrices."""
+        for interval in self.segment.intervals():
+            spec, low = interval.spec, interval.offset
+            if isinstance(plan.rule_of(spec.update_class), MatrixRule):
+                part = self._slice(plan, spec.update_class, low, low + interval.stop - interval.start)
+                yield MatrixShard(spec.name, spec.shape, interval.start, part)
+
+    def _slice(self, plan: OptimizerPlan, number: int, start: int, stop: int) -> UpdateSlice:
+        """Returns elements ``start`` to ``stop`` of the segment, of update class ``number``."""
         key = zlib.crc32(self.layout.name.encode())  # equal at every stage and world size, as the offsets are
-        return [
-            UpdateSlice(
-                plan.classes[number],
-                origin=(key, self.segment.start + start),
-                master=self.master[start:stop],
-                main_grad=self.gradient.main_grad[start:stop],
-                states=tuple(self._state(spec.name, start, stop) for spec in plan.rule_of(number).states),
-                replica=None if self._cast_target is None else self._cast_target[start:stop],
-            )
-            for number, start, stop in self.segment.class_ranges()
-        ]
+        return UpdateSlice(
+            plan.classes[number],
+            origin=(key, self.segment.start + start),
+            master=self.master[start:stop],
+            main_grad=self.gradient.main_grad[start:stop],
+            states=tuple(self._state(spec.name, start, stop) for spec in plan.rule_of(number).states),
+            replica=None if self._cast_target is None else self._cast_target[start:stop],
+        )
 
     def _state(self, kind: str, start: int, stop: int) -> Tensor:
         held = self.states[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -19,7 +20,7 @@ from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
-from dtrain.errors import DivergenceError
+from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -272,3 +273,61 @@ def test_sums_that_every_rank_needs_are_equal_through_memory_and_sockets(dtype: 
             assert torch.equal(got, first)
     terms = [torch.randn(9, generator=torch.Generator().manual_seed(rank)).to(dtype).float() for rank in range(3)]
     assert torch.equal(through_memory[0][0][1], (terms[0] + terms[1]) + terms[2])
+
+
+SIZES = {1: [[5]], 2: [[3, 0], [65, 2]], 3: [[0, 7, 33], [0, 0, 0], [129, 0, 4]]}
+"""Elements of an all-to-all by sender and receiver."""
+
+
+def parts_of_all(rank: int, world: int, shared: bool, dtype: torch.dtype) -> tuple[list[list[float]], list[str]]:
+    """Returns what two rounds of an uneven all-to-all bring, and the schedule's entries."""
+    comm = make_communicator(dist.group.WORLD if world > 1 else None, CPU, shared_memory=shared)
+    sent, received = SIZES[world][rank], [row[rank] for row in SIZES[world]]
+    allocated = comm.allocate(max(map(sum, SIZES[world])) + 3, torch.float32).view(dtype)
+    source, target = allocated[2 : 2 + sum(sent)], torch.empty(sum(received), dtype=dtype)
+    comm.schedule.begin_step()
+    found = []
+    for turn in range(2):
+        # e.g. 12: the first round's, of rank 0 to rank 2
+        values = [torch.full((n,), 10.0 * (10 * turn + rank) + to) for to, n in enumerate(sent)]
+        source.copy_(torch.cat(values))
+        handle = comm.all_to_all(
+            target, source, received, sent, total=sum(map(sum, SIZES[world])), label=f"round {turn}"
+        )
+        handle.wait()
+        handle.wait()
+        found.append(target.float().tolist())
+        comm.gather_rows(torch.zeros(1), label="vote")
+    return found, list(comm.schedule.log)
+
+
+@pytest.mark.parametrize(("world", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_rank_gets_its_parts_of_uneven_and_empty_sizes(world: int, shared: bool, dtype: torch.dtype) -> None:
+    results = run_ranks(world, parts_of_all, shared, dtype)
+    total, name = sum(map(sum, SIZES[world])), str(dtype).removeprefix("torch.")
+    for rank, (found, log) in enumerate(results):
+        for turn in range(2):
+            parts = [[10.0 * (10 * turn + sender) + rank] * row[rank] for sender, row in enumerate(SIZES[world])]
+            assert found[turn] == list(chain.from_iterable(parts))
+        # the same on all ranks, for the vote compares them
+        entries = [entry for entry in log if not entry.startswith("gather_rows")]
+        assert entries == [f"all_to_all(round {turn}, {total} x {name})" for turn in range(2)]
+
+
+def unequal_parts(rank: int, world: int) -> str:
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=True)
+    source, target = comm.allocate(4, torch.float32), torch.empty(4)
+    received, sent = [[1, 1], [3, 1]][rank], [[1, 2], [1, 1]][rank]  # rank 0 sends two, rank 1 expects three
+    target, source = target[: sum(received)], source[: sum(sent)]
+    handle = comm.all_to_all(target, source, received, sent, total=5, label="moves")
+    try:
+        handle.wait()
+    except CommunicationError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_that_another_rank_does_not_send_are_an_error() -> None:
+    _, message = run_ranks(2, unequal_parts)
+    assert "expects 3 elements of rank 0, and met number" in message

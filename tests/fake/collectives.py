@@ -158,7 +158,11 @@ class Collectives:
                 assert tensor.device == DEVICE, f"{name} of a tensor on {tensor.device}"
                 assert tensor.is_contiguous(), f"{name} of a tensor with strides {tensor.stride()}"
             assert output.dtype == source.dtype, f"{name} of {source.dtype} into {output.dtype}"
-            assert output.numel() * scale[1] == source.numel() * scale[0], f"{name}: {source.shape} to {output.shape}"
+            sizes = (output.numel() * scale[1], source.numel() * scale[0])
+            if splits := [value for value in inputs[1:] if isinstance(value, list)]:  # of an uneven all-to-all
+                assert sizes == tuple(map(sum, splits)), f"{name}: {splits} of {source.shape} to {output.shape}"
+            else:
+                assert sizes[0] == sizes[1], f"{name}: {source.shape} to {output.shape}"
             if output is not source and name != "all_gather":  # whose input may lie in its own place
                 assert not _Range.of(output).overlaps(_Range.of(source)) or name == "reduce_scatter"
             self.sent.append((name, output.numel()))

@@ -69,9 +69,7 @@ class Fsdp2Engine(StepEngine):
         sharded = chain.from_iterable(
             unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units
         )
-        self._local_shards = LocalShards(
-            [*sharded, *self._replicated.local_shards], self.plan, (comm.rank, comm.world_size)
-        )
+        self._local_shards = LocalShards([*sharded, *self._replicated.local_shards], self.plan, comm)
         self._is_finished = True
         self.check_contract()
 
@@ -183,6 +181,7 @@ class Fsdp2Engine(StepEngine):
             "unsharded": list(chain.from_iterable(unit.unsharded() for unit in self._units)),
             "main_grad": [*(unit.gradient.main_grad for unit in self._units), *self._replicated.main_grads],
             "unreduced_grad": self._state.buffers,
+            **self._local_shards.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:

@@ -1,0 +1,67 @@
+"""Muon as one rank of many on fake devices: waits, host reads, the collectives of a step, and the buffers."""
+
+from __future__ import annotations
+
+import gc
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.config.optim import Muon
+from tests.fake.collectives import Collective, FakeRanks
+from tests.fake.harness import fake_engine
+
+RECORD = Muon(compile=False)
+
+
+def with_the_rest(self: FakeRanks, text: str) -> list[str]:
+    """Stands in for ``exchange_text`` of two ranks: the other one holds the rest of this rank's matrices."""
+    if not text.startswith("[["):
+        return [text] * self.world_size
+    rest = []
+    for name, shape, start, stop in json.loads(text):
+        numel = shape[0] * shape[1]
+        rest += [[name, shape, low, high] for low, high in ((0, start), (stop, numel)) if low < high]
+    return [text, json.dumps(rest)]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (0, 8), (1, 2), (2, 2), (3, 2)])
+def test_a_step_of_one_rank_among_many(stage: int, ranks: int) -> None:
+    exchange = with_the_rest if ranks == 2 else FakeRanks.exchange_text
+    with (
+        mock.patch.object(FakeRanks, "exchange_text", exchange),
+        fake_engine(ranks, precision="bf16", zero_stage=stage, optimizer=RECORD) as rank,
+    ):
+        assert isinstance(rank.engine.options.optimizer, dtrain.config.optim.Muon)
+        rank.step(1)
+        rank.collectives.clear()
+        assert rank.step(1).applied
+        rank.collectives.require_waited()
+        matrices = sum(
+            slot.spec.numel
+            for b in rank.engine.sharded.buffers
+            for slot in b.layout.slots
+            if "blocks" in slot.spec.name and len(slot.spec.shape) == 2
+        )
+        moved = [one for one in rank.collectives.issued if "owners" in one.label]
+        assert {one.dtype for one in moved} <= {torch.bfloat16}
+        memory = rank.engine.memory()
+        if ranks == 1:
+            assert not moved
+            assert memory["matrices"] == 2 * matrices
+        elif stage == 0:
+            assert moved == [
+                Collective("all_gather", "matrices of all owners", memory["matrices"] // 2, torch.bfloat16)
+            ]
+        else:
+            assert [(one.op, one.label) for one in moved] == [
+                ("all_to_all", "matrices to their owners"),
+                ("all_to_all", "matrices from their owners"),
+            ]
+            assert len([1 for name, _ in rank.collectives.sent if name == "all_to_all"]) >= 2
+            assert memory["matrices"] <= 2 * 1.3 * matrices
+        gc.collect()
+        assert 0 <= rank.device.live_bytes() - sum(memory.values()) < 64 * 1024
