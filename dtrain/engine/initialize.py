@@ -107,7 +107,7 @@ def initialize(
     if record.reproducible:
         require_reproducible(model)
     device = _rank_device(model) if comm is None else comm.device
-    plan = plan_optimizer(model, on_device(options.optimizer, device), ema_decay)
+    plan = plan_optimizer(model, on_device(options.optimizer, device), device, ema_decay)
     if comm is None:
         policy = policy.on(device)
         comm = connect(device)

@@ -31,7 +31,7 @@ class TorchRule(ElementwiseRule):
         ConfigError: the class cannot be built with the options, needs whole tensors, or keeps what cannot be sharded.
     """
 
-    def __init__(self, record: TorchOptimizer, device: torch.device = torch.device("cpu")) -> None:  # noqa: B008
+    def __init__(self, record: TorchOptimizer, device: torch.device) -> None:
         self._device = device
         self._kept = probe(record, device)
         self.states = tuple(self._kept.tensors.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from dtrain.config.optim import Optimizer
@@ -73,8 +74,10 @@ class OptimizerPlan:
         )
 
 
-def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None = None) -> OptimizerPlan:
-    """Returns the plan of ``record``, decided for a device, on the trained parameters of ``model``.
+def plan_optimizer(
+    model: nn.Module, record: Optimizer, device: torch.device, ema_decay: float | None = None
+) -> OptimizerPlan:
+    """Returns the plan of ``record``, decided for ``device``, on the trained parameters of ``model``.
 
     Weight decay acts on parameters of two dimensions or more that are in no norm, and where a group sets it.
 
@@ -95,7 +98,7 @@ def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None 
         decays = name in decayed or "weight_decay" in changes
         key = repr((own.without_decay(), schedule))
         if key not in rules:
-            rules[key] = rule_of(own.without_decay()), schedule
+            rules[key] = rule_of(own.without_decay(), device), schedule
         chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
     # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
     ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])

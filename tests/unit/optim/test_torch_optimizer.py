@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dtrain.config.optim import TorchOptimizer
 from dtrain.optim.rule import StateSpec, UpdateGroup, UpdateScalars
+from dtrain.optim.rules import rule_of
 from dtrain.optim.torch_optimizer import TorchRule
 
 STEPS = 10
@@ -57,7 +58,8 @@ class Training:
 
     def __init__(self, record: TorchOptimizer, blocks: tuple[int, ...] = NUMELS) -> None:
         self.record = record
-        self.rule = TorchRule(record.without_decay())
+        self.rule = rule_of(record.without_decay())
+        assert isinstance(self.rule, TorchRule)
         generator = torch.Generator().manual_seed(1)
         self.start, *self.grads = (torch.randn(sum(NUMELS), generator=generator) for _ in range(1 + STEPS))
         self.arena = self.start.clone()
@@ -116,9 +118,9 @@ def test_blocks_have_the_bits_of_the_class_itself(optimizer: Any, options: dict[
 
 
 def test_states_have_their_values_before_the_first_update() -> None:
-    assert TorchRule(TorchOptimizer(torch.optim.Rprop, lr=0.5)).states[1] == StateSpec("step_size", init=0.5)
-    assert TorchRule(TorchOptimizer(torch.optim.Adagrad, initial_accumulator_value=0.25)).states[0].init == 0.25
-    assert TorchRule(TorchOptimizer(Averaged)).states == (StateSpec("slow", init=None),)
+    assert rule_of(TorchOptimizer(torch.optim.Rprop, lr=0.5)).states[1] == StateSpec("step_size", init=0.5)
+    assert rule_of(TorchOptimizer(torch.optim.Adagrad, initial_accumulator_value=0.25)).states[0].init == 0.25
+    assert rule_of(TorchOptimizer(Averaged)).states == (StateSpec("slow", init=None),)
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, Averaged])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dtrain.config.optim import TorchOptimizer
 from dtrain.errors import ConfigError
-from dtrain.optim.torch_optimizer import TorchRule
+from dtrain.optim.rules import rule_of
 
 
 class Updating(Optimizer):
@@ -133,7 +133,7 @@ class Hidden(torch.optim.AdamW):
 def test_others_are_refused_with_the_reason(optimizer: Any, options: dict[str, Any], reason: str) -> None:
     random_state = torch.get_rng_state()
     with pytest.raises(ConfigError, match=rf"TorchOptimizer cannot take {optimizer.__name__}: (?s:.*){reason}"):
-        TorchRule(TorchOptimizer(optimizer, lr=1e-4, **options))
+        rule_of(TorchOptimizer(optimizer, lr=1e-4, **options))
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
@@ -141,4 +141,4 @@ def test_a_class_with_free_options_is_taken_once_they_are_given() -> None:
     record = TorchOptimizer(Hidden, weight_decay=0.1)
     assert record.decay == 0.1
     assert record.without_decay().options == {"weight_decay": 0.0}
-    assert [spec.name for spec in TorchRule(record).states] == ["exp_avg", "exp_avg_sq"]
+    assert [spec.name for spec in rule_of(record).states] == ["exp_avg", "exp_avg_sq"]
