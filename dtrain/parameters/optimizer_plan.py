@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtrain.config.optim import Optimizer
-from dtrain.config.schedule import Schedule
+from dtrain.config.schedule import AnySchedule
 from dtrain.errors import ConfigError
 from dtrain.optim.average import EMA
 from dtrain.optim.rule import Rule, StateSpec, UpdateClass
@@ -32,7 +32,7 @@ class OptimizerPlan:
     """
 
     rules: tuple[Rule, ...]
-    schedules: tuple[Schedule | None, ...]
+    schedules: tuple[AnySchedule | None, ...]
     classes: tuple[UpdateClass, ...]
     numbers: Mapping[str, int]
     ema_decay: float | None = None
@@ -86,7 +86,7 @@ def plan_optimizer(
     """
     patterns = _first_patterns(model, record.groups)
     decayed = decayed_names(model)
-    rules: dict[str, tuple[Rule, Schedule | None]] = {}
+    rules: dict[str, tuple[Rule, AnySchedule | None]] = {}
     chosen: dict[str, tuple[str, float, float]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
