@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
     from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
-    from dtrain.config.optim import AdamW
+    from dtrain.config.optim import AdamW, TorchOptimizer
     from dtrain.config.precision import Float8, LossScale
     from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
     from dtrain.engine.initialize import initialize
     from dtrain.engine.interface import Engine
     from dtrain.engine.outcome import Culprit, StepOutcome
+    from dtrain.optim.torch_schedule import TorchSchedule
     from dtrain.precision.policy import PrecisionPolicy
     from dtrain.precision.regions import full_precision
 
@@ -36,6 +37,8 @@ __all__ = [
     "PrecisionPolicy",
     "Schedule",
     "StepOutcome",
+    "TorchOptimizer",
+    "TorchSchedule",
     "checkpoint",
     "errors",
     "full_precision",
@@ -45,12 +48,13 @@ __all__ = [
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
     "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
-    "dtrain.config.optim": ("AdamW",),
+    "dtrain.config.optim": ("AdamW", "TorchOptimizer"),
     "dtrain.config.precision": ("Float8", "LossScale"),
     "dtrain.config.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
     "dtrain.engine.interface": ("Engine",),
     "dtrain.engine.outcome": ("Culprit", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
+    "dtrain.optim.torch_schedule": ("TorchSchedule",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
     "dtrain.precision.regions": ("full_precision",),
 }

@@ -62,7 +62,7 @@ class CheckpointReader:
             if tensor.kind not in valid:
                 raise CheckpointError(
                     f"{self.path} holds {tensor.label}, of a kind that this run does not know (known: "
-                    f"{', '.join(sorted(valid))}); load it with the optimizer (ema: ema.decay) and the dtrain that wrote it"
+                    f"{', '.join(sorted(valid))}); load it with the optimizer (ema: ema.decay) and dtrain that wrote it"
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
+import sys
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields, make_dataclass, replace
 from typing import Any, ClassVar
 
 from dtrain.config.fields import CheckedRecord, above, at_least, between, one_of, option, setting, shown
+from dtrain.config.imports import NAMED, NamedClass, load_named
 from dtrain.errors import ConfigError, nearest
 
 _COMPILE = "Compile the update (on a GPU norm and vote too), which takes seconds; auto: on a GPU with a compiler."
@@ -175,6 +180,85 @@ class Muon(Optimizer):
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, compile=self.compile)
 
 
+@dataclass(frozen=True, init=False)
+class TorchOptimizer(Optimizer):
+    """Any optimizer of torch, or of your own, that updates each element by itself; proven when the run starts."""
+
+    name: str = option("torch")
+    factory: str = setting("torch.optim:RAdam", "Class of the optimizer, as package.module:Class.")
+    lr: float = at_least(1e-3, 0.0, _LR)
+    _: KW_ONLY
+    options: dict[str, Any] = setting({}, "The class's other options, such as {betas: [0.9, 0.99]}.")
+
+    def __init__(
+        self,
+        factory: str | type,
+        lr: float = 1e-3,
+        *,
+        options: Mapping[str, Any] | None = None,
+        groups: Mapping[str, Any] | None = None,
+        name: str = "torch",
+        **more: Any,
+    ) -> None:
+        """Takes the class, or its name as ``package.module:Class``, and its options by name."""
+        values = {"factory": NamedClass(factory) if isinstance(factory, type) else factory, "lr": lr, "name": name}
+        values |= {"options": {**(options or {}), **more}, "groups": dict(groups or {})}
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        self.__post_init__()
+
+    def _check(self) -> None:
+        if not NAMED.fullmatch(self.factory) and not isinstance(self.factory, NamedClass):
+            raise ConfigError(f"{self._entry('factory')} must be package.module:Class, such as torch.optim:RAdam")
+        if isinstance(self.factory, NamedClass):
+            self.load()
+        for key in ("lr", "params"):
+            if key in self.options:
+                raise ConfigError(f"{self._key('options')} sets {key}; give {self._key('lr')}, or lr_factor in a group")
+        try:
+            json.dumps(self.options)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self._key('options')}={shown(self.options)} must be numbers, text, or lists of them, which the "
+                f"ranks can compare ({error})"
+            ) from None
+        pairs = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        object.__setattr__(self, "options", pairs)  # as a script writes them
+        super()._check()
+
+    def load(self) -> type[Any]:
+        """Returns the class; raises ``ConfigError`` if it cannot be imported or is no ``torch.optim.Optimizer``."""
+        named = self.factory
+        found = named.loaded if hasattr(named, "loaded") else load_named(named, self._key("factory"))
+        base = getattr(sys.modules.get("torch.optim"), "Optimizer", ())
+        if not isinstance(found, type) or not issubclass(found, base):
+            raise ConfigError(
+                f"{self._key('factory')}={shown(found)} is not a class derived from torch.optim.Optimizer; give the "
+                f"class and its options: dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-3, betas=(0.9, 0.99))"
+            )
+        return found
+
+    @property
+    def decay(self) -> float:
+        """The option ``weight_decay``, else the class's default; 0 if it has none."""
+        found = inspect.signature(self.load()).parameters.get("weight_decay")
+        value = self.options.get("weight_decay", getattr(found, "default", 0.0))
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+    def without_decay(self) -> TorchOptimizer:
+        """Returns the record with a weight decay of 0, if the class has one."""
+        takes = "weight_decay" in {*self.options, *inspect.signature(self.load()).parameters}
+        return replace(self, options={**self.options, "weight_decay": 0.0}) if takes else self
+
+    def with_changes(self, pattern: str) -> TorchOptimizer:
+        """Returns the record with the options that the entry ``pattern`` of ``groups`` changes, without ``groups``."""
+        changes = {key: value for key, value in self.groups[pattern].items() if key not in ("lr_factor", "schedule")}
+        try:
+            return replace(self, groups={}, options={**self.options, **changes})
+        except ConfigError as error:
+            raise ConfigError(f"{self._key('groups')}, '{pattern}': {error}") from None
+
+
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "adamw-bf16": AdamWBF16,
@@ -182,6 +266,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": SGD,
     "lion": Lion,
     "muon": Muon,
+    "torch": TorchOptimizer,
 }
 """Records by the name that ``optim=`` takes."""
 

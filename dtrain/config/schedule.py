@@ -6,18 +6,86 @@ A skipped step does not advance them, so the schedule and Adam's bias correction
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from dtrain.config.fields import CheckedRecord, at_least, between, option
+from dtrain.config.fields import CheckedRecord, at_least, between, option, shown
 from dtrain.errors import ConfigError
 
 
-class Schedule(Protocol):
+class AnySchedule(Protocol):
     """A learning-rate schedule: a frozen record, so that ranks can compare it."""
 
     def factor(self, step: int) -> float:
         """Returns the learning rate of the update after ``step`` applied ones, as a fraction of the peak."""
+
+
+_REQUIRED = (0, 1, 2)
+_SAMPLED = (*_REQUIRED, 10, 100, 1000)
+
+
+class _HoldsFunction:
+    """Base of a record with an attribute that is no field of it, so that ranks do not compare it."""
+
+    _function: Callable[[int], float]
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Schedule(_HoldsFunction):
+    """Learning rate by a function of the number of applied steps, as a fraction of the peak.
+
+    Ranks compare a few of its values when they start, and the learning rate itself at every step.
+
+    Args:
+        function: takes the number of applied steps and returns a finite number >= 0, always the same for a step.
+
+    Attributes:
+        samples: its values at a few steps; None at a step that it does not take, such as one after the end of a table.
+
+    Raises:
+        ConfigError: it fails or returns something else at one of the first steps.
+    """
+
+    samples: tuple[float | None, ...]
+
+    def __init__(self, function: Callable[[int], float]) -> None:
+        if isinstance(function, type) or not callable(function):
+            raise ConfigError(
+                f"Schedule({shown(function)}) needs a function of the number of applied steps, such as "
+                f"dtrain.Schedule(lambda step: 1 / (step + 1) ** 0.5)"
+            )
+        object.__setattr__(self, "_function", function)
+        object.__setattr__(self, "samples", tuple(self._sample(step) for step in _SAMPLED))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._function!r})"
+
+    def factor(self, step: int) -> float:
+        """Returns the function's value at ``step``; raises ``ConfigError`` if it is no finite number >= 0."""
+        try:
+            value = self._function(step)
+            factor = float(value)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the schedule's function fails at step {step}: {type(error).__name__}: {error}"
+            ) from error
+        if not 0.0 <= factor < math.inf:
+            raise ConfigError(
+                f"the schedule's function returns {shown(value)} at step {step}; expected a finite number >= 0, the "
+                f"fraction of the peak learning rate"
+            )
+        return factor
+
+    def _sample(self, step: int) -> float | None:
+        try:
+            return self.factor(step)
+        except ConfigError:
+            if step in _REQUIRED:
+                raise
+            return None
 
 
 Chosen = TypeVar("Chosen", bound="ScheduleConfig")

@@ -7,12 +7,12 @@ Nothing here imports torch, so that ``dtrain train --help`` answers at once.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from dtrain.config.engines import ENGINES, EngineConfig, Native
 from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, option, setting
+from dtrain.config.imports import NAMED
 from dtrain.config.optim import OPTIM_KEYS, EmaConfig, OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import WSD, Constant, Cosine, Linear, ScheduleConfig
@@ -39,8 +39,6 @@ DEFAULT_FACTORY = "dtrain.models.transformer:build"
 GPT2_FACTORY = "dtrain.models.gpt2:build"
 VOCAB_MULTIPLE = 64
 """Multiple to which the vocabulary of the built-in models is padded."""
-FACTORY_FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""Pattern of ``package.module:function``."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class ModelConfig(CheckedRecord):
     args: dict[str, Any] = setting({}, "Free keys for a factory of your own.")
 
     def _check(self) -> None:
-        if not FACTORY_FORM.fullmatch(self.factory):
+        if not NAMED.fullmatch(self.factory):
             raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
         if self.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
             return

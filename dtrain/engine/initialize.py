@@ -18,7 +18,7 @@ from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
 from dtrain.config.optim import OPTIM_KEYS, EmaConfig, Optimizer
 from dtrain.config.precision import LossScale
-from dtrain.config.schedule import Schedule
+from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
@@ -53,7 +53,7 @@ def initialize(
     model: nn.Module,
     *,
     optimizer: Optimizer | None = None,
-    schedule: Schedule | None = None,
+    schedule: AnySchedule | None = None,
     engine: str | EngineConfig = "native",
     precision: str | torch.dtype | PrecisionPolicy = "auto",
     loss_scale: str | float | LossScale = "auto",
@@ -100,7 +100,8 @@ def initialize(
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
     ema_decay = check_field(EmaConfig, "decay", ema_decay, "ema_decay")
-    options = StepOptions(record, optimizer_record(optimizer), schedule_record(schedule), max_grad_norm, ema_decay)
+    optimizer = optimizer_record(optimizer)
+    options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
     check_others(seed, comm)
@@ -108,7 +109,7 @@ def initialize(
     if record.reproducible:
         require_reproducible(model)
     device = _rank_device(model) if comm is None else comm.device
-    plan = plan_optimizer(model, on_device(options.optimizer, device), ema_decay)
+    plan = plan_optimizer(model, on_device(options.optimizer, device), device, ema_decay)
     if comm is None:
         policy = policy.on(device)
         comm = connect(device)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
-from dtrain.config.schedule import Schedule
+from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
@@ -27,7 +27,7 @@ class StepOptions:
 
     engine: EngineConfig
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: AnySchedule
     max_grad_norm: float | None
     ema_decay: float | None = None
 

@@ -7,17 +7,19 @@ from dataclasses import is_dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
 from dtrain.config.optim import OPTIMIZERS, AdamW, Optimizer
-from dtrain.config.schedule import Constant, Schedule, ScheduleConfig
+from dtrain.config.schedule import AnySchedule, Constant, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.model_state import is_managed
 from dtrain.engine.request import StepOptions
 from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.optim.torch_schedule import TorchSchedule
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = ("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "seed", "comm")
@@ -92,23 +94,43 @@ def optimizer_record(optimizer: Optimizer | None) -> Optimizer:
             f"record, such as dtrain.AdamW(lr=3e-4, weight_decay=0.1), because dtrain updates the sharded FP32 masters "
             f"itself; for another optimizer of torch: dtrain.TorchOptimizer(torch.optim.RAdam, lr=3e-4)"
         )
-    return optimizer or AdamW()
+    optimizer = optimizer or AdamW()
+    scheduled = {
+        pattern: {**changes, "schedule": schedule_record(changes["schedule"], optimizer.lr)}
+        for pattern, changes in optimizer.groups.items()
+        if "schedule" in changes
+    }
+    return replace(optimizer, groups={**optimizer.groups, **scheduled}) if scheduled else optimizer
 
 
-def schedule_record(schedule: Schedule | None) -> Schedule:
-    """Returns the schedule without nulls; raises ``ConfigError`` for a scheduler of torch or a function."""
+def schedule_record(schedule: AnySchedule | None, lr: float) -> AnySchedule:
+    """Returns the schedule without nulls, for the peak ``lr``; raises ``ConfigError`` for something else."""
     if schedule is None:
         return Constant().over()
+    if isinstance(schedule, LRScheduler) or (isinstance(schedule, type) and issubclass(schedule, LRScheduler)):
+        name = (schedule if isinstance(schedule, type) else type(schedule)).__name__
+        raise ConfigError(
+            f"schedule={shown(schedule)} is a scheduler of torch, which works on an optimizer of torch; write "
+            f"schedule=dtrain.TorchSchedule(torch.optim.lr_scheduler.{name}, ...) with its options"
+        )
     if isinstance(schedule, type) or not callable(getattr(schedule, "factor", None)):
+        if callable(schedule) and not isinstance(schedule, type):
+            raise ConfigError(
+                "schedule is a function; write schedule=dtrain.Schedule(function), if it returns the fraction of the "
+                "peak learning rate after a number of applied steps"
+            )
         raise ConfigError(
             f"schedule={shown(schedule)} is not a schedule of dtrain, such as dtrain.Cosine(warmup_steps=100, "
-            f"total_steps=10_000), or a frozen dataclass of your own with a method factor(step)"
+            f"total_steps=10_000), or dtrain.Schedule(lambda step: 1 / (step + 1) ** 0.5), or a frozen dataclass of "
+            f"your own with a method factor(step)"
         )
     if not is_dataclass(schedule):
         raise ConfigError(
             f"the schedule is {type(schedule).__name__}, whose values the ranks cannot compare; make it a frozen "
-            f"dataclass, its numbers as fields, with a method factor(step)"
+            f"dataclass, its numbers as fields, with a method factor(step), or give dtrain.Schedule(its factor)"
         )
+    if isinstance(schedule, TorchSchedule):
+        return schedule.with_base_lr(lr)
     return schedule.over() if isinstance(schedule, ScheduleConfig) else schedule
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from dtrain.config.imports import load_named
 from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
-from dtrain.errors import ConfigError, nearest
+from dtrain.errors import ConfigError
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.transformer import Dims
 
@@ -80,32 +77,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
-    module_name, name = factory.split(":")
-    module = _import(module_name, factory)
-    function = getattr(module, name, None)
-    if function is None:
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"model.factory={factory}: module {module_name} has no {name}{nearest(name, known)}")
+    function = load_named(factory, "model.factory")
     if not callable(function):
         raise ConfigError(f"model.factory={factory} is of type {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
-
-
-def _import(module_name: str, factory: str) -> ModuleType:
-    if not module_name.startswith("dtrain."):
-        # `python -m` adds the working directory, a console script does not. It stays on the path for later imports
-        cwd = os.getcwd()
-        if cwd not in sys.path and "" not in sys.path:
-            sys.path.insert(0, cwd)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ConfigError(
-                f"model.factory={factory}: no module named {error.name} on the Python path or in {os.getcwd()}"
-            ) from error
-        raise ConfigError(f"model.factory={factory}: importing {module_name} failed: {error}") from error
-    except Exception as error:
-        raise ConfigError(
-            f"model.factory={factory}: importing {module_name} failed: {type(error).__name__}: {error}"
-        ) from error

@@ -73,6 +73,11 @@ class UpdateScalars:
         return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)
 
     @cached_property
+    def is_skipped(self) -> bool:
+        """Whether ``found_inf`` is set, for a rule that cannot decide on a GPU; reading it waits for the GPU."""
+        return bool(self.found_inf)
+
+    @cached_property
     def _scaled(self) -> dict[float, UpdateScalars]:
         return {1.0: self}
 

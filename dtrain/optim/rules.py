@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
+from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, TorchOptimizer
 from dtrain.errors import ConfigError
 from dtrain.optim.adamw import AdamRule, AdamWBF16Rule, AdamWRule
 from dtrain.optim.lion import LionRule
 from dtrain.optim.rule import Rule
 from dtrain.optim.sgd import SGDRule
+from dtrain.optim.torch_optimizer import TorchRule
 from dtrain.precision.hardware import has_compiler
 
 Record = TypeVar("Record")
@@ -25,14 +26,17 @@ RULES: dict[type, Callable[[Any], Rule]] = {
     SGD: SGDRule,
     Lion: LionRule,
 }
+_CPU = torch.device("cpu")
 
 
-def rule_of(record: object) -> Rule:
-    """Returns the rule of an optimizer's hyper-parameters, decided for a device.
+def rule_of(record: object, device: torch.device = _CPU) -> Rule:
+    """Returns the rule of an optimizer's hyper-parameters, decided for ``device``, that of the masters.
 
     Raises:
         ConfigError: no optimizer of dtrain has such a record.
     """
+    if isinstance(record, TorchOptimizer):
+        return TorchRule(record, device)
     make = RULES.get(type(record))
     if make is None:
         known = ", ".join(sorted(known.__name__ for known in RULES))

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from dtrain.config.optim import Muon, Optimizer
-from dtrain.config.schedule import Schedule
+from dtrain.config.schedule import AnySchedule
 from dtrain.errors import ConfigError
 from dtrain.optim.average import EMA
 from dtrain.optim.muon import MuonRule
@@ -33,7 +34,7 @@ class OptimizerPlan:
     """
 
     rules: tuple[Rule, ...]
-    schedules: tuple[Schedule | None, ...]
+    schedules: tuple[AnySchedule | None, ...]
     classes: tuple[UpdateClass, ...]
     numbers: Mapping[str, int]
     ema_decay: float | None = None
@@ -75,8 +76,10 @@ class OptimizerPlan:
         )
 
 
-def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None = None) -> OptimizerPlan:
-    """Returns the plan of ``record``, decided for a device, on the trained parameters of ``model``.
+def plan_optimizer(
+    model: nn.Module, record: Optimizer, device: torch.device, ema_decay: float | None = None
+) -> OptimizerPlan:
+    """Returns the plan of ``record``, decided for ``device``, on the trained parameters of ``model``.
 
     Weight decay acts on parameters of two dimensions or more that are in no norm, and where a group sets it.
 
@@ -86,7 +89,7 @@ def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None 
     patterns = _first_patterns(model, record.groups)
     decayed = decayed_names(model)
     matrices = muon_parameters(model, record) if isinstance(record, Muon) else {}
-    rules: dict[str, tuple[Rule, Schedule | None]] = {}
+    rules: dict[str, tuple[Rule, AnySchedule | None]] = {}
     chosen: dict[str, tuple[str, float, float]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -101,7 +104,8 @@ def plan_optimizer(model: nn.Module, record: Optimizer, ema_decay: float | None 
         shared = own.without_decay()
         key = repr((shared, schedule))
         if key not in rules:
-            rules[key] = MuonRule(shared, matrices) if isinstance(shared, Muon) else rule_of(shared), schedule
+            rule = MuonRule(shared, matrices) if isinstance(shared, Muon) else rule_of(shared, device)
+            rules[key] = rule, schedule
         chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
     # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
     ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
+from dtrain.config.schedule import WSD, AnySchedule, Constant, Cosine, Linear, Schedule
 from dtrain.errors import ConfigError
 
 steps = st.tuples(st.integers(0, 50), st.integers(1, 100)).map(lambda pair: (pair[0], pair[0] + pair[1]))
@@ -23,7 +26,7 @@ decaying = st.one_of(
 )
 
 
-def curve(schedule: Schedule, stop: int) -> list[float]:
+def curve(schedule: AnySchedule, stop: int) -> list[float]:
     return [schedule.factor(step) for step in range(stop)]
 
 
@@ -89,3 +92,46 @@ def test_wsd_without_decay_keeps_the_peak() -> None:
 def test_invalid_schedules_are_refused(build: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()  # type: ignore[operator]
+
+
+# -- any function ------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_a_schedule() -> None:
+    schedule = Schedule(lambda step: 1 / (step + 1) ** 0.5)
+    assert curve(schedule, 4) == [1 / (step + 1) ** 0.5 for step in range(4)]
+    assert curve(Schedule(lambda step: step), 3) == [0.0, 1.0, 2.0]
+    assert schedule == Schedule(lambda step: 1 / (1 + step) ** 0.5) != Schedule(lambda step: 1 / (step + 1))
+    assert json.loads(json.dumps(asdict(schedule)))["samples"][:2] == [1.0, 1 / 2**0.5]
+    assert repr(schedule) != repr(Schedule(lambda step: 1 / (step + 1) ** 0.5)), "of another function"
+
+
+def test_a_table_ends_with_its_own_error() -> None:
+    schedule = Schedule([1.0, 0.5, 0.25].__getitem__)
+    assert curve(schedule, 3) == [1.0, 0.5, 0.25]
+    assert schedule.samples == (1.0, 0.5, 0.25, None, None, None)
+    with pytest.raises(ConfigError, match="the schedule's function fails at step 3: IndexError: list index out of ran"):
+        schedule.factor(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda step: math.inf, "returns inf at step 0; expected a finite number >= 0, the fraction of the peak"),
+        (lambda step: math.nan, "returns nan at step 0"),
+        (lambda step: 0.5 - step, "returns -0.5 at step 1"),
+        (lambda step: "high", "fails at step 0: ValueError"),
+        (lambda: 1.0, "fails at step 0: TypeError"),
+        (0.5, r"Schedule\(0.5\) needs a function of the number of applied steps, such as"),
+        (Cosine, "needs a function of the number of applied steps"),
+    ],
+)
+def test_functions_of_something_else_are_refused(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Schedule(function)
+
+
+def test_a_function_is_checked_at_every_step() -> None:
+    schedule = Schedule(lambda step: math.nan if step == 4 else 1.0)
+    with pytest.raises(ConfigError, match="returns nan at step 4"):
+        schedule.factor(4)

@@ -333,11 +333,29 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
         ),
         ({"optimizer": torch.optim.SGD([nn.Parameter(X)])}, "optimizer=a torch.optim.* is not an optimizer of dtrain"),
         ({"optimizer": dtrain.AdamW}, "optimizer=the class dtrain.config.optim.AdamW is not an optimizer"),
+        ({"schedule": lambda step: 1.0}, r"schedule is a function; write schedule=dtrain.Schedule\(function\), if"),
+        ({"schedule": 0.5}, r"schedule=0.5 is not a schedule of dtrain, such as .* or dtrain.Schedule\(lambda step"),
         (
-            {"schedule": lambda step: 1.0},
-            "schedule=a builtins.function is not a schedule of dtrain, such as dtr",
+            {"schedule": TORCH_SCHEDULE},
+            r"schedule=a torch.optim.lr_scheduler.LambdaLR is a scheduler of torch, .*; write "
+            r"schedule=dtrain.TorchSchedule\(torch.optim.lr_scheduler.LambdaLR, ...\)",
         ),
-        ({"schedule": TORCH_SCHEDULE}, "schedule=a torch.optim.lr_scheduler.LambdaLR is not a schedule of dtrain"),
+        (
+            {"schedule": torch.optim.lr_scheduler.OneCycleLR},
+            r"schedule=the class .* write schedule=dtrain.TorchSchedule\(torch.optim.lr_scheduler.OneCycleLR, ...\)",
+        ),
+        (
+            {
+                "schedule": dtrain.TorchSchedule(torch.optim.lr_scheduler.ConstantLR),
+                "optimizer": dtrain.AdamW(lr=0.0),
+            },
+            "TorchSchedule needs an optimizer with lr above 0, and got lr=0",
+        ),
+        (
+            {"optimizer": dtrain.AdamW(groups={"*": {"schedule": dtrain.Cosine()}})},
+            "Cosine.total_steps is null; give the number of steps",
+        ),
+        ({"optimizer": dtrain.TorchOptimizer(torch.optim.LBFGS)}, "cannot take LBFGS: its step needs a closure"),
         ({"schedule": dtrain.Cosine}, "schedule=the class .*Cosine is not a schedule of dtrain"),
         ({"schedule": dtrain.Cosine(5)}, "Cosine.total_steps is null; give the number of steps"),
         ({"loss_scale": "dynamc"}, "loss_scale=dynamc is not one of .*; did you mean 'dynamic'"),

@@ -1,0 +1,100 @@
+"""Optimizers of torch under the engines: the bits do not depend on the sharding, and every engine resumes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.engine.step import StepEngine
+from tests.engines.helpers import digest, start, state_digests, train_step
+from tests.helpers.one_rank import build as small_model
+from tests.helpers.one_rank import loss_of
+from tests.helpers.one_rank import start as start_small
+from tests.helpers.one_rank import train_step as train_small
+from tests.helpers.ranks import run_ranks
+
+NADAM = dtrain.TorchOptimizer(
+    torch.optim.NAdam,
+    lr=3e-3,
+    weight_decay=0.1,
+    momentum_decay=0.1,
+    groups={"blocks.*": {"betas": (0.8, 0.9), "lr_factor": 0.5}, "head.bias": {"weight_decay": 0.2}},
+)
+RADAM = dtrain.TorchOptimizer(torch.optim.RAdam, lr=3e-3, betas=(0.9, 0.9))
+MICRO_BATCHES = 2
+STEPS = 7  # RAdam changes its formula at the sixth
+
+
+@pytest.mark.parametrize("engine", ["native", "ddp"])
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam])
+def test_follows_torch(engine: str, optimizer: Any) -> None:
+    record = dtrain.TorchOptimizer(optimizer, lr=0.05)
+    trained = start_small(engine=engine, optimizer=record, max_grad_norm=None)
+    model = small_model()
+    reference = optimizer(model.parameters(), lr=0.05)
+    for _ in range(10):
+        assert train_small(trained).applied
+        reference.zero_grad()
+        loss_of(model).backward()
+        reference.step()
+    got = trained.master_state()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-6, atol=1e-6)
+
+
+def train_all(rank: int, world: int, stages: tuple[int, ...], folder: Path) -> dict[str, dict[str, str]]:
+    """Digests of the state after training each optimizer at each stage; saves NAdam in the middle."""
+    found = {}
+    for stage in stages:
+        for record in (NADAM, RADAM):
+            engine = start("native", stage, optimizer=record, precision="bf16", reproducible=True)
+            for step in range(STEPS):
+                if step == 3 and record is NADAM:
+                    engine.save(folder / f"{stage}-{world}")
+                assert train_step(engine, MICRO_BATCHES).applied
+            found[f"{record.factory} {stage}"] = state_digests(engine)
+    return found
+
+
+def resume_all(rank: int, world: int, jobs: list[tuple[str, int, str]], folder: Path) -> list[dict[str, str]]:
+    """Digests of the state after training on from each checkpoint."""
+    found = []
+    for name, stage, source in jobs:
+        options = {"precision": "bf16", "reproducible": True} if name == "native" else {"precision": "fp32"}
+        engine = start(name, stage, optimizer=NADAM, seed=7, **options)
+        engine.load(folder / source)
+        before = masters_of(engine)
+        for _ in range(STEPS - 3):
+            assert train_step(engine, MICRO_BATCHES).applied
+        assert masters_of(engine) != before
+        found.append(state_digests(engine))
+    return found
+
+
+def masters_of(engine: StepEngine) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in engine.full_state("master")}
+
+
+@pytest.mark.processes
+def test_the_bits_are_those_of_every_stage_and_world_size(tmp_path: Path) -> None:
+    alone = run_ranks(1, train_all, (0, 2), tmp_path)[0]
+    both = run_ranks(2, train_all, (0, 1, 2, 3), tmp_path)
+    assert both[0] == both[1]
+    for name in ("NAdam", "RAdam"):
+        found = [state for label, state in [*alone.items(), *both[0].items()] if name in label]
+        assert len(found) == 6
+        assert all(state == found[0] for state in found)
+    # from the middle of NAdam's run, whose mu_product depends on all earlier updates
+    expected = next(iter(alone.values()))
+    jobs = [("native", 0, "3-2"), ("native", 3, "2-1"), ("ddp", 0, "1-2")]
+    *native, ddp = run_ranks(1, resume_all, jobs, tmp_path)[0]
+    assert native == [expected, expected]
+    jobs = [("native", 3, "0-1"), ("ddp", 0, "0-1"), ("fsdp2", 3, "0-1")]
+    for found in run_ranks(2, resume_all, jobs, tmp_path):
+        assert found[0] == expected
+        assert found[1] == ddp
+        assert found[2].keys() == ddp.keys()

@@ -1,0 +1,176 @@
+"""Optimizers of torch over cut masters: their states are found, and the bits are torch's own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dtrain.config.optim import TorchOptimizer
+from dtrain.optim.rule import StateSpec, UpdateGroup, UpdateScalars
+from dtrain.optim.rules import rule_of
+from dtrain.optim.torch_optimizer import TorchRule
+
+STEPS = 10
+NUMELS = (1024, 2048, 700)
+TAKEN: list[tuple[type[Optimizer], dict[str, Any], list[str]]] = [
+    (torch.optim.Adam, {"betas": (0.8, 0.9)}, ["exp_avg", "exp_avg_sq"]),
+    (torch.optim.Adam, {"fused": True, "amsgrad": True}, ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    (torch.optim.AdamW, {"weight_decay": 0.3}, ["exp_avg", "exp_avg_sq"]),
+    (torch.optim.NAdam, {"momentum_decay": 0.1}, ["exp_avg", "exp_avg_sq"]),
+    (torch.optim.RAdam, {"betas": (0.9, 0.9), "decoupled_weight_decay": True}, ["exp_avg", "exp_avg_sq"]),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.25, "lr_decay": 0.1}, ["sum"]),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}, ["square_avg", "momentum_buffer", "grad_avg"]),
+    (torch.optim.Adamax, {}, ["exp_avg", "exp_inf"]),
+    (torch.optim.Adadelta, {}, ["square_avg", "acc_delta"]),
+    (torch.optim.Rprop, {}, ["prev", "step_size"]),
+    (torch.optim.SGD, {}, []),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, ["momentum_buffer"]),
+]
+
+
+class Averaged(Optimizer):
+    """Keeps FP64 counts, a state that starts from the masters, and puts each result into a new tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(num_updates=0, Weight_Sum=1.0)
+                    state["Slow"] = p.clone()
+                state["num_updates"] += 1
+                state["Weight_Sum"] = state["Weight_Sum"] * 0.9 + 1.0
+                state["Slow"] = state["Slow"] + (p - state["Slow"]) / state["Weight_Sum"]
+                p.data = p - group["lr"] * (p.grad + group["weight_decay"] * p + 0.1 * (p - state["Slow"]))
+
+
+class Training:
+    """Masters in blocks, trained by the rule as an engine does it, and by the class alone."""
+
+    def __init__(self, record: TorchOptimizer, blocks: tuple[int, ...] = NUMELS) -> None:
+        self.record = record
+        self.rule = rule_of(record.without_decay())
+        assert isinstance(self.rule, TorchRule)
+        generator = torch.Generator().manual_seed(1)
+        self.start, *self.grads = (torch.randn(sum(NUMELS), generator=generator) for _ in range(1 + STEPS))
+        self.arena = self.start.clone()
+        self.states = [spec.like(self.arena) for spec in self.rule.states]
+        self.blocks = blocks
+
+    def update(self, number: int, lr: float, *, skip: bool = False) -> None:
+        grad = 3.0 * self.grads[number - 1]
+        found_inf = torch.tensor(float(skip))
+        scalars = UpdateScalars(lr, number, torch.tensor(3.0), found_inf)
+        cuts = [tensor.split(list(self.blocks)) for tensor in (self.arena, grad, *self.states)]
+        for master, block_grad, *states in zip(*cuts, strict=True):
+            group = UpdateGroup(self.record.decay, [master], tuple([state] for state in states), [(0, 0)])
+            self.rule.apply(group, [block_grad], scalars)
+
+    def run(self, first: int = 1, last: int = STEPS) -> Tensor:
+        for number in range(first, last + 1):
+            self.update(number, rate(number))
+        return self.arena
+
+    def alone(self) -> dict[str, Tensor]:
+        """Returns masters and states of the class on the undivided masters."""
+        parameter = nn.Parameter(self.start.clone())
+        optimizer = self.record.load()([parameter], lr=self.record.lr, **self.record.options)
+        for number, grad in enumerate(self.grads, start=1):
+            optimizer.param_groups[0]["lr"] = rate(number)
+            parameter.grad = 3.0 * grad / 3.0
+            optimizer.step()
+        return {"master": parameter.detach(), **optimizer.state[parameter]}
+
+
+def rate(number: int) -> float:
+    return 0.01 / number
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "names"),
+    [
+        pytest.param(optimizer, options, names, id="-".join([optimizer.__name__, *options]))
+        for optimizer, options, names in [*TAKEN, (Averaged, {"weight_decay": 0.1}, ["slow"])]
+    ],
+)
+def test_blocks_have_the_bits_of_the_class_itself(optimizer: Any, options: dict[str, Any], names: list[str]) -> None:
+    training = Training(TorchOptimizer(optimizer, lr=0.01, **options))
+    assert [spec.name for spec in training.rule.states] == names
+    expected = training.alone()
+    assert torch.equal(training.run(), expected["master"])
+    assert not torch.equal(training.arena, training.start)
+    for name, state in zip(names, training.states, strict=True):
+        assert torch.equal(state, expected["Slow" if name == "slow" else name]), name
+    numbers = {name: expected[name] for name in ("mu_product", "Weight_Sum") if name in expected}
+    saved = training.rule.state_dict()
+    assert saved == (
+        {"applied_steps": STEPS, **{key: float(value) for key, value in numbers.items()}} if numbers else {}
+    )
+
+
+def test_states_have_their_values_before_the_first_update() -> None:
+    assert rule_of(TorchOptimizer(torch.optim.Rprop, lr=0.5)).states[1] == StateSpec("step_size", init=0.5)
+    assert rule_of(TorchOptimizer(torch.optim.Adagrad, initial_accumulator_value=0.25)).states[0].init == 0.25
+    assert rule_of(TorchOptimizer(Averaged)).states == (StateSpec("slow", init=None),)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.RAdam, Averaged])
+@pytest.mark.parametrize("saved", ["numbers", "old numbers", "nothing"])
+def test_a_resumed_run_has_the_same_bits_over_other_blocks(optimizer: Any, saved: str) -> None:
+    record = TorchOptimizer(optimizer, lr=0.01)
+    training = Training(record)
+    numbers = training.rule.state_dict()
+    for number in range(1, 6):
+        training.update(number, rate(number))
+        if saved == "numbers" or (saved == "old numbers" and number == 3):
+            numbers = json.loads(json.dumps(training.rule.state_dict()))
+    resumed = Training(record, blocks=(sum(NUMELS) - 5, 5))
+    resumed.arena.copy_(training.arena)
+    for state, own in zip(resumed.states, training.states, strict=True):
+        state.copy_(own)
+    resumed.rule.load_state_dict({} if saved == "nothing" else numbers)
+    assert torch.equal(resumed.run(6), training.alone()["master"])
+    # an earlier checkpoint, in the same engine
+    training.rule.load_state_dict({})
+    training.arena.copy_(training.start)
+    for spec, state in zip(training.rule.states, training.states, strict=True):
+        spec.fill(state, training.arena)
+    assert torch.equal(training.run(), resumed.arena)
+
+
+def test_a_skipped_update_changes_nothing() -> None:
+    training = Training(TorchOptimizer(torch.optim.NAdam, lr=0.01))
+    for number in (1, 2, 3):
+        training.update(number, rate(number))
+        if number == 2:
+            before = [tensor.clone() for tensor in (training.arena, *training.states)]
+            numbers = training.rule.state_dict()
+            training.update(3, rate(3), skip=True)
+            assert all(map(torch.equal, before, (training.arena, *training.states)))
+            assert training.rule.state_dict() == numbers
+    assert torch.equal(training.run(4), training.alone()["master"])
+
+
+def test_several_masters_in_a_call_and_tensors_at_other_addresses() -> None:
+    training = Training(TorchOptimizer(torch.optim.NAdam, lr=0.01))
+    for number in range(1, STEPS + 1):
+        # copies, as from an engine that allocates its shards again
+        cuts = [tensor.clone().split(list(NUMELS)) for tensor in (training.arena, *training.states)]
+        scalars = UpdateScalars(rate(number), number, torch.tensor(1.0), torch.tensor(0.0))
+        group = UpdateGroup(0.0, [*cuts[0]], tuple([*cut] for cut in cuts[1:]), [(0, 0)] * len(NUMELS))
+        training.rule.apply(group, [*training.grads[number - 1].clone().split(list(NUMELS))], scalars)
+        training.arena = torch.cat(cuts[0])
+        training.states = [torch.cat(cut) for cut in cuts[1:]]
+    expected = training.alone()["master"]
+    torch.testing.assert_close(training.arena, expected, rtol=1e-6, atol=1e-7)
+    assert len(training.rule._bound) == 1
+    assert len(training.rule._earlier) <= 1, "instances of tensors that are gone are dropped"
