@@ -44,12 +44,13 @@ def is_in_backward() -> bool:
 
 
 def join_backward(context: AbstractContextManager[None]) -> None:
-    """Enters ``context`` until the backward that runs has ended; one of the user's own must end without an error."""
+    """Enters ``context``, of a generator, until the backward that runs has ended."""
     if _running is not None:
         _running[1].enter_context(context)
     else:
         stack = ExitStack()
         stack.enter_context(context)
+        # an error drops the callback instead, and with it the generator, whose ``finally`` then runs
         torch.autograd.Variable._execution_engine.queue_callback(stack.close)
 
 

@@ -185,7 +185,9 @@ def differences(rank: int, world: int, engine: str, zero_stage: int, freezes: bo
     return {kind: largest_difference(own, plain(kind)) for kind, own in found.items()} if rank == 0 else {}
 
 
-def is_refused_without_an_engine(engine: StepEngine) -> None:
+def refuses_a_backward_and_clipping_by_hand(engine: StepEngine) -> None:
+    with pytest.warns(UserWarning, match=f"on parameters of engine={engine.name} finds no gradient"):
+        clip_grad_norm_(engine.module.parameters(), 1.0)
     with pytest.raises(UsageError, match=r"got a gradient outside engine.backward; call engine.backward\(loss\)"):
         engine(data(0, 0, 1)[0]).mean().backward()
 
@@ -194,7 +196,7 @@ def on_one_rank(rank: int, world: int, engine: str, zero_stage: int) -> dict[str
     found = differences(rank, world, engine, zero_stage)
     rounded = under_engines(rank, world, engine, zero_stage, "wgan-gp", False, precision="bf16")
     assert largest_difference(rounded, plain("wgan-gp")) < 0.1  # an update moves a weight by up to LR
-    is_refused_without_an_engine(start(engine, zero_stage)["d"])
+    refuses_a_backward_and_clipping_by_hand(start(engine, zero_stage)["d"])
     return found
 
 
@@ -250,7 +252,7 @@ def under_deepspeed(rank: int, world: int, zero_stage: int) -> dict[str, float]:
     with pytest.raises(UsageError, match=r"freeze.*for p in d.parameters\(\): p.requires_grad_\(False\)"):
         under_engines(rank, world, "deepspeed", zero_stage, "gan", False)
     under_engines(rank, world, "deepspeed", zero_stage, "gan", True, precision="bf16")
-    is_refused_without_an_engine(start("deepspeed", zero_stage)["d"])
+    refuses_a_backward_and_clipping_by_hand(start("deepspeed", zero_stage)["d"])
     return found
 
 
@@ -272,14 +274,16 @@ def recorded() -> Iterator[list[warnings.WarningMessage]]:
         yield found
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_clipping_by_hand_warns_once_per_engine(zero_stage: int) -> None:
-    engine, other = start_one(zero_stage=zero_stage), start_one()
+@pytest.mark.parametrize(
+    ("name", "message"), [("native", "no gradient, so it has no"), ("ddp", "not averaged yet")], ids=["native", "ddp"]
+)
+def test_clipping_by_hand_warns_once_per_engine(name: str, message: str) -> None:
+    engine, other = start_one(engine=name), start_one()
     engine.backward(engine(torch.ones(2, 4)).square().mean())
     with recorded() as found:
         for _ in range(2):
             clip_grad_norm_(engine.module.parameters(), 1.0)
-    assert ["max_grad_norm" in str(warning.message) for warning in found] == [True]
+    assert [message in str(warning.message) for warning in found] == [True]
     assert (found[0].category, found[0].filename) == (UserWarning, __file__)
     with recorded() as found:
         clip_grad_norm_(other.module[0].weight, 1.0)
