@@ -108,7 +108,7 @@ class Reference:
             {"params": [chunk], "weight_decay": each.weight_decay}
             for chunk, each in zip(self.chunks, arena.classes, strict=True)
         ]
-        self.optimizer = _torch_optimizer(record, groups)
+        self.optimizer = torch_optimizer(record, groups)
 
     def update(self, gradient: Tensor, lr: float) -> None:
         parts = zip(self.chunks, gradient.double().split(CHUNK), self.arena.classes, strict=True)
@@ -124,7 +124,7 @@ class Reference:
         return {"master": torch.cat([chunk.detach() for chunk in self.chunks]), **states}
 
 
-def _torch_optimizer(record: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def torch_optimizer(record: Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if isinstance(record, SGD):
         return torch.optim.SGD(groups, lr=1.0, momentum=record.momentum, nesterov=record.nesterov)
     if isinstance(record, Lion):
