@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
     from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
-    from dtrain.config.optim import AdamW, TorchOptimizer
+    from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon, TorchOptimizer
     from dtrain.config.precision import Float8, LossScale
     from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
     from dtrain.engine.initialize import initialize
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 __all__ = [
     "DDP",
     "FSDP2",
+    "SGD",
     "WSD",
+    "Adam",
     "AdamW",
+    "AdamWBF16",
     "Constant",
     "Cosine",
     "Culprit",
@@ -32,7 +35,9 @@ __all__ = [
     "Engine",
     "Float8",
     "Linear",
+    "Lion",
     "LossScale",
+    "Muon",
     "Native",
     "PrecisionPolicy",
     "Schedule",
@@ -48,7 +53,7 @@ __all__ = [
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
     "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
-    "dtrain.config.optim": ("AdamW", "TorchOptimizer"),
+    "dtrain.config.optim": ("SGD", "Adam", "AdamW", "AdamWBF16", "Lion", "Muon", "TorchOptimizer"),
     "dtrain.config.precision": ("Float8", "LossScale"),
     "dtrain.config.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
     "dtrain.engine.interface": ("Engine",),

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "precision.rules=[head]": ("precision.rules", "not a list"),
     "precision.rules={head:null}": ("precision.rules.head", "is not text"),
     "checkpoint.keep_last.x=3 checkpoint=default": ("checkpoint.keep_last.x", "did you mean 'checkpoint.keep_last'"),
-    "optim=null": ("optim=null", "takes one of its options: adam, adamw, adamw-bf16, lion, muon"),
+    "optim=null": ("optim=null", "takes one of its options: adam, adamw, adamw-bf16, lion, muon, sgd, torch"),
     "schedule=[cosine,linear]": ("schedule=[cosine,linear]", "takes one of its options: constant, cosine, linear, wsd"),
     # impossible values
     "train.steps=0": ("train.steps=0", "it must be at least 1"),
