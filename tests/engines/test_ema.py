@@ -138,13 +138,13 @@ def test_a_run_without_an_average_refuses_one(tmp_path: Path) -> None:
 
 def test_without_an_average() -> None:
     engine = start_small()
-    with pytest.raises(UsageError, match="without an average; keep one: .*ema_decay=0.999"), engine.ema():
+    with pytest.raises(UsageError, match=r"without an average; keep one: .*ema_decay=0\.999"), engine.ema():
         pass
 
 
 @pytest.mark.parametrize("decay", [1.5, -0.1, "0.9", math.nan])
 def test_an_impossible_decay(decay: Any) -> None:
-    with pytest.raises(ConfigError, match="^ema_decay="):
+    with pytest.raises(ConfigError, match=r"^ema_decay="):
         start_small(ema_decay=decay)
 
 
@@ -168,6 +168,6 @@ def test_the_weights_come_back_after_an_error_and_nothing_is_trained_inside(tmp_
                 call()
     assert same(dict(engine.full_state("master")), before)
     engine.backward(loss_of(engine))
-    with pytest.raises(UsageError, match="engine.ema between backward and step"), engine.ema():
+    with pytest.raises(UsageError, match=r"engine\.ema between backward and step"), engine.ema():
         pass
     assert engine.step().applied

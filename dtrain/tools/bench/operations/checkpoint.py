@@ -28,7 +28,6 @@ from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConf
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import choose_device, make_communicator
 from dtrain.errors import ConfigError
-from dtrain.optim.adamw import AdamWRule
 from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
 from dtrain.tools.bench.operations.timing import measure_operations
 from dtrain.tools.bench.records import OperationResults, OperationTiming
@@ -107,7 +106,7 @@ class State:
         self.shards = tuple(
             self._shard(f"blocks.{number}.weight", kind, len(indices))
             for number, indices in enumerate(parameters)
-            for kind in ("master", *(spec.name for spec in AdamWRule.states))
+            for kind in ("master", "exp_avg", "exp_avg_sq")
         )
         self.nbytes = sum(shard.data.nbytes for shard in self.shards)
         self.snapshot = Snapshot(1, self.shards, {})
