@@ -271,3 +271,13 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert resumed[: len(curve)] == curve
     assert [line["step"] for line in resumed[len(curve) :]] == [last + 1, last + 2, last + 2]
     assert f"train.steps={last + 2} (was 100000)" in stderr
+
+
+def test_validation_reports_the_moving_average_too(tmp_path: Path) -> None:
+    assert run_ranks(1, _run, str(tmp_path / "run"), "ema.decay=0.5", "optim=lion", "optim.lr=1e-3") == [0]
+    curve = _curve(tmp_path / "run")
+    validations = [line for line in curve if "val_loss" in line]
+    assert [line["step"] for line in validations] == [2, 4]
+    assert all(line["val_loss_ema"] > line["val_loss"] for line in validations)  # it lags behind a falling loss
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["val_loss_ema"] == validations[-1]["val_loss_ema"]

@@ -49,6 +49,24 @@ def test_an_exported_model_gives_the_same_logits(name: str, tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "hf"]
 
 
+def test_the_moving_average_is_exported_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def add_average(tensors: dict[tuple[str, str], Tensor]) -> None:
+        for (_, name), tensor in list(tensors.items()):
+            tensors["ema", name] = tensor + 1
+
+    save_model(tmp_path / "run" / "checkpoints", GPT2, change=add_average)
+    weights = load_file(export(tmp_path / "run", tmp_path / "weights") / "model.safetensors")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "ema"), "--weights", "ema"]) == 0
+    averages = load_file(tmp_path / "ema" / "model.safetensors")
+    assert averages.keys() == weights.keys()
+    assert all(torch.equal(averages[name], weights[name] + 1) for name in weights)
+    with pytest.raises(ConfigError, match="unknown weights 'emma'; expected master or ema; did you mean 'ema'"):
+        export(tmp_path / "run", tmp_path / "hf", weights="emma")
+    save_model(tmp_path / "plain" / "checkpoints", GPT2)
+    with pytest.raises(CheckpointError, match=r"holds no ema; it was saved by a run without ema\.decay"):
+        export(tmp_path / "plain", tmp_path / "hf", weights="ema")
+
+
 def test_the_order_of_rotary_pairs_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_model(tmp_path, LLAMA)
     monkeypatch.setattr(
