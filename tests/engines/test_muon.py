@@ -44,7 +44,8 @@ class Block(nn.Module):
         q, k, v = F.linear(self.norm(x), fused).split([DIM, KV, KV], dim=-1)
         x = x + q * torch.cat([k, v.tanh()], dim=-1)
         x = x + self.down(F.gelu(self.up(x)))
-        return x + self.row(x).sigmoid() * self.column.view(-1)
+        moved: Tensor = x + self.row(x).sigmoid() * self.column.view(-1)
+        return moved
 
 
 class Model(nn.Module):
