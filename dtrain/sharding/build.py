@@ -194,9 +194,11 @@ class _Builder:
 
     def _states(self, kind: str, segments: Sequence[ArenaSegment], masters: Sequence[Tensor]) -> list[HeldRange]:
         """Returns state ``kind`` of each segment: of the range of the update classes that have it."""
-        spec, ranges = self._plan.specs[kind], []
+        plan, spec, ranges = self._plan, self._plan.specs[kind], []
         for segment in segments:
-            found = [(low, high) for number, low, high in segment.class_ranges() if self._plan.has_state(number, kind)]
+            # with the padding, so that every rank holds the same number of bytes
+            classes = segment.class_ranges(padded=True)
+            found = [(low, high) for number, low, high in classes if plan.has_state(number, kind)]
             if any(one[1] != other[0] for one, other in pairwise(found)):
                 raise ValueError(
                     f"the parameters of '{segment.layout.name}' with state '{kind}' are not adjacent: {found}"

@@ -177,7 +177,13 @@ class ArenaSegment:
         """Returns the parts of parameters in this range, offsets counted from its beginning."""
         return self.layout.intervals(self.start, self.stop)
 
-    def class_ranges(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns (number, start, stop) of the hyper-parameter classes, counted from its beginning."""
-        cut = ((number, max(low, self.start), min(high, self.stop)) for number, low, high in self.layout.classes)
+    def class_ranges(self, *, padded: bool = False) -> tuple[tuple[int, int, int], ...]:
+        """Returns (number, start, stop) of the hyper-parameter classes, counted from its beginning.
+
+        If ``padded``, the last class includes the padding at the end of the flat buffer.
+        """
+        classes = self.layout.classes
+        if padded and classes:
+            classes = (*classes[:-1], (*classes[-1][:2], self.layout.numel))
+        cut = ((number, max(low, self.start), min(high, self.stop)) for number, low, high in classes)
         return tuple((number, low - self.start, high - self.start) for number, low, high in cut if low < high)

@@ -201,7 +201,7 @@ def test_no_thread_outlives_the_process_group() -> None:
 
 
 MISTAKES = {
-    "a typo in a key": (["optim.lrr=1"], "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+    "a typo in a key": (["optim.lrr=1"], "unknown key 'optim.lrr' with optim=adamw; did you mean 'optim.lr'?"),
     "a batch that does not divide": (["train.micro_batch_size=4"], "train.global_batch_size=6 does not divide by "),
     "a missing checkpoint": (["resume=/nonexistent/step-00000100"], "resume=/nonexistent/step-00000100: no such dir"),
     "a factory without a module": (["model.factory=tests.helpers.mishaps:build"], "no module named tests.helpers.mish"),

@@ -17,6 +17,7 @@ from dtrain.config.capabilities import CAPABILITIES
 from dtrain.distributed.setup import make_communicator
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
+from dtrain.sharding.group import HeldRange
 from tests.engines.helpers import STAGES, batch, start, state_digests, train_step
 from tests.helpers.ranks import run_ranks
 
@@ -29,7 +30,8 @@ def lower_a_moment(engine: Any) -> None:
     """Replaces a moment by a BF16 copy of it, wherever this engine keeps it."""
     if engine.name == "native":
         states: Any = engine.sharded.buffers[0].states
-        states["exp_avg"] = states["exp_avg"].bfloat16()
+        held = states["exp_avg"]
+    states["exp_avg"] = HeldRange(held.start, held.values.bfloat16())
     elif engine.name == "deepspeed":
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()
