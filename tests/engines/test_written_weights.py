@@ -181,19 +181,27 @@ def deepspeed_cases(rank: int, world: int, stage: int) -> None:
         with pytest.raises(UsageError, match=r"was written to .* engine.modify_weights"):
             engine.save(NOWHERE)
         train_step(engine)
-        deepspeed_config.PERSISTENT = 0  # else the small weights would stay gathered
-        engine = start("deepspeed", stage)
-        train_step(engine)
-        computed(engine)  # leaves weights unsharded
-        with engine.modify_weights():
-            zero(engine.module)
-        zero(reference := Net(0))
-        torch.testing.assert_close(computed(engine), loss_of(reference))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deepspeed_goes_on_from_what_was_written(stage: int) -> None:
     run_ranks(1, deepspeed_cases, stage)
+
+
+def write_after_evaluation(rank: int, world: int) -> None:
+    deepspeed_config.PERSISTENT = 0  # else the small weights would stay gathered
+    engine = start("deepspeed", 3, "bf16")
+    for _ in range(3):
+        train_step(engine)
+    computed(engine)  # leaves weights unsharded
+    with engine.modify_weights():
+        zero(engine.module)
+    zero(reference := Net(0))
+    torch.testing.assert_close(computed(engine), loss_of(reference))
+
+
+def test_deepspeed_forgets_weights_that_it_left_unsharded() -> None:
+    run_ranks(2, write_after_evaluation)
 
 
 # -- in BF16: rounding -------------------------------------------------------------------------------------------------
