@@ -180,6 +180,13 @@ class StateEngine(Engine):
     def _check_live(self) -> None:
         """Checks the contract on the live tensors; raises ``ContractError`` naming the tensor."""
 
+    def _squares(self) -> Tensor:
+        """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
+        grads = [shard.data for shard in self.owned_shards(MAIN_GRAD) if shard.data.numel()]
+        if not grads:
+            return torch.zeros(1, dtype=torch.float64, device=self.device)
+        return torch.stack(torch._foreach_norm(grads)).double().square_()
+
     def _check_step(self) -> None:
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
         for name, parameter in self.frozen.items():

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,7 @@ class StepEngine(StateEngine):
 
     @contextmanager
     def eval(self) -> Iterator[None]:
-        self._written.require_closed("eval")
-        self._written.refuse_lost()  # else it would compute with the old weights
+        self._written.refuse_lost("eval")
         self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
@@ -320,17 +319,12 @@ class StepEngine(StateEngine):
         super().check_contract()
         self._written.remember()
 
-    @contextmanager
-    def modify_weights(self, *patterns: str) -> Iterator[None]:
+    def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
         self._require_usable("modify_weights")
         if self._evaluating or self._current.state == "open":
             raise UsageError("engine.modify_weights inside engine.eval or a micro-batch; call it between steps")
         self._finalize_step()
-        self._written.take_together()
-        with self._written.modified(patterns):
-            yield
-        self._refresh()
-        self._written.remember()
+        return self._written.modified(patterns, self._refresh)
 
     def master_state(self) -> dict[str, Tensor]:
         self._written.require_closed("master_state")
@@ -376,13 +370,6 @@ class StepEngine(StateEngine):
     @abstractmethod
     def _clear_gradients(self) -> None:
         """Clears all gradients after a step, applied or skipped."""
-
-    def _squares(self) -> Tensor:
-        """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
-        grads = [shard.data for shard in self.owned_shards(MAIN_GRAD) if shard.data.numel()]
-        if not grads:
-            return torch.zeros(1, dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(grads)).double().square_()
 
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
         """Returns the ``sum_squares`` and ``sum_weights`` of :func:`decide` formed in canonical order, if any are."""

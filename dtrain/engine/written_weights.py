@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,8 +91,9 @@ class WrittenWeights:
             self._adopt(found[0])
             self.remember()
 
-    def refuse_lost(self) -> None:
-        """Raises ``UsageError`` if a write cannot reach a master; asks no other rank."""
+    def refuse_lost(self, verb: str) -> None:
+        """Raises ``UsageError`` inside :meth:`modified`, or if a write cannot reach a master; asks no other rank."""
+        self.require_closed(verb)
         self._written_names()
 
     def _found(self) -> dict[str, int]:
@@ -168,9 +169,10 @@ class WrittenWeights:
             raise UsageError(f"engine.{verb} inside engine.modify_weights; call it after the with block")
 
     @contextmanager
-    def modified(self, patterns: Sequence[str]) -> Iterator[None]:
-        """See :meth:`dtrain.engine.interface.Engine.modify_weights`; the compute weights are not refreshed."""
+    def modified(self, patterns: Sequence[str], refresh: Callable[[], None]) -> Iterator[None]:
+        """See :meth:`dtrain.engine.interface.Engine.modify_weights`; ``refresh`` casts masters to compute weights."""
         engine = self._engine
+        self.take_together()
         chosen = self._chosen(patterns)
         engine.open_weights(chosen)
         states = ((name, tensor.clone()) for name, tensor in engine.full_state(MASTER) if name in chosen)
@@ -200,6 +202,8 @@ class WrittenWeights:
                 shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
         engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
         self._was_written = True
+        refresh()
+        self.remember()
 
     def _chosen(self, patterns: Sequence[str]) -> set[str]:
         if not patterns:

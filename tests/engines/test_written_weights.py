@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.host_memory import _CopyRead
+from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.parameters.groups import decayed_names
@@ -23,6 +24,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 LR, DECAY = 1e-2, 0.1
+NOWHERE = "/dev/null/nowhere"
 X, Y = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
 # ZeRO shards nothing on a single rank, except with fsdp2 and deepspeed
 SINGLE = [("native", 0), ("native", 2), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
@@ -177,13 +179,29 @@ def deepspeed_cases(rank: int, world: int, stage: int) -> None:
         train_step(engine)
         clamp(engine.module)  # of empty tensors, so it does nothing
         with pytest.raises(UsageError, match=r"was written to .* engine.modify_weights"):
-            engine.save("nowhere")
+            engine.save(NOWHERE)
         train_step(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deepspeed_goes_on_from_what_was_written(stage: int) -> None:
     run_ranks(1, deepspeed_cases, stage)
+
+
+def write_after_evaluation(rank: int, world: int) -> None:
+    deepspeed_config.PERSISTENT = 0  # else the small weights would stay gathered
+    engine = start("deepspeed", 3, "bf16")
+    for _ in range(3):
+        train_step(engine)
+    computed(engine)  # leaves weights unsharded
+    with engine.modify_weights():
+        zero(engine.module)
+    zero(reference := Net(0))
+    torch.testing.assert_close(computed(engine), loss_of(reference))
+
+
+def test_deepspeed_forgets_weights_that_it_left_unsharded() -> None:
+    run_ranks(2, write_after_evaluation)
 
 
 # -- in BF16: rounding -------------------------------------------------------------------------------------------------
@@ -257,6 +275,10 @@ def test_fsdp2_refuses_writes_to_weights_that_are_unsharded() -> None:
         loss_of(engine)  # stage 2 leaves the weights unsharded
     masters = engine.master_state()
     clamp(engine.module)
+    with pytest.raises(UsageError, match=r"'blocks.0.weight' was written to"):
+        computed(engine)
+    computed(engine)
+    clamp(engine.module)
     engine.backward(loss_of(engine))
     with pytest.raises(UsageError, match=r"'blocks.0.weight' was written to .* engine.modify_weights"):
         engine.step()
@@ -269,7 +291,7 @@ def test_a_replaced_parameter_is_refused(name: str) -> None:
     engine = start(name, 0 if name == "ddp" else 2)
     engine.module.load_state_dict(Net(1).state_dict(), assign=True)
     with pytest.raises(UsageError, match=r"'gain' was replaced after dtrain.initialize"):
-        engine.save("nowhere")
+        engine.save(NOWHERE)
 
 
 @pytest.mark.parametrize("name", ["native", "fsdp2"])
@@ -297,8 +319,8 @@ def test_modify_weights_keeps_everything_after_an_error(name: str) -> None:
         (lambda: engine(X), UsageError, "inside engine.modify_weights"),
         (lambda: engine.backward(torch.ones(())), UsageError, "engine.backward inside"),
         (engine.step, UsageError, "engine.step inside"),
-        (lambda: engine.save("nowhere"), UsageError, "engine.save inside"),
-        (lambda: engine.load("nowhere"), UsageError, "engine.load inside"),
+        (lambda: engine.save(NOWHERE), UsageError, "engine.save inside"),
+        (lambda: engine.load(NOWHERE), UsageError, "engine.load inside"),
         (engine.master_state, UsageError, "engine.master_state inside"),
         (lambda: engine.eval().__enter__(), UsageError, "engine.eval inside"),
         (lambda: engine.modify_weights().__enter__(), UsageError, "engine.modify_weights inside"),
@@ -327,6 +349,9 @@ def test_modify_weights_is_refused_outside_of_its_place() -> None:
             pass
     with engine.eval(), pytest.raises(UsageError, match=r"inside engine.eval"), engine.modify_weights():
         pass
+    for _ in engine.accumulate([X]):
+        with pytest.raises(UsageError, match="a micro-batch; call it between steps"), engine.modify_weights():
+            pass
     engine.backward(loss_of(engine))
     with pytest.raises(UsageError, match="between backward and step"), engine.modify_weights():
         pass
@@ -423,7 +448,7 @@ def diverge(engine: StepEngine, rank: int) -> None:
     if rank == 1:
         with torch.no_grad():
             parameter.mul_(2.0)
-    for together in (engine.master_state, lambda: engine.save("nowhere")):
+    for together in (engine.master_state, lambda: engine.save(NOWHERE)):
         with pytest.raises(DivergenceError, match="'gain' was written to on rank 1 and not on rank 0"):
             together()
     engine.backward(loss_of(engine))
