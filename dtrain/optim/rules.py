@@ -47,7 +47,8 @@ def rule_of(record: object, device: torch.device = _CPU) -> Rule:
 def on_device(record: Record, device: torch.device) -> Record:
     """Returns the hyper-parameters with ``compile``, if they have it, decided for ``device``.
 
-    A CPU does not compile: the update would be faster by a fifth (AdamW) to a half, and start seconds later.
+    A CPU does not compile, which takes seconds and saves a fifth of the time of a fused kernel; without one (Lion,
+    AdamW with BF16 moments) it saves three quarters.
     """
     if getattr(record, "compile", None) != "auto":
         return record

@@ -21,8 +21,13 @@ SLOWER = UpdateClass(weight_decay=0.03, lr_factor=0.3)
 CLASSES = (DECAYED, PLAIN, SLOWER)
 
 
-def scalars(step: int, lr: float, grad_divisor: float = 1.0, found_inf: float = 0.0) -> UpdateScalars:
-    return UpdateScalars(lr, step, torch.tensor(grad_divisor), torch.tensor(found_inf))
+CPU = torch.device("cpu")
+
+
+def scalars(
+    step: int, lr: float, grad_divisor: float = 1.0, found_inf: float = 0.0, device: torch.device = CPU
+) -> UpdateScalars:
+    return UpdateScalars(lr, step, torch.tensor(grad_divisor).to(device), torch.tensor(found_inf).to(device))
 
 
 class Arena:
@@ -33,6 +38,7 @@ class Arena:
         classes: the update class of each chunk.
         dtype: of the replica.
         first: number of the first chunk in what the arena is a shard of.
+        device: of all tensors; the values are the same on any.
     """
 
     def __init__(
@@ -42,11 +48,12 @@ class Arena:
         seed: int = 0,
         dtype: torch.dtype = torch.bfloat16,
         first: int = 0,
+        device: torch.device = CPU,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.rule = rule_of(record)
         self.classes, self.first = list(classes), first
-        self.master = torch.randn(len(classes) * CHUNK, generator=self._generator)
+        self.master = torch.randn(len(classes) * CHUNK, generator=self._generator).to(device)
         self.main_grad = torch.zeros_like(self.master)
         self.states = {spec.name: spec.like(self.master) for spec in self.rule.states}
         self.replica = self.master.to(dtype, copy=True)
@@ -72,7 +79,7 @@ class Arena:
         return FlatUpdate([self.rule], [self.slices(cuts)])
 
     def new_gradient(self) -> Tensor:
-        self.main_grad.copy_(torch.randn(self.main_grad.numel(), generator=self._generator))
+        self.main_grad.copy_(torch.randn(self.main_grad.numel(), generator=self._generator))  # drawn on the CPU
         return self.main_grad.clone()
 
     def steps(self, optimizer: FlatUpdate | None = None, number: int = 3, divisor: float = 7.0) -> dict[str, Tensor]:
@@ -80,7 +87,7 @@ class Arena:
         optimizer = optimizer or self.optimizer()
         for step in range(1, number + 1):
             self.new_gradient()
-            optimizer.update([0], scalars(step, 0.01 / step, divisor))
+            optimizer.update([0], scalars(step, 0.01 / step, divisor, device=self.master.device))
         return self.bits()
 
     def bits(self) -> dict[str, Tensor]:
