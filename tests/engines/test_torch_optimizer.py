@@ -101,3 +101,25 @@ def test_the_bits_are_those_of_every_stage_and_world_size(tmp_path: Path) -> Non
         for _, found in others:  # their sums of micro-batches are in another order
             for name, master in found.items():
                 torch.testing.assert_close(torch.tensor(master), torch.tensor(masters[name]), rtol=1e-4, atol=1e-5)
+
+
+def train_library(rank: int, world: int, source: Path, target: Path) -> None:
+    """Resumes NAdam under DeepSpeed, and what DeepSpeed has saved under native."""
+    engine = start("deepspeed", 2, optimizer=NADAM, precision="fp32", seed=7)
+    engine.load(source)
+    assert train_step(engine, MICRO_BATCHES).applied
+    engine.save(target)
+    loaded = start("native", 2, optimizer=NADAM, precision="fp32", seed=8)
+    loaded.load(source)
+    assert train_step(loaded, MICRO_BATCHES).applied
+    got = dict(engine.full_state("master"))
+    for name, master in loaded.full_state("master"):
+        torch.testing.assert_close(got[name], master, rtol=1e-4, atol=1e-5)
+    loaded.load(target)
+    assert state_of(loaded) == state_of(engine)
+
+
+@pytest.mark.processes
+def test_deepspeed_resumes_and_saves(tmp_path: Path) -> None:
+    run_ranks(1, train_all, (0,), tmp_path)
+    run_ranks(2, train_library, tmp_path / "0-1", tmp_path / "deepspeed")
