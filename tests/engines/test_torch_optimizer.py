@@ -46,6 +46,24 @@ def test_follows_torch(engine: str, optimizer: Any) -> None:
         torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_checkpoints_of_adamw_are_exchanged(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    engine = start_small(optimizer=dtrain.AdamW(lr=0.01, **options))
+    for _ in range(3):
+        train_small(engine)
+    engine.save(tmp_path / "adamw")
+    adopted = start_small(optimizer=dtrain.TorchOptimizer(torch.optim.AdamW, lr=0.01, **options))
+    adopted.load(tmp_path / "adamw")
+    for trained in (engine, adopted):
+        assert train_small(trained).applied
+    expected, got = engine.master_state(), adopted.master_state()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7)
+    adopted.save(tmp_path / "torch")
+    engine.load(tmp_path / "torch")
+    assert all(map(torch.equal, engine.master_state().values(), got.values()))
+
+
 def train_all(rank: int, world: int, stages: tuple[int, ...], folder: Path) -> dict[str, dict[str, str]]:
     """Digests of the state after training each optimizer at each stage; saves NAdam in the middle."""
     found = {}
