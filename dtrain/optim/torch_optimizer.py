@@ -64,8 +64,6 @@ class TorchRule(ElementwiseRule):
         """Sets the shared numbers to those before update ``number``, of which this may be any call."""
         if number == self._number:
             return
-        if number < self._number:  # an earlier checkpoint was loaded without its numbers
-            self.load_state_dict({})
         if self._after and number > self._number + 1:  # this rank had no elements to update, or nothing was saved
             element = torch.zeros(1, device=self._device)
             replay = BoundOptimizer(self._kept, [element], [[spec.like(element)] for spec in self.states])

@@ -46,6 +46,24 @@ def test_follows_torch(engine: str, optimizer: Any) -> None:
         torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
+def test_checkpoints_of_adamw_are_exchanged(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    engine = start_small(optimizer=dtrain.AdamW(lr=0.01, **options))
+    for _ in range(3):
+        train_small(engine)
+    engine.save(tmp_path / "adamw")
+    adopted = start_small(optimizer=dtrain.TorchOptimizer(torch.optim.AdamW, lr=0.01, **options))
+    adopted.load(tmp_path / "adamw")
+    for trained in (engine, adopted):
+        assert train_small(trained).applied
+    expected, got = engine.master_state(), adopted.master_state()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-6, atol=1e-7)
+    adopted.save(tmp_path / "torch")
+    engine.load(tmp_path / "torch")
+    assert all(map(torch.equal, engine.master_state().values(), got.values()))
+
+
 def train_all(rank: int, world: int, stages: tuple[int, ...], folder: Path) -> dict[str, dict[str, str]]:
     """Digests of the state after training each optimizer at each stage; saves NAdam in the middle."""
     found = {}
@@ -101,3 +119,25 @@ def test_the_bits_are_those_of_every_stage_and_world_size(tmp_path: Path) -> Non
         for _, found in others:  # their sums of micro-batches are in another order
             for name, master in found.items():
                 torch.testing.assert_close(torch.tensor(master), torch.tensor(masters[name]), rtol=1e-4, atol=1e-5)
+
+
+def train_library(rank: int, world: int, source: Path, target: Path) -> None:
+    """Resumes NAdam under DeepSpeed, and what DeepSpeed has saved under native."""
+    engine = start("deepspeed", 2, optimizer=NADAM, precision="fp32", seed=7)
+    engine.load(source)
+    assert train_step(engine, MICRO_BATCHES).applied
+    engine.save(target)
+    loaded = start("native", 2, optimizer=NADAM, precision="fp32", seed=8)
+    loaded.load(source)
+    assert train_step(loaded, MICRO_BATCHES).applied
+    got = dict(engine.full_state("master"))
+    for name, master in loaded.full_state("master"):
+        torch.testing.assert_close(got[name], master, rtol=1e-4, atol=1e-5)
+    loaded.load(target)
+    assert state_of(loaded) == state_of(engine)
+
+
+@pytest.mark.processes
+def test_deepspeed_resumes_and_saves(tmp_path: Path) -> None:
+    run_ranks(1, train_all, (0,), tmp_path)
+    run_ranks(2, train_library, tmp_path / "0-1", tmp_path / "deepspeed")
