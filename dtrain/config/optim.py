@@ -133,14 +133,14 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Lion (Chen et al., 2023): the sign of an interpolated momentum; takes a tenth of AdamW's learning rate."""
+    """Lion (Chen et al., 2023): the sign of an interpolated momentum; takes a third of AdamW's learning rate or less."""
 
     group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "betas")
 
     name: str = option("lion")
-    lr: float = at_least(1e-4, 0.0, _LR)
+    lr: float = at_least(3e-4, 0.0, _LR)
     betas: tuple[float, float] = setting((0.9, 0.99), "Weight of the momentum in the sign, and its decay rate.")
-    weight_decay: float = at_least(1.0, 0.0, _DECOUPLED)
+    weight_decay: float = at_least(0.3, 0.0, _DECOUPLED)
     compile: bool | str = one_of("auto", True, False, doc=_COMPILE)
 
 

@@ -31,7 +31,7 @@ def lower_a_moment(engine: Any) -> None:
     if engine.name == "native":
         states: Any = engine.sharded.buffers[0].states
         held = states["exp_avg"]
-    states["exp_avg"] = HeldRange(held.start, held.values.bfloat16())
+        states["exp_avg"] = HeldRange(held.start, held.values.bfloat16())
     elif engine.name == "deepspeed":
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()
