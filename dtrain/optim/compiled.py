@@ -130,9 +130,11 @@ class CompiledUpdate:
         by_size = sorted(slices, key=lambda part: part.tensors[0].numel())
         largest = {None if part.replica is None else part.replica.dtype: part for part in by_size}
         try:
-            shared = self._coefficients(self._rule.constants(device), *skipped_by)
-            for part in largest.values():
-                self._run(part, shared)
+            # one graph more for each mode of torch (threads, deterministic kernels) that the process has been in
+            with torch._dynamo.config.patch(recompile_limit=64):
+                shared = self._coefficients(self._rule.constants(device), *skipped_by)
+                for part in largest.values():
+                    self._run(part, shared)
         except RuntimeError as error:  # all failures of the compiler are
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
