@@ -50,10 +50,6 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     for primary in PRIMARIES:
         root = _writable(OmegaConf.structured(primary.schema))
-        if "model" in root:
-            root.model.args._set_flag("struct", False)  # free keys: no '+' needed
-        if "precision" in root:
-            root.precision.rules._set_flag("struct", False)
         # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
         for group in GROUP_OPTIONS.keys() & root.keys():
             root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
@@ -65,8 +61,13 @@ def register_schema() -> None:
 
 
 def _writable(node: DictConfig) -> DictConfig:
-    """Clears the read-only flag that OmegaConf sets for a frozen dataclass, because merging would fail on it."""
+    """Clears the read-only flag that OmegaConf sets for a frozen dataclass, because merging would fail on it.
+
+    Mappings take any key, without a '+' before them.
+    """
     node._set_flag("readonly", None)
+    if OmegaConf.get_type(node) is dict:
+        node._set_flag("struct", False)
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):

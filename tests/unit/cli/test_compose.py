@@ -14,6 +14,7 @@ import yaml
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
+from dtrain.config.optim import TorchOptimizer
 from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, GROUP_OPTIONS, RunConfig
 from tests.unit.cli.regenerate_golden import GOLDEN, cases, resolved
 
@@ -91,6 +92,27 @@ def test_choosing_another_option_leaves_no_key_of_the_default() -> None:
 def test_a_factory_of_your_own_takes_free_keys() -> None:
     config = compose(["model.factory=mine.nets:build", "model.args.depth=3", "model.args.names=[a,b]"])
     assert config.model.args == {"depth": 3, "names": ["a", "b"]}
+
+
+def test_an_optimizer_of_torch_takes_options_and_groups() -> None:
+    config = compose(
+        [
+            "optim=torch",
+            "optim.factory=torch.optim:NAdam",
+            "optim.options={betas: [0.8, 0.99]}",
+            "optim.options.momentum_decay=0.1",
+            "optim.groups={'*.bias': {lr_factor: 2.0, eps: 1e-6}}",
+        ]
+    )
+    record = config.optim.optimizer
+    assert record == TorchOptimizer(
+        "torch.optim:NAdam",
+        betas=(0.8, 0.99),
+        momentum_decay=0.1,
+        groups={"*.bias": {"lr_factor": 2.0, "eps": 1e-6}},
+    )
+    assert record.with_changes("*.bias").options == {"betas": (0.8, 0.99), "momentum_decay": 0.1, "eps": 1e-6}
+    assert config.optim.max_grad_norm == 1.0
 
 
 def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
