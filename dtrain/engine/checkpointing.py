@@ -150,6 +150,7 @@ class Checkpointer:
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         _check_same_model(reader, self._engine)
+        self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
         # of the live tensors, so that a wrong read, cast or copy is found too
@@ -268,6 +269,11 @@ def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]
+        if kind in engine.plan.specs and (MASTER, name) in saved:
+            raise CheckpointError(
+                f"{reader.path} has no {kind} of '{name}', which the optimizer keeps; resume with the optimizer and "
+                f"the groups that it was saved with"
+            )
         raise CheckpointError(f"{reader.path} has no {kind} '{name}', which the model has{nearest(name, names)}")
     for kind, name in saved.keys() - live.keys():
         names = [other for other_kind, other in live if other_kind == kind]

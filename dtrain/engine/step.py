@@ -112,6 +112,7 @@ class StepEngine(StateEngine):
             self._is_averaged = True
             try:
                 yield
+                self._written.refuse_any("engine.ema()")
             finally:
                 self._is_averaged = False
 
