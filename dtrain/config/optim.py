@@ -133,7 +133,7 @@ class SGD(Optimizer):
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Lion (Chen et al., 2023): the sign of an interpolated momentum; takes a third of AdamW's learning rate or less."""
+    """Lion (Chen et al., 2023): the sign of an interpolated momentum; takes a third of AdamW's lr or less."""
 
     group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "betas")
 
