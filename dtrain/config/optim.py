@@ -151,7 +151,7 @@ class Muon(Optimizer):
     group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "momentum", "betas", "eps")
 
     name: str = option("muon")
-    lr: float = at_least(1e-3, 0.0, _LR)
+    lr: float = at_least(3e-3, 0.0, _LR)
     momentum: float = between(0.95, 0.0, 1.0, "Decay rate of the momentum of matrices.")
     nesterov: bool = setting(True, "Look ahead by Nesterov's momentum.")
     weight_decay: float = at_least(0.1, 0.0, _DECOUPLED)

@@ -102,7 +102,7 @@ class OptimizerBenchConfig(CheckedRecord):
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     compiled: bool = setting(True, "Measure the compiled update too, which needs a compiler.")
     optimizers: list[str] = setting(
-        ["adamw", "adam", "sgd", "lion", "adamw-bf16"], "Optimizers, by the names of optim."
+        ["adamw", "adam", "sgd", "lion", "adamw-bf16", "muon"], "Optimizers, by the names of optim."
     )
     rounds: int = at_least(10, 1, _ROUNDS)
     out: str | None = setting(None, _OUT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -13,21 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.distributed.logging import logger
 from dtrain.engine.arguments import checked_metrics
+from dtrain.engine.compatibility import check_same_model, replicated_tensors, trained_kinds, warn_of_other_bits
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
-from dtrain.errors import CheckpointError, nearest
-from dtrain.optim.average import EMA
+from dtrain.errors import CheckpointError
 from dtrain.parameters.groups import aliases
-
-_FLOAT8_BITS = ("recipe", "grad_format", "emulate", "fast_accumulation")
-"""The FP8 options that the bits of a product follow from."""
 
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
@@ -149,7 +143,7 @@ class Checkpointer:
         self.wait()
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
-        _check_same_model(reader, self._engine)
+        check_same_model(reader, self._engine)
         self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
@@ -160,11 +154,11 @@ class Checkpointer:
         return extra
 
     def _read(self, reader: CheckpointReader) -> None:
-        kinds = _trained_kinds(reader, self._engine)
+        kinds = trained_kinds(reader, self._engine)
         shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards())
         # every rank fills all that it holds, also what another rank has saved
         sharded = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
-        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in _replicated_tensors(self._engine))
+        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in replicated_tensors(self._engine))
         reader.read_into(chain(sharded, replicated))
         masters = {shard.name: shard.data for shard in self._engine.local_shards(MASTER)}
         for kind, spec in self._engine.plan.specs.items():
@@ -177,7 +171,7 @@ class Checkpointer:
         Raises:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
-        yield from self._owned_shards(_trained_kinds(reader, self._engine))  # over all ranks every element once
+        yield from self._owned_shards(trained_kinds(reader, self._engine))  # over all ranks every element once
         replicated = _replicated_shards(self._engine) if self._comm.rank == 0 else ()
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
         for shard in chain(self._engine.frozen_shards(), replicated):
@@ -214,7 +208,7 @@ class Checkpointer:
         engine, finalizer, saved = self._engine, self._finalizer, reader.state["engine_state"]
         engine.attempted_steps = int(saved["attempted_steps"])
         finalizer.applied_steps = int(saved["applied_steps"])
-        _warn_of_other_bits(reader, engine)
+        warn_of_other_bits(reader, engine)
         finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
         for rule, values in zip(engine.plan.rules, self._rule_states(reader), strict=True):
             rule.load_state_dict(values)
@@ -233,123 +227,7 @@ def _config_hash(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
 
 
-def _replicated_tensors(engine: StateEngine) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in engine.module.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in engine.module.named_buffers():
-        if name not in transient:
-            yield "buffer", name, buffer.detach()
-    for name, parameter in engine.replicated_frozen().items():
-        yield "frozen", name, parameter
-
-
 def _replicated_shards(engine: StateEngine) -> Iterator[TensorShard]:
-    for kind, name, tensor in _replicated_tensors(engine):
+    for kind, name, tensor in replicated_tensors(engine):
         flat = tensor.contiguous().view(-1)
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)
-
-
-def _check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
-    dtypes = engine.saved_dtypes
-    reader.require_kinds((*dtypes, "buffer", "frozen"))
-    saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
-    kinds = _trained_kinds(reader, engine)
-    live = {
-        (kind, name): (shape, dtypes[kind])
-        for name, shape in engine.shapes.items()
-        for kind in (MASTER, *engine.plan.kinds(name))
-        if kind in kinds
-    }
-    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in _replicated_tensors(engine)}
-    live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
-    live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
-    for kind, name in live.keys() - saved.keys():
-        names = [other for other_kind, other in saved if other_kind == kind]
-        if kind in engine.plan.specs and (MASTER, name) in saved:
-            raise CheckpointError(
-                f"{reader.path} has no {kind} of '{name}', which the optimizer keeps; resume with the optimizer and "
-                f"the groups that it was saved with"
-            )
-        raise CheckpointError(f"{reader.path} has no {kind} '{name}', which the model has{nearest(name, names)}")
-    for kind, name in saved.keys() - live.keys():
-        names = [other for other_kind, other in live if other_kind == kind]
-        raise CheckpointError(f"{reader.path} holds {kind} '{name}', which the model lacks{nearest(name, names)}")
-    for (kind, name), (shape, dtype) in live.items():
-        saved_shape, saved_dtype = saved[kind, name]
-        if saved_shape != shape:
-            raise CheckpointError(
-                f"{reader.path}: {kind} '{name}' has shape {list(saved_shape)}, the model's has {list(shape)}"
-            )
-        # the precision policy casts frozen weights, so theirs may be another one; values of a buffer are exact
-        may_cast = kind == "frozen" and dtype.is_floating_point and saved_dtype.is_floating_point
-        if saved_dtype != dtype and kind in dtypes:
-            raise CheckpointError(
-                f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the optimizer keeps it in {dtype}; resume "
-                f"with the optimizer that it was saved with"
-            )
-        if saved_dtype != dtype and not may_cast:
-            raise CheckpointError(
-                f"{reader.path}: {kind} '{name}' was saved as {saved_dtype}, the model's is {dtype}; build the model "
-                f"with the dtypes it was saved with"
-            )
-
-
-def _trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
-    """Returns the kinds of trained tensors to load: masters and all states, or masters alone before the first update.
-
-    An imported model has masters alone; its states have their initial values.
-
-    Raises:
-        CheckpointError: a state of the optimizer is missing.
-    """
-    saved = {tensor.kind for tensor in reader.tensors}
-    states = list(engine.plan.specs)
-    if EMA.name not in saved and EMA.name in states:  # the average starts from the loaded weights
-        states.remove(EMA.name)
-    missing = [name for name in states if name not in saved]
-    if not missing or MASTER not in saved:
-        return [MASTER, *states]
-    if missing == states and reader.state["engine_state"]["applied_steps"] == 0:
-        return [MASTER]
-    raise CheckpointError(
-        f"{reader.path} holds no {' and no '.join(map(repr, missing))}, the state that "
-        f"{type(engine.options.optimizer).__name__} keeps; resume with the optimizer that it was saved with"
-    )
-
-
-def _warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
-    if engine.ema_decay is not None and all(tensor.kind != EMA.name for tensor in reader.tensors):
-        logger.warning(f"{reader.path} holds no moving average of the weights; it starts from the loaded ones")
-    saved, own = reader.state["optimizer"].get("compile"), engine.plan.is_compiled
-    if saved is not None and saved != own:
-        logger.warning(
-            f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
-            f"two updates round differently, so the run resumes, but not bit for bit"
-        )
-    contracts = (reader.state.get("contract") or {}, engine.contract.to_dict())
-    before, now = map(_formats, contracts)
-    changed = [name for name in now if before.get(name, now[name]) != now[name]]
-    if changed:
-        listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
-        logger.warning(
-            f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
-            f"another format, so the run resumes, but not bit for bit"
-        )
-    saved_options, own_options = (contract.get("float8") for contract in contracts)
-    if saved_options and own_options:
-        others = {key: saved_options[key] for key in _FLOAT8_BITS if saved_options[key] != own_options[key]}
-        if others:
-            listed = ", ".join(f"{key}={value} (now {own_options[key]})" for key, value in others.items())
-            logger.warning(
-                f"{reader.path} was saved with float8 {listed}: FP8 products round differently, so the run resumes, "
-                f"but not bit for bit"
-            )
-
-
-def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the format of each module; empty for a checkpoint without them."""
-    return {name: module["format"] for name, module in contract.get("modules", {}).items()}

@@ -20,22 +20,20 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtrain.distributed.logging import logger
-from dtrain.engine.arguments import check_save_options, checked_lr, checked_path
-from dtrain.engine.averaged import averaged_weights
+from dtrain.engine.arguments import checked_lr
 from dtrain.engine.checkpointing import Checkpointer
-from dtrain.engine.model_state import MAIN_GRAD, MASTER, StateEngine
+from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.stored import StoredEngine
 from dtrain.engine.vote.culprit import locate_culprit
 from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.engine.vote.finalize import StepFinalizer
@@ -53,7 +51,7 @@ from dtrain.precision.forward import Autocast
 from dtrain.precision.loss_scale import LossScaleState
 
 
-class StepEngine(StateEngine):
+class StepEngine(StoredEngine):
     """Implements the step of :class:`dtrain.engine.interface.Engine` over the hooks at the end of this class.
 
     Args:
@@ -102,23 +100,6 @@ class StepEngine(StateEngine):
         self._finalize_step()  # [Note: finalize before the next collective]
         with super().eval():
             yield
-
-    @contextmanager
-    def ema(self) -> Iterator[None]:
-        self._require_usable("ema")
-        self._finalize_step()
-        self._written.take_together()
-        with averaged_weights(self, self._refresh_averaged):
-            self._is_averaged = True
-            try:
-                yield
-                self._written.refuse_any("engine.ema()")
-            finally:
-                self._is_averaged = False
-
-    def _refresh_averaged(self) -> None:
-        self._refresh()
-        self._written.remember()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._written.require_closed("__call__")
@@ -261,80 +242,6 @@ class StepEngine(StateEngine):
     def _has_backward(self) -> bool:
         return bool(self._losses)
 
-    # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
-
-    def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
-        self._require_usable("save")
-        if when_busy not in ("wait", "skip"):
-            raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
-        path = checked_path("save", directory)
-        check_save_options(options)
-        if when_busy == "skip" and self.is_saving():
-            return None
-        self._finalize_step()
-        self._written.take_together()
-        return self._checkpointer.save(path, **options)
-
-    def prepare_saves(self) -> None:
-        self._checkpointer.prepare()
-
-    def is_saving(self) -> bool:
-        self._finalize_step()
-        return self._checkpointer.is_saving()
-
-    def wait_for_save(self) -> Path | None:
-        self._finalize_step()
-        return self._checkpointer.wait()
-
-    def leave_save(self, *, cancel: bool = False) -> None:
-        self._checkpointer.shut_down(cancel=cancel)
-
-    def load(self, path: str | Path) -> dict[str, Any]:
-        self._require_usable("load")
-        directory = checked_path("load", path)
-        self._finalize_step()
-        extra = self._checkpointer.load(directory)
-        self._refresh()  # only now: compute weights follow from the masters and the restored state
-        self.check_contract()
-        logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
-        return extra
-
-    def _require_usable(self, verb: str) -> None:
-        self._written.require_closed(verb)
-        if self._backward_failed:
-            raise UsageError(
-                f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
-                f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
-            )
-        if self._checkpointer.load_failed and verb != "load":
-            raise UsageError(
-                f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
-                f"a checkpoint that can be read, or build a new engine"
-            )
-        if self._is_averaged:
-            raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
-        if self._losses and verb in ("save", "load", "ema", "modify_weights"):
-            raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
-
-    def check_contract(self) -> None:
-        super().check_contract()
-        self._written.remember()
-
-    def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
-        self._require_usable("modify_weights")
-        if self._evaluating or self._current.state == "open":
-            raise UsageError("engine.modify_weights inside engine.eval or a micro-batch; call it between steps")
-        self._finalize_step()
-        return self._written.modified(patterns, self._refresh)
-
-    def master_state(self) -> dict[str, Tensor]:
-        self._written.require_closed("master_state")
-        self._finalize_step()
-        self._written.take_together()
-        # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
-        pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
-        return {name: tensor for name, tensor in pairs if tensor is not None}
-
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
 
     @property
@@ -363,10 +270,6 @@ class StepEngine(StateEngine):
 
         If ``scalars.found_inf`` is 1, all keep their bits.
         """
-
-    @abstractmethod
-    def _refresh(self) -> None:
-        """Casts the masters into the compute weights."""
 
     @abstractmethod
     def _clear_gradients(self) -> None:

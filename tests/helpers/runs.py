@@ -62,11 +62,10 @@ def start(run: Run, *, weights: int = 0, **options: Any) -> Any:
     torch.set_num_threads(1)
     engine = dtrain.initialize(
         make(run.model).build(weights),
-        optimizer=dtrain.AdamW(lr=run.lr),
         schedule=SCHEDULE,
         max_grad_norm=run.max_grad_norm,
         seed=run.seed,
-        **{**run.options, **options},
+        **{"optimizer": dtrain.AdamW(lr=run.lr), **run.options, **options},
     )
     assert isinstance(engine, StepEngine)
     return engine

@@ -22,7 +22,7 @@ def python_blocks(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/library.md", "docs/optimizers.md"])
 def test_code_blocks_run(page: str) -> None:
     code = python_blocks(ROOT / page)
     assert "dtrain.initialize" in code

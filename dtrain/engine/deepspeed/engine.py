@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
-from dtrain.engine.deepspeed.state import Partition, RuleOptimizer, zero_state
+from dtrain.engine.deepspeed.optimizer import Partition, RuleOptimizer
+from dtrain.engine.deepspeed.state import zero_state
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck

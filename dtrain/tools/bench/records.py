@@ -168,17 +168,37 @@ class OperationTiming:
     """Times of one case of an operation, one for each round.
 
     Attributes:
-        nbytes: bytes that it must move.
+        nbytes: bytes that it must move; 0 if its products take longer.
         workload: the operation and its size; cases of one workload are compared.
+        flops: floating-point operations of its products; 0 if it is bound by memory.
     """
 
     case: str
     nbytes: int
     ms: list[float]
     workload: str = ""
+    flops: int = 0
 
     def gb_per_s(self) -> list[float]:
         return [self.nbytes / value / 1e6 for value in self.ms]
+
+    def tflop_per_s(self) -> list[float]:
+        return [self.flops / value / 1e9 for value in self.ms]
+
+
+@dataclass(frozen=True)
+class MatrixTraffic:
+    """What all ranks together send in a step of an optimizer of whole matrices, if masters are sharded (stages 1 to 3).
+
+    Attributes:
+        bytes_per_parameter: bytes for each matrix parameter, to the owners of the matrices and back.
+        bound: what they are at most, on any number of ranks.
+    """
+
+    optimizer: str
+    ranks: int
+    bytes_per_parameter: float
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -190,6 +210,7 @@ class OperationResults(SuiteRun):
         description: the workload, and what its bytes count.
         reference: the case whose GB/s the others' are divided by, or None.
         baselines: the cases whose time is divided by the others'.
+        traffic: of the optimizers of whole matrices.
     """
 
     load: float
@@ -197,6 +218,7 @@ class OperationResults(SuiteRun):
     reference: str | None
     baselines: list[str]
     timings: list[OperationTiming]
+    traffic: list[MatrixTraffic] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import dtrain
 from dtrain.cli.resolve import read_jobs
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, supporting_engines
 from dtrain.config.engines import ENGINES, engines_with, settings_of
+from dtrain.config.optim import OPTIMIZERS
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache
@@ -102,6 +103,7 @@ def test_a_setting_of_one_engine_needs_no_row() -> None:
         (["engine=ddp", "engine.zero_stage=1"], "cannot do engine.zero_stage=1: every rank holds the whole model"),
         (["engine=fsdp2", "engine.reproducible=true"], "cannot do engine.reproducible=true: .* or engine=native$"),
         (["engine=deepspeed", "optim.compile=true"], "cannot do optim.compile=true"),
+        (["engine=deepspeed", "optim=muon"], "cannot do optim=muon: .* no whole matrix .* or engine=native"),
     ],
 )
 def test_command_line_is_refused(overrides: list[str], reason: str) -> None:
@@ -121,7 +123,7 @@ def test_doctor_engines_imports_no_torch() -> None:
 
 # -- the table is true ---------------------------------------------------------------------------------------
 
-FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",)}
+FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",), "optimizer": ("lion",)}
 """Values started with DeepSpeed, whose start takes seconds; its own tests have the rest."""
 
 
@@ -152,6 +154,8 @@ def attempt(engine: str, key: str, value: Any) -> str:
     settings: dict[str, Any] = {"precision": "fp32", "loss_scale": 1.0}
     if key == "compile":
         settings["optimizer"] = dtrain.AdamW(compile=value)
+    elif key == "optimizer":
+        settings["optimizer"] = dtrain.TorchOptimizer(torch.optim.RAdam) if value == "torch" else OPTIMIZERS[value]()
     elif key == "rules":
         settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
     else:

@@ -7,16 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dtrain.config.optim import OPTIMIZERS, SGD, Adam, AdamW, Lion
+from dtrain.config.optim import OPTIMIZERS, SGD, Adam, AdamW, Lion, Muon
 from dtrain.config.tool_schema import OptimizerSuiteConfig
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError, nearest
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import ElementwiseRule, UpdateClass, UpdateScalars, UpdateSlice
+from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice
 from dtrain.optim.rules import rule_of
 from dtrain.sharding.layout import CHUNK
+from dtrain.tools.bench.operations.muon import MuonPhase, describe_matrices, matrix_traffic
+from dtrain.tools.bench.operations.sequence import decide, torch_sequence
 from dtrain.tools.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.tools.bench.records import OperationResults, OperationTiming
 from dtrain.tools.tables import plural
@@ -24,12 +26,14 @@ from dtrain.tools.tables import plural
 _PARAMETER = 1024 * CHUNK
 """Elements of one parameter in torch's sequence: a matrix of 1024 x 1024."""
 
-_MAX_NORM = 1.0
 _BASELINE = "torch, BF16 grads"
 
 _DESCRIPTION = (
-    "{numel:,} elements, BF16 weights, FP32 masters, {threads} on {device}. The workload names the optimizer and the "
-    "bytes of its states for a parameter. torch: its fused kernel, for Lion the paper's loop over lists; AdamW with "
+    "BF16 weights, FP32 masters, {threads} on {device}. The workload names the optimizer and the bytes of its states "
+    "for a parameter."
+)
+_ELEMENTWISE = (
+    "{numel:,} elements. torch: its fused kernel, for Lion the paper's loop over lists; AdamW with "
     "BF16 moments is compared with torch's AdamW of FP32 moments. GB/s counts the bytes that must move: of an element "
     "14 (gradient and master read, master and weight written) and the states twice; 4 more from FP32 gradients, for "
     "the norm; 12 for triad (a + 1.5 b), 8 for copy."
@@ -40,41 +44,48 @@ def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> Operation
     """Times the optimizer phase of each case, on the same masters and gradients.
 
     Raises:
-        ConfigError: an unknown optimizer, or one that is not elementwise.
+        ConfigError: an unknown optimizer, or ``torch``.
     """
     bench = config.bench
     device = choose_device(bench.device, 0)
     records = [_record(name) for name in bench.optimizers]
     torch.set_num_threads(bench.threads)
     numel = bench.numel // CHUNK * CHUNK
+    muon = next((record for record in records if isinstance(record, Muon)), None)
+    elementwise = any(not isinstance(record, Muon) for record in records)
+    description = [_DESCRIPTION.format(threads=plural(bench.threads, "thread"), device=device.type)]
+    description += [_ELEMENTWISE.format(numel=numel)] if elementwise else []
+    description += [describe_matrices(bench.numel)] if muon else []
 
     def measure() -> Iterator[OperationTiming]:
         for record in records:
-            phase = OptimizerPhase(numel, device, record)
-            workload = f"{record.name}, {phase.state_bytes} bytes"
-            for timing in time_rounds(phase.operations(compiled=bench.compiled), bench.rounds, device):
-                yield replace(timing, workload=workload)
+            phase: MuonPhase | OptimizerPhase
+            if isinstance(record, Muon):
+                phase = MuonPhase(bench.numel, device, record)
+                operations = phase.operations(_BASELINE)
+            else:
+                phase = OptimizerPhase(numel, device, record)
+                operations = phase.operations(compiled=bench.compiled)
+            for timing in time_rounds(operations, bench.rounds, device):
+                yield replace(timing, workload=f"{record.name}, {phase.state_bytes} bytes")
 
-    return measure_operations(
+    results = measure_operations(
         "optimizer",
         command,
         config,
-        _DESCRIPTION.format(numel=numel, threads=plural(bench.threads, "thread"), device=device.type),
+        " ".join(description),
         lambda: list(measure()),
         baselines=[_BASELINE],
-        reference="triad" if device.type == "cpu" else "copy",
+        reference=None if not elementwise else "triad" if device.type == "cpu" else "copy",
     )
+    return replace(results, traffic=matrix_traffic(muon, bench.numel)) if muon else results
 
 
 def _record(name: str) -> Any:
-    if name not in OPTIMIZERS:
-        raise ConfigError(
-            f"bench.optimizers: '{name}' is not one of {', '.join(OPTIMIZERS)}{nearest(name, OPTIMIZERS)}"
-        )
-    record: Any = replace(OPTIMIZERS[name](lr=1e-4), compile=False)  # type: ignore[call-arg]
-    if not isinstance(rule_of(record), ElementwiseRule):
-        raise ConfigError(f"bench.optimizers: '{name}' works on whole matrices; leave it out")
-    return record
+    known = [known for known in OPTIMIZERS if known != "torch"]  # the baselines are torch's
+    if name not in known:
+        raise ConfigError(f"bench.optimizers: '{name}' is not one of {', '.join(known)}{nearest(name, known)}")
+    return replace(OPTIMIZERS[name](lr=1e-4), compile=False)  # type: ignore[call-arg]
 
 
 class OptimizerPhase:
@@ -117,24 +128,8 @@ class OptimizerPhase:
     def torch_sequence(self, kind: str, grad_dtype: torch.dtype) -> Callable[[], None]:
         """Returns a training loop's own passes around torch's optimizer on the FP32 masters; ``kind``: of kernel."""
         masters = [nn.Parameter(values) for values in self.master.split(_PARAMETER)]
-        values, replicas = self.master.split(_PARAMETER), self.replica.split(_PARAMETER)
         grads = [grad.to(grad_dtype) for grad in self.main_grad.split(_PARAMETER)]
-        optimizer = _torch_optimizer(self.record, masters, kind)
-        found_inf, inverse_scale = (torch.full((1,), value, device=self.device) for value in (0.0, 1.0))
-
-        def run() -> None:
-            full = [grad.to(torch.float32) for grad in grads]  # FP32 gradients are not copied
-            for master, grad in zip(masters, full, strict=True):
-                master.grad = grad
-            found_inf.zero_()
-            torch._amp_foreach_non_finite_check_and_unscale_(full, found_inf, inverse_scale)
-            nn.utils.clip_grad_norm_(masters, _MAX_NORM)
-            if not found_inf.item():
-                optimizer.step()
-            torch._foreach_copy_(replicas, values)
-            optimizer.zero_grad()
-
-        return run
+        return torch_sequence(_torch_optimizer(self.record, masters, kind), self.replica.split(_PARAMETER), grads)
 
     def _dtrain(self, record: Any, *, norm: bool = True) -> Callable[[], None]:
         """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatUpdate`."""
@@ -145,13 +140,8 @@ class OptimizerPhase:
         optimizer = FlatUpdate([rule], [[part]])
         one, zero = (torch.full((), value, device=self.device) for value in (1.0, 0.0))
 
-        def decide() -> tuple[Tensor, Tensor]:
-            squares = torch.linalg.vector_norm(self.main_grad.view(-1, CHUNK), dim=1).double().square_().sum()
-            clip = (_MAX_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-            return (1 / clip).float(), squares.isfinite().logical_not().float()
-
         def run() -> None:
-            divisor, found_inf = decide() if norm else (one, zero)
+            divisor, found_inf = decide(self.main_grad) if norm else (one, zero)
             optimizer.update([0], UpdateScalars(record.lr, 1, divisor, found_inf))
 
         return run

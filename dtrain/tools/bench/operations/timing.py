@@ -15,10 +15,11 @@ from dtrain.tools.bench.records import OperationResults, OperationTiming, run_he
 
 @dataclass(frozen=True)
 class Operation:
-    """A function to time, and the bytes that it must move."""
+    """A function to time; see :class:`OperationTiming` for what it must move and compute."""
 
     run: Callable[[], object]
     nbytes: int
+    flops: int = 0
 
 
 def time_rounds(operations: Mapping[str, Operation], rounds: int, device: torch.device) -> list[OperationTiming]:
@@ -29,7 +30,7 @@ def time_rounds(operations: Mapping[str, Operation], rounds: int, device: torch.
             elapsed = elapsed_ms(operation.run, device)
             if number:
                 ms[name].append(elapsed)
-    return [OperationTiming(name, operation.nbytes, ms[name]) for name, operation in operations.items()]
+    return [OperationTiming(name, one.nbytes, ms[name], flops=one.flops) for name, one in operations.items()]
 
 
 def elapsed_ms(run: Callable[[], object], device: torch.device) -> float:

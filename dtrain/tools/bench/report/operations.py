@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 
-from dtrain.tools.bench.records import OperationResults, OperationTiming
+from dtrain.tools.bench.records import MatrixTraffic, OperationResults, OperationTiming
 from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import spread
 from dtrain.tools.tables import Column, Table
@@ -26,13 +27,26 @@ def describe_operations(results: OperationResults) -> Report:
     columns: list[Column[OperationTiming]] = [
         ("case", lambda timing: timing.case),
         ("ms", lambda timing: spread(timing.ms, 2)),
-        ("GB/s", lambda timing: f"{median(timing.gb_per_s()):.1f}"),
-        *((f"speed-up over {name}", lambda timing, name=name: speed_up(timing, name)) for name in results.baselines),
     ]
-    if results.reference is not None:
-        columns.insert(3, (f"GB/s / {results.reference}", share))
     if any(timing.workload for timing in results.timings):
         columns.insert(0, ("workload", lambda timing: timing.workload))
+    if any(timing.nbytes for timing in results.timings):
+        columns.append(("GB/s", lambda timing: f"{median(timing.gb_per_s()):.1f}" if timing.nbytes else ""))
+    if results.reference is not None:
+        columns.append((f"GB/s / {results.reference}", lambda timing: share(timing) if timing.nbytes else ""))
+    if any(timing.flops for timing in results.timings):
+        columns.append(("TFLOP/s", lambda timing: f"{median(timing.tflop_per_s()):.3f}" if timing.flops else ""))
+    for name in results.baselines:
+        columns.append((f"speed-up over {name}", lambda timing, name=name: speed_up(timing, name)))  # type: ignore[misc]
     rounds = f"{len(results.timings[0].ms)} rounds; load before them {results.load:.1f}."
     facts = [*origin(results), f"{results.description} {rounds}"]
+    facts += [_traffic(results.traffic)] if results.traffic else []
     return Report(facts, [Table.of("Times", columns, results.timings)], [_NOTE])
+
+
+def _traffic(traffic: Sequence[MatrixTraffic]) -> str:
+    sent = ", ".join(f"{one.bytes_per_parameter:.2f} on {one.ranks} ranks" for one in traffic)
+    return (
+        f"Traffic of {traffic[0].optimizer} at stages 1 to 3, bytes a matrix parameter that all ranks send in a "
+        f"step, to the matrices' owners and back: {sent}; at most {traffic[0].bound:g} on any number."
+    )

@@ -44,7 +44,7 @@ def test_end_to_end(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("case", ["torch, FP32 grads", "torch, BF16 grads", "torch foreach, BF16 grads"])
-@pytest.mark.parametrize("optimizer", OptimizerBenchConfig().optimizers)
+@pytest.mark.parametrize("optimizer", [name for name in OptimizerBenchConfig().optimizers if name != "muon"])
 def test_all_cases_do_the_same_update(case: str, optimizer: str) -> None:
     record = replace(_record(optimizer), lr=0.1)
     phase, baseline = OptimizerPhase(2048, CPU, record), OptimizerPhase(2048, CPU, record)
@@ -59,9 +59,7 @@ def test_all_cases_do_the_same_update(case: str, optimizer: str) -> None:
     assert torch.equal(baseline.replica, baseline.master.bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("adm", "did you mean 'adam'"), ("muon", "whole matrices|optimizer is Muon")]
-)
+@pytest.mark.parametrize(("name", "message"), [("adm", "did you mean 'adam'"), ("torch", "is not one of adamw, ")])
 def test_other_optimizers_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _record(name)

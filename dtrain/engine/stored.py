@@ -1,0 +1,134 @@
+"""What an engine does with whole states between steps: saving, loading, averages, and writes of the user's."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dtrain.distributed.logging import logger
+from dtrain.engine.arguments import check_save_options, checked_path
+from dtrain.engine.averaged import averaged_weights
+from dtrain.engine.checkpointing import Checkpointer
+from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.written_weights import WrittenWeights
+from dtrain.errors import UsageError
+
+
+class StoredEngine(StateEngine):
+    """The part of an engine that reads and writes whole states; every call finalizes the last step first.
+
+    A subclass sets the attributes below in its constructor.
+    """
+
+    _checkpointer: Checkpointer
+    _written: WrittenWeights
+    _backward_failed: bool  # a backward has begun and not ended
+    _is_averaged: bool  # inside ``ema``
+
+    # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
+
+    def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
+        self._require_usable("save")
+        if when_busy not in ("wait", "skip"):
+            raise UsageError(f"engine.save(when_busy={when_busy!r}): expected 'wait' or 'skip'")
+        path = checked_path("save", directory)
+        check_save_options(options)
+        if when_busy == "skip" and self.is_saving():
+            return None
+        self._finalize_step()
+        self._written.take_together()
+        return self._checkpointer.save(path, **options)
+
+    def prepare_saves(self) -> None:
+        self._checkpointer.prepare()
+
+    def is_saving(self) -> bool:
+        self._finalize_step()
+        return self._checkpointer.is_saving()
+
+    def wait_for_save(self) -> Path | None:
+        self._finalize_step()
+        return self._checkpointer.wait()
+
+    def leave_save(self, *, cancel: bool = False) -> None:
+        self._checkpointer.shut_down(cancel=cancel)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        self._require_usable("load")
+        directory = checked_path("load", path)
+        self._finalize_step()
+        extra = self._checkpointer.load(directory)
+        self._refresh()  # only now: compute weights follow from the masters and the restored state
+        self.check_contract()
+        logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
+        return extra
+
+    def _require_usable(self, verb: str) -> None:
+        self._written.require_closed(verb)
+        if self._backward_failed:
+            raise UsageError(
+                f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
+                f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
+            )
+        if self._checkpointer.load_failed and verb != "load":
+            raise UsageError(
+                f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
+                f"a checkpoint that can be read, or build a new engine"
+            )
+        if self._is_averaged:
+            raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
+        if self._has_backward() and verb in ("save", "load", "ema", "modify_weights"):
+            raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
+
+    def check_contract(self) -> None:
+        super().check_contract()
+        self._written.remember()
+
+    # -- weights -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        self._require_usable("ema")
+        self._finalize_step()
+        self._written.take_together()
+        with averaged_weights(self, self._refresh_averaged):
+            self._is_averaged = True
+            try:
+                yield
+                self._written.refuse_any("engine.ema()")
+            finally:
+                self._is_averaged = False
+
+    def _refresh_averaged(self) -> None:
+        self._refresh()
+        self._written.remember()
+
+    def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
+        self._require_usable("modify_weights")
+        if self._evaluating or self._current.state == "open":
+            raise UsageError("engine.modify_weights inside engine.eval or a micro-batch; call it between steps")
+        self._finalize_step()
+        return self._written.modified(patterns, self._refresh)
+
+    def master_state(self) -> dict[str, Tensor]:
+        self._written.require_closed("master_state")
+        self._finalize_step()
+        self._written.take_together()
+        # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
+        pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    # -- hooks for subclasses ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _finalize_step(self) -> None:
+        """Reads the decision on the last step and acts on it; all ranks call."""
+
+    @abstractmethod
+    def _refresh(self) -> None:
+        """Casts the masters into the compute weights."""
