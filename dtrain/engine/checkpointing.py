@@ -144,6 +144,7 @@ class Checkpointer:
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         check_same_model(reader, self._engine)
+        self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
         # of the live tensors, so that a wrong read, cast or copy is found too

@@ -48,6 +48,11 @@ def check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]
+        if kind in engine.plan.specs and (MASTER, name) in saved:
+            raise CheckpointError(
+                f"{reader.path} has no {kind} of '{name}', which the optimizer keeps; resume with the optimizer and "
+                f"the groups that it was saved with"
+            )
         raise CheckpointError(f"{reader.path} has no {kind} '{name}', which the model has{nearest(name, names)}")
     for kind, name in saved.keys() - live.keys():
         names = [other for other_kind, other in live if other_kind == kind]

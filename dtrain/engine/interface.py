@@ -204,7 +204,7 @@ class Engine(ABC):
         follow applied steps: ``average += (1 - ema_decay) * (master - average)``, in FP32.
 
         Raises:
-            UsageError: the engine keeps no average, or between backward and step.
+            UsageError: the engine keeps no average; between backward and step; or a parameter was written to inside.
         """
 
     def request_stop(self) -> None:
@@ -234,7 +234,8 @@ class Engine(ABC):
         """Reduces, votes, and updates on all ranks or on none.
 
         Args:
-            lr: overrides the schedule for this step; the same on all ranks.
+            lr: overrides the schedule for this step, except of groups with a schedule of their own; the same on all
+                ranks.
 
         Raises:
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
@@ -324,8 +325,9 @@ class Engine(ABC):
 
         Frozen parameters are whole too, in their own dtype. Gradients are off inside. At the end all ranks compare the
         new values, take them over into masters, frozen shards and compute weights, and free the copies. Optimizer
-        states stay. After an exception no weight is changed. Parameters are written in place: ``load_state_dict``,
-        ``copy_``, ``clamp_``. The whole weights take 4 bytes an element on every rank.
+        states stay, and so does the moving average, except before the first update. After an exception no weight is
+        changed. Parameters are written in place: ``load_state_dict``, ``copy_``, ``clamp_``. The whole weights
+        take 4 bytes an element on every rank.
 
         Args:
             *patterns: names (``fnmatch``) of parameters or modules; all by default.

@@ -22,7 +22,10 @@ from dtrain.errors import ConfigError, ModelError, nearest
 from dtrain.optim.torch_schedule import TorchSchedule
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
-_OTHERS = ("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "seed", "comm")
+_OTHERS = (
+    *("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "ema_decay"),
+    *("seed", "comm"),
+)
 
 
 def engine_record(engine: str | EngineConfig, settings: Mapping[str, Any]) -> EngineConfig:
@@ -62,8 +65,8 @@ def engine_record(engine: str | EngineConfig, settings: Mapping[str, Any]) -> En
 def _unknown(name: str, record: EngineConfig) -> ConfigError:
     if name == "groups":
         return ConfigError(
-            "groups is called sharding_units: name patterns of modules, each sharded as a unit. dtrain has no "
-            "parameter groups of an optimizer: weight decay leaves out norms and biases by itself"
+            "groups belong to the optimizer: optimizer=dtrain.AdamW(groups={'*.embed*': {'lr_factor': 0.1}}); name "
+            "patterns of modules that are each sharded as a unit are sharding_units"
         )
     if owners := engines_with(name):
         return ConfigError(f"engine={record.name} has no {name}; it is a setting of engine={' and '.join(owners)}")
@@ -95,11 +98,14 @@ def optimizer_record(optimizer: Optimizer | None) -> Optimizer:
             f"itself; for another optimizer of torch: dtrain.TorchOptimizer(torch.optim.RAdam, lr=3e-4)"
         )
     optimizer = optimizer or AdamW()
-    scheduled = {
-        pattern: {**changes, "schedule": schedule_record(changes["schedule"], optimizer.lr)}
-        for pattern, changes in optimizer.groups.items()
-        if "schedule" in changes
-    }
+    scheduled = {}
+    for pattern, changes in optimizer.groups.items():
+        if "schedule" in changes:
+            try:
+                schedule = schedule_record(changes["schedule"], optimizer.lr)
+            except ConfigError as error:
+                raise ConfigError(f"{type(optimizer).__name__}.groups, '{pattern}': {error}") from None
+            scheduled[pattern] = {**changes, "schedule": schedule}
     return replace(optimizer, groups={**optimizer.groups, **scheduled}) if scheduled else optimizer
 
 

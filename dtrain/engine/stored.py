@@ -100,6 +100,7 @@ class StoredEngine(StateEngine):
             self._is_averaged = True
             try:
                 yield
+                self._written.refuse_any("engine.ema()")
             finally:
                 self._is_averaged = False
 

@@ -91,6 +91,14 @@ class WrittenWeights:
             self._adopt(found[0])
             self.remember()
 
+    def refuse_any(self, place: str) -> None:
+        """Raises ``UsageError`` if a parameter was written since :meth:`remember`, inside ``place``."""
+        if names := self._written_names():
+            raise UsageError(
+                f"parameter '{names[0]}' was written to inside {place}, where the weights are averages (written so: "
+                f"{len(names)}); the write is lost, or in the average only: write it outside"
+            )
+
     def refuse_lost(self, verb: str) -> None:
         """Raises ``UsageError`` inside :meth:`modified`, or if a write cannot reach a master; asks no other rank."""
         self.require_closed(verb)
@@ -154,6 +162,19 @@ class WrittenWeights:
             bits = _BITS[written.element_size()]  # bits, because -0.0 equals 0.0 and NaN no number
             is_written = master.to(written.dtype).view(bits) != written.view(bits)
             master.copy_(torch.where(is_written, written.to(master.dtype), master))
+        self._restart_states(names)
+
+    @torch.no_grad()
+    def _restart_states(self, names: Collection[str]) -> None:
+        """Before the first update, a state that starts as the master (the moving average) follows what was written."""
+        engine = self._engine
+        kinds = [kind for kind, spec in engine.plan.specs.items() if spec.init is None]
+        if not names or not kinds or engine.applied_steps:
+            return
+        masters = {shard.name: shard.data for shard in engine.local_shards(MASTER)}
+        for shard in (shard for kind in kinds for shard in engine.local_shards(kind)):
+            if shard.name in names:
+                engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name])
 
     def expect_more(self) -> None:
         """Lets the next write come at once, if there has been one; after a vote that has compared ``hash``."""
@@ -200,6 +221,7 @@ class WrittenWeights:
         for shard in engine.local_shards(MASTER):
             if shard.name in values:
                 shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+        self._restart_states(values)
         engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
         self._was_written = True
         refresh()

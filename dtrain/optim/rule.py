@@ -75,22 +75,26 @@ class UpdateScalars:
     @cached_property
     def is_skipped(self) -> bool:
         """Whether ``found_inf`` is set, for a rule that cannot decide on a GPU; reading it waits for the GPU."""
-        return bool(self.found_inf)
+        first = next(iter(self._by_lr.values()))
+        return bool(self.found_inf) if first is self else first.is_skipped
 
     @cached_property
-    def _scaled(self) -> dict[float, UpdateScalars]:
-        return {1.0: self}
+    def _by_lr(self) -> dict[float, UpdateScalars]:
+        return {self.lr: self}
+
+    def _with_lr(self, lr: float) -> UpdateScalars:
+        if lr not in self._by_lr:
+            other = self._by_lr[lr] = replace(self, lr=lr)
+            other.__dict__["_by_lr"] = self._by_lr  # so ``is_skipped`` is read once for all
+        return self._by_lr[lr]
 
     def scaled(self, lr_factor: float) -> UpdateScalars:
-        """Returns the same with the learning rate times ``lr_factor``; equal factors give the same object."""
-        if lr_factor not in self._scaled:
-            self._scaled[lr_factor] = replace(self, lr=self.lr * lr_factor)
-        return self._scaled[lr_factor]
+        """Returns the same with the learning rate times ``lr_factor``; equal rates give the same object."""
+        return self._with_lr(self.lr * lr_factor)
 
     def of_rule(self, number: int) -> UpdateScalars:
-        """Returns the same with the learning rate of rule ``number``."""
-        lr = dict(self.rule_lrs).get(number)
-        return self if lr is None else replace(self, lr=lr)
+        """Returns the same with the learning rate of rule ``number``; equal rates give the same object."""
+        return self._with_lr(dict(self.rule_lrs).get(number, self.lr))
 
     def to(self, device: torch.device) -> UpdateScalars:
         """Returns the same with its tensors on ``device``."""

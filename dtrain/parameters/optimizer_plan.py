@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby, permutations
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def plan_optimizer(
     Weight decay acts on parameters of two dimensions or more that are in no norm, and where a group sets it.
 
     Raises:
-        ConfigError: a pattern of ``groups`` matches no trained parameter, or the optimizer refuses its options.
+        ConfigError: a pattern of ``groups`` matches no trained parameter, the optimizer refuses its options, or groups
+            keep states that cannot lie together.
     """
     patterns = _first_patterns(model, record.groups)
     decayed = decayed_names(model)
@@ -107,8 +109,9 @@ def plan_optimizer(
             rule = MuonRule(shared, matrices) if isinstance(shared, Muon) else rule_of(shared, device)
             rules[key] = rule, schedule
         chosen[name] = key, own.decay if decays else 0.0, float(changes.get("lr_factor", 1.0))
-    # rules with the same states are adjacent, so that the parameters that have a state are, in every flat buffer
-    ordered = sorted(rules, key=lambda key: [spec.name for spec in rules[key][0].states])
+    states = {key: tuple(sorted(spec.name for spec in rule.states)) for key, (rule, _) in rules.items()}
+    order = _adjacent({*states.values()})
+    ordered = sorted(rules, key=lambda key: order.index(states[key]))
     classes = {
         name: UpdateClass(ordered.index(key), weight_decay, lr_factor)
         for name, (key, weight_decay, lr_factor) in chosen.items()
@@ -120,6 +123,25 @@ def plan_optimizer(
         classes=tuple(distinct),
         numbers={name: distinct.index(update_class) for name, update_class in classes.items()},
         ema_decay=ema_decay,
+    )
+
+
+def _adjacent(combinations: Collection[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Returns combinations of states in an order in which those with one state are adjacent.
+
+    So the parameters that have a state are adjacent in every flat buffer, where one tensor holds it.
+
+    Raises:
+        ConfigError: no order does this.
+    """
+    kinds = {kind for own in combinations for kind in own}
+    for order in permutations(sorted(combinations)):
+        if all(sum(has for has, _ in groupby(kind in own for own in order)) <= 1 for kind in kinds):
+            return order
+    listed = "; ".join(", ".join(own) or "none" for own in sorted(combinations))
+    raise ConfigError(
+        f"groups choose optimizers with these states: {listed}; no order of them keeps each state together, so let "
+        f"more groups keep the same states"
     )
 
 

@@ -180,7 +180,7 @@ class ExchangedGradient(FlatGradient):
 
 def slot_parts(buffer: Tensor, layout: FlatLayout, gap: int) -> list[list[Tensor]]:
     """Returns each parameter in a ``buffer`` with ``gap`` elements after each shard: a view, or its flat parts."""
-    size = layout.shard_numel if gap else layout.numel
+    size = (layout.shard_numel if gap else layout.numel) or 1  # 0 if no parameter has elements
     found = []
     for slot in layout.slots:
         bounds = [slot.start, *range(slot.start // size * size + size, slot.stop, size), slot.stop]

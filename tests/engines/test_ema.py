@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,36 @@ def test_small_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
         assert all(train_small(engine).applied for _ in range(3))
         found.append(averages_of(engine))
     assert same(*found)
+
+
+# -- writes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modifies", [False, True], ids=["in_place", "modify_weights"])
+def test_weights_written_before_the_first_update_are_what_is_averaged(modifies: bool) -> None:
+    engine = start_small(ema_decay=DECAY, precision="bf16")
+    with engine.modify_weights() if modifies else nullcontext(), torch.no_grad():
+        engine.module[0].weight.fill_(0.25)
+    written = {name: tensor.clone() for name, tensor in engine.master_state().items()}
+    assert written["0.weight"].eq(0.25).all()
+    assert same(averages_of(engine), written)
+    assert train_small(engine).applied
+    expected = averages_of(engine)
+    assert same(expected, advanced(written, engine))
+    with engine.modify_weights("0.weight"):  # later, the average follows by itself
+        engine.module[0].weight.fill_(0.5)
+    assert same(averages_of(engine), expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_write_to_averages_is_refused(stage: int) -> None:
+    engine = start_small(ema_decay=DECAY, precision="bf16", zero_stage=stage)
+    assert train_small(engine).applied
+    before = {name: tensor.clone() for name, tensor in engine.full_state("master")}
+    with pytest.raises(UsageError, match=r"'0\.bias' was written"), engine.ema(), torch.no_grad():
+        engine.module[0].bias.fill_(0.25)
+    assert same(dict(engine.full_state("master")), before)
+    assert train_small(engine).applied
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import dtrain
 from dtrain.config.optim import Muon
 from dtrain.engine.step import StepEngine
+from dtrain.errors import CheckpointError
 from tests.engines.helpers import digest
 from tests.helpers.ranks import run_ranks
 
@@ -123,6 +125,15 @@ def run_resumed(rank: int, world: int, stage: int, source: Path | None) -> dict[
         engine.load(source)
     train(engine, 4 - engine.attempted_steps)
     return state_of(engine)
+
+
+def test_a_checkpoint_in_which_adamw_updated_other_matrices_is_refused(tmp_path: Path) -> None:
+    start("native", 1).save(tmp_path)
+    others = start("native", 1, optimizer=replace(RECORD, adamw=["mix"]))
+    with pytest.raises(
+        CheckpointError, match=r"no exp_avg(_sq)? of 'mix\.weight', which the optimizer keeps; .* groups"
+    ):
+        others.load(tmp_path)
 
 
 @pytest.mark.processes

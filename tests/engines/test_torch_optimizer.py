@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dtrain
 from dtrain.engine.step import StepEngine
+from dtrain.errors import CheckpointError
 from tests.engines.helpers import STATE, digest, start, train_step
 from tests.helpers.one_rank import build as small_model
-from tests.helpers.one_rank import loss_of
+from tests.helpers.one_rank import loss_of, unchanged
 from tests.helpers.one_rank import start as start_small
 from tests.helpers.one_rank import train_step as train_small
 from tests.helpers.ranks import run_ranks
@@ -44,6 +46,37 @@ def test_follows_torch(engine: str, optimizer: Any) -> None:
     got = trained.master_state()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(got[name], parameter.detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_groups_keep_states_of_their_own() -> None:
+    """Sorted by name, the parameters with ``grad_avg`` would not be adjacent in the flat buffer."""
+    groups: dict[str, Any] = {"0.0.weight": {"momentum": 0.9}, "0.1": {"centered": True}}
+    groups["0.2.weight"] = {"momentum": 0.9, "centered": True}
+    record = dtrain.TorchOptimizer(torch.optim.RMSprop, lr=0.05, groups=groups)
+    trained = start_small(nn.Sequential(small_model()), optimizer=record, max_grad_norm=None)
+    model = small_model()
+    parameters = dict(model.named_parameters(prefix="0"))
+    changes = {name: groups.get(name, groups.get(name[:3], {})) for name in parameters}
+    reference = torch.optim.RMSprop([{"params": [p], **changes[name]} for name, p in parameters.items()], lr=0.05)
+    for _ in range(3):
+        assert train_small(trained).applied
+        reference.zero_grad()
+        loss_of(model).backward()
+        reference.step()
+    for name, got in trained.master_state().items():
+        torch.testing.assert_close(got, parameters[name].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_checkpoint_of_other_groups_leaves_the_engine_as_it_is(tmp_path: Path) -> None:
+    engine = start_small(optimizer=dtrain.TorchOptimizer(torch.optim.NAdam, lr=0.01))
+    assert train_small(engine).applied
+    engine.save(tmp_path)
+    other = start_small(optimizer=dtrain.TorchOptimizer(torch.optim.NAdam, lr=0.01, groups={"2": {"eps": 1e-6}}))
+    before = other.master_state()
+    with pytest.raises(CheckpointError, match="holds the numbers of 1 optimizer groups, this run has 2"):
+        other.load(tmp_path)
+    assert unchanged(other, before)
+    assert train_small(other).applied
 
 
 def test_checkpoints_of_adamw_are_exchanged(tmp_path: Path) -> None:

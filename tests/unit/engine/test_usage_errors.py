@@ -386,7 +386,12 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
             r"^sharding_units=\[\{params: \[\]\}\] is not auto or a list of name patt",
         ),
         ({"sharding_units": None}, "^sharding_units=null is not auto or a list of name patterns of modules"),
-        ({"groups": [{"params": []}]}, "groups is called sharding_units: .*no parameter groups of an optimizer"),
+        ({"groups": {"0": {"lr_factor": 0.1}}}, r"^groups belong to the optimizer: .*AdamW\(groups=.* sharding_units"),
+        (
+            {"optimizer": dtrain.AdamW(groups={"0": {"schedule": "cosine"}})},
+            r"^AdamW\.groups, '0': schedule=cosine is not a schedule of dtrain",
+        ),
+        ({"ema_decya": 0.9}, "no argument ema_decya; did you mean 'ema_decay'"),
         ({"reproducible": 1}, "^reproducible=1 is not true or false"),
         ({"reduce_dtype": torch.bfloat16}, "^reduce_dtype=torch.bfloat16 is not one of auto, fp32, bf16, fp16"),
         ({"max_consecutive_skips": 0}, "^max_consecutive_skips=0 is too small"),

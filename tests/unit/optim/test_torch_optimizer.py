@@ -147,6 +147,16 @@ def test_a_resumed_run_has_the_same_bits_over_other_blocks(optimizer: Any, saved
     assert torch.equal(training.run(), resumed.arena)
 
 
+def test_the_host_reads_the_skip_once_for_all_learning_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = UpdateScalars(0.1, 1, torch.tensor(1.0), torch.tensor(0.0), rule_lrs=((1, 0.2),))
+    every = [given.of_rule(1).scaled(0.5), given.scaled(0.5), given.of_rule(1), given.of_rule(0)]
+    assert [one.lr for one in every] == [0.1, 0.05, 0.2, 0.1]
+    reads: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "__bool__", lambda tensor: bool(reads.append(tensor)))
+    assert not any(one.is_skipped for one in every)
+    assert len(reads) == 1
+
+
 def test_a_skipped_update_changes_nothing() -> None:
     training = Training(TorchOptimizer(torch.optim.NAdam, lr=0.01))
     for number in (1, 2, 3):

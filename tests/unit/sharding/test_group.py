@@ -177,6 +177,13 @@ def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
     assert torch.equal(rows[:, : layout.shard_numel].reshape(-1), flat * gaps), "no other element was touched"
 
 
+@pytest.mark.parametrize("gap", [0, 64])
+def test_parameters_without_elements_may_be_alone_in_a_buffer(gap: int) -> None:
+    (layout,) = flat_layouts("unit", [ParamSpec("none", (0, 4), torch.float32)], 2)
+    ((part,),) = slot_parts(torch.zeros(2 * gap), layout, gap)
+    assert part.shape == (0, 4)
+
+
 # -- the order of reductions -------------------------------------------------------------------------------------------
 
 
