@@ -43,6 +43,8 @@ class Optimizer(CheckedRecord):
         betas = getattr(self, "betas", None)
         if betas is not None and (len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas)):
             raise ConfigError(f"{self._key('betas')}={list(betas)} must be two numbers in [0, 1), such as [0.9, 0.95]")
+        if getattr(self, "momentum", 0.0) == 1.0:
+            raise ConfigError(f"{self._entry('momentum')} never forgets a gradient; it must be below 1, such as 0.9")
         for pattern, changes in self.groups.items():
             self.with_changes(pattern)
             lr_factor = changes.get("lr_factor", 1.0)
@@ -310,3 +312,7 @@ class EmaConfig(CheckedRecord):
     """Exponential moving average of the weights, which validation reports beside the weights' own loss."""
 
     decay: float | None = between(None, 0.0, 1.0, "Decay of the average in an applied step, such as 0.999; null: none.")
+
+    def _check(self) -> None:
+        if self.decay == 1.0:
+            raise ConfigError(f"{self._entry('decay')} keeps the first weights; it must be below 1, such as 0.999")

@@ -16,7 +16,7 @@ from torch import nn
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
-from dtrain.config.optim import OPTIM_KEYS, EmaConfig, Optimizer
+from dtrain.config.optim import OPTIM_KEYS, Optimizer
 from dtrain.config.precision import LossScale
 from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
@@ -32,6 +32,7 @@ from dtrain.engine.settings import (
     check_model,
     check_others,
     check_precision,
+    checked_ema_decay,
     engine_record,
     optimizer_record,
     schedule_record,
@@ -99,7 +100,7 @@ def initialize(
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
-    ema_decay = check_field(EmaConfig, "decay", ema_decay, "ema_decay")
+    ema_decay = checked_ema_decay(ema_decay)
     optimizer = optimizer_record(optimizer)
     options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay)
     check_precision(options, policy)

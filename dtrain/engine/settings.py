@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
-from dtrain.config.optim import OPTIMIZERS, AdamW, Optimizer
+from dtrain.config.optim import OPTIMIZERS, AdamW, EmaConfig, Optimizer
 from dtrain.config.schedule import AnySchedule, Constant, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
@@ -138,6 +138,14 @@ def schedule_record(schedule: AnySchedule | None, lr: float) -> AnySchedule:
     if isinstance(schedule, TorchSchedule):
         return schedule.with_base_lr(lr)
     return schedule.over() if isinstance(schedule, ScheduleConfig) else schedule
+
+
+def checked_ema_decay(decay: float | None) -> float | None:
+    """Returns the decay of the moving average, or raises ``ConfigError``."""
+    try:
+        return EmaConfig(decay).decay
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("EmaConfig.decay", "ema_decay")) from None
 
 
 def check_others(seed: int | None, comm: Communicator | None) -> None:

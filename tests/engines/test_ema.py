@@ -174,7 +174,7 @@ def test_without_an_average() -> None:
         pass
 
 
-@pytest.mark.parametrize("decay", [1.5, -0.1, "0.9", math.nan])
+@pytest.mark.parametrize("decay", [1.5, 1.0, -0.1, "0.9", math.nan])
 def test_an_impossible_decay(decay: Any) -> None:
     with pytest.raises(ConfigError, match=r"^ema_decay="):
         start_small(ema_decay=decay)

@@ -332,6 +332,7 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
             "optimizer=the class torch.optim.* is not an optimizer of dtrain .*AdamW\\(lr=3e-4",
         ),
         ({"optimizer": torch.optim.SGD([nn.Parameter(X)])}, "optimizer=a torch.optim.* is not an optimizer of dtrain"),
+        ({"ema_decay": 1}, "^ema_decay=1.0 keeps the first weights; it must be below 1"),
         ({"optimizer": dtrain.AdamW}, "optimizer=the class dtrain.config.optim.AdamW is not an optimizer"),
         ({"schedule": lambda step: 1.0}, r"schedule is a function; write schedule=dtrain.Schedule\(function\), if"),
         ({"schedule": 0.5}, r"schedule=0.5 is not a schedule of dtrain, such as .* or dtrain.Schedule\(lambda step"),
