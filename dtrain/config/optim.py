@@ -75,7 +75,7 @@ class Optimizer(CheckedRecord):
             if key not in self.group_keys:
                 known = ("lr_factor", "schedule", *self.group_keys)
                 raise ConfigError(
-                    f"{self._key('groups')}: '{pattern}' sets {key}; a group of {type(self).__name__} can set "
+                    f"{self._key('groups')}: '{pattern}' sets {key}; a group of {self.name} can set "
                     f"{', '.join(known)}{nearest(key, known)}"
                 )
         try:
