@@ -10,7 +10,8 @@ an update is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from dtrain.optim.rule import (
     UpdateScalars,
     UpdateSlice,
 )
+
+Block = TypeVar("Block")
 
 _BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
@@ -89,7 +92,7 @@ class BlockedUpdate:
         self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
-        for batch in _batches([block for number in numbers for block in self._segments[number]]):
+        for batch in batches([block for number in numbers for block in self._segments[number]], lambda block: block):
             update_class = batch[0].update_class
             group = update_group(batch)
             self._rule.apply(group, [block.main_grad for block in batch], scalars.scaled(update_class.lr_factor))
@@ -98,12 +101,15 @@ class BlockedUpdate:
                     block.replica.copy_(block.master)
 
 
-def _batches(blocks: list[UpdateSlice]) -> list[list[UpdateSlice]]:
-    """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast."""
-    if not blocks or blocks[0].master.device.type == "cpu":
+def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
+    """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast.
+
+    On a GPU those of one update class.
+    """
+    if not blocks or part_of(blocks[0]).master.device.type == "cpu":
         return [[block] for block in blocks]
-    classes = dict.fromkeys(block.update_class for block in blocks)
-    return [[block for block in blocks if block.update_class == update_class] for update_class in classes]
+    classes = dict.fromkeys(part_of(block).update_class for block in blocks)
+    return [[block for block in blocks if part_of(block).update_class == wanted] for wanted in classes]
 
 
 def update_group(slices: Sequence[UpdateSlice]) -> UpdateGroup:

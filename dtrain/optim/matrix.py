@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.optim.flat import update_group
+from dtrain.optim.flat import batches, update_group
 from dtrain.optim.owners import MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of
 from dtrain.optim.rule import MatrixRule, Rule, UpdateScalars, UpdateSlice
 
@@ -113,7 +113,7 @@ class MatrixUpdate:
             main_grads: of the shards in the order of the segments, if they lie elsewhere than at construction; may be
                 overwritten.
         """
-        for batch in _batches(list(chain.from_iterable(self._segments))):
+        for batch in batches(list(chain.from_iterable(self._segments)), _part_of):
             grads = [block.part.main_grad for block in batch]
             if main_grads is not None:
                 grads = [main_grads[b.shard].narrow(0, b.offset, b.part.master.numel()) for b in batch]
@@ -155,7 +155,7 @@ class MatrixUpdate:
             numbers: ascending indices into ``segments``.
             scalars: those of ``begin``.
         """
-        for batch in _batches([block for number in numbers for block in self._segments[number]]):
+        for batch in batches([block for number in numbers for block in self._segments[number]], _part_of):
             parts = [block.part for block in batch]
             scaled = scalars.scaled(parts[0].update_class.lr_factor)
             moves, shapes = [block.move for block in batch], [block.shape for block in batch]
@@ -227,9 +227,5 @@ def _blocks(
             yield _Block(block, move[start:stop], interval.matrix.shape, number, offset + start)
 
 
-def _batches(blocks: list[_Block]) -> list[list[_Block]]:
-    """Returns the blocks of each call: one on a CPU, so that they stay in the cache."""
-    if not blocks or blocks[0].part.master.device.type == "cpu":
-        return [[block] for block in blocks]
-    classes = dict.fromkeys(block.part.update_class for block in blocks)
-    return [[block for block in blocks if block.part.update_class == wanted] for wanted in classes]
+def _part_of(block: _Block) -> UpdateSlice:
+    return block.part

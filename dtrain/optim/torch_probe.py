@@ -26,7 +26,7 @@ _SHAPES = ((128, 136), (8, 17, 32, 4))
 """A matrix and a convolution's weight; some optimizers factor nothing below 128 rows and columns."""
 _DECAY = 0.1
 """Weight decay of the proof. It is not 0, because LARS needs whole tensors for parameters that decay only."""
-_KINDS = ("master", "main_grad", "buffer", "frozen")  # what a checkpoint names so
+_KINDS = ("master", "main_grad", "ema", "buffer", "frozen")  # what a checkpoint names so
 
 
 def probe(record: TorchOptimizer, device: torch.device) -> KeptStates:

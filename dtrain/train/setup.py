@@ -16,6 +16,7 @@ from torch import nn
 from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
+from dtrain.config.fields import in_keys
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, TextDataset
 from dtrain.distributed.communicator import Communicator
@@ -120,18 +121,22 @@ def make_engine(
 ) -> Engine:
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
-    return initialize(
-        model,
-        optimizer=config.optim.optimizer,
-        schedule=config.schedule.over(config.train.steps),
-        engine=config.engine,
-        precision=policy,
-        loss_scale=config.precision.loss_scale,
-        max_grad_norm=config.optim.max_grad_norm,
-        ema_decay=config.ema.decay,
-        seed=config.seed,
-        comm=comm,
-    )
+    optimizer = config.optim.optimizer
+    try:
+        return initialize(
+            model,
+            optimizer=optimizer,
+            schedule=config.schedule.over(config.train.steps),
+            engine=config.engine,
+            precision=policy,
+            loss_scale=config.precision.loss_scale,
+            max_grad_norm=config.optim.max_grad_norm,
+            ema_decay=config.ema.decay,
+            seed=config.seed,
+            comm=comm,
+        )
+    except ConfigError as error:  # of a class that is imported only now
+        raise in_keys(error, type(optimizer), "optim.") from None
 
 
 def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from dtrain.cli.resolve import compose
-from dtrain.errors import DtrainError
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.errors import ConfigError, DtrainError
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train import run
 from dtrain.train.run import run_training
+from dtrain.train.setup import make_engine
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -281,3 +283,9 @@ def test_validation_reports_the_moving_average_too(tmp_path: Path) -> None:
     assert all(line["val_loss_ema"] > line["val_loss"] for line in validations)  # it lags behind a falling loss
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["val_loss_ema"] == validations[-1]["val_loss_ema"]
+
+
+def test_an_optimizer_that_does_not_exist_is_named_by_its_key() -> None:
+    config = compose(["optim=torch", "optim.factory=torch.optim:RAdamm", "precision=fp32"])
+    with pytest.raises(ConfigError, match=r"^optim\.factory=torch\.optim:RAdamm: .*; did you mean 'RAdam'"):
+        make_engine(config, torch.nn.Linear(2, 2), SingleRank(torch.device("cpu")))
