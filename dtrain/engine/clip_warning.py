@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad
 from dtrain.engine.interface import Engine
 
 _CLIP = "_clip_grads_with_norm_"
-"""What ``clip_grad_norm_`` calls through its module, so that a reference to it that was taken earlier warns too."""
+"""Function that ``clip_grad_norm_`` looks up in its module at each call, so that earlier references to it warn too."""
 
 _not_warned: WeakSet[Engine] = WeakSet()
 

@@ -1,4 +1,4 @@
-"""What a checkpoint and an engine must have in common, and what may differ at a price."""
+"""Checks of a checkpoint against an engine: differences that are refused, and those that only warn."""
 
 from __future__ import annotations
 

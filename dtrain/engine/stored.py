@@ -1,4 +1,4 @@
-"""What an engine does with whole states between steps: saving, loading, averages, and writes of the user's."""
+"""Saving, loading, moving averages and writing of weights, between the steps of an engine."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _compiled(formula: Formula) -> tuple[Callable[..., Tensor], Callable[..., No
 
 @dataclass(frozen=True)
 class _Slice:
-    """What the compiled update is given of a slice; ``start`` is its place in the random numbers, if it needs any."""
+    """Tensors of one slice for the compiled update; ``start`` is its place in the random numbers, if it needs any."""
 
     tensors: tuple[Tensor, ...]
     replica: Tensor | None

@@ -23,7 +23,7 @@ _BLOCK = {"cpu": 64 * 1024}
 """Elements of one eager evaluation, whose temporaries then stay in a CPU's cache."""
 
 MAX_BLOCK = 2**30
-"""The same on other devices, so that an index is an int32."""
+"""Elements of one eager evaluation on other devices: few enough that an index is an int32."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FormulaRule(ElementwiseRule):
     """
 
     eager = "tensor code"
-    """What :meth:`apply` runs, for the log."""
+    """Name of the code that :meth:`apply` runs, for the log."""
 
     def __init__(
         self, record: Any, formula: Formula, constants: Sequence[float], states: tuple[StateSpec, ...]

@@ -80,7 +80,7 @@ def assign_owners(
 
 @dataclass
 class MatrixPlan:
-    """How the matrices travel to their owners and back, as ``rank`` sees it.
+    """Plan of one rank: which intervals it sends to the owners of matrices, receives as an owner, and returns.
 
     A matrix is either tiled by the intervals of the ranks, or every rank holds all of it. An interval that its matrix's
     owner holds is not sent.

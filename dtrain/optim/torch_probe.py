@@ -1,4 +1,4 @@
-"""What an optimizer of torch keeps for each parameter, and the proof that it updates each element by itself."""
+"""Finds the states of an optimizer of torch, and proves that it updates each element by itself."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class _Proof:
             )
         if different := _difference(alone, self._bound(kept, [_NUMEL], rebuilds=True)):
             raise self._refused(
-                f"it keeps more than its states: after updates that a new instance goes on with, {different}. A "
+                f"it keeps more than its states: if a new instance takes over after each update, {different}. A "
                 f"checkpoint could not restore it"
             )
         for together in (True, False):

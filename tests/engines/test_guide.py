@@ -31,7 +31,7 @@ def blocks(heading: str) -> list[str]:
 
 
 class Plain:
-    """What the guide's loops call of an engine, in plain PyTorch."""
+    """The methods of an engine that the guide's loops call, in plain PyTorch."""
 
     def __init__(self, model: nn.Module, optimizer: dtrain.AdamW, ema_decay: float | None = None, **_: Any) -> None:
         self.module = model

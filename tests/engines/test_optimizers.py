@@ -148,7 +148,7 @@ def test_every_stage_world_size_and_engine_has_the_same_bits(tmp_path: Path) -> 
 @pytest.mark.parametrize("engine", ["native", "ddp"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_follows_torch(name: str, engine: str) -> None:
-    """Of BF16 moments the first step does: the master moves by the moments before they are rounded."""
+    """With BF16 moments only the first step follows torch's: masters move by the moments before they are rounded."""
     record: Any = replace(OPTIMIZERS[name], groups={"2.*": {"lr_factor": 0.3, "weight_decay": 0.02}})
     trained = start_small(engine=engine, optimizer=record, max_grad_norm=None)
     model = small_model()

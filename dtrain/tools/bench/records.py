@@ -188,7 +188,7 @@ class OperationTiming:
 
 @dataclass(frozen=True)
 class MatrixTraffic:
-    """What all ranks together send in a step of an optimizer of whole matrices, if masters are sharded (stages 1 to 3).
+    """Bytes that all ranks together send in a step of an optimizer of whole matrices, at stages 1 to 3.
 
     Attributes:
         bytes_per_parameter: bytes for each matrix parameter, to the owners of the matrices and back.

@@ -1,4 +1,4 @@
-"""What both sides of ``dtrain bench optimizer`` do around an update: torch's passes, and dtrain's norm and decision."""
+"""The passes around an update in ``dtrain bench optimizer``: torch's sequence, and dtrain's norm and decision."""
 
 from __future__ import annotations
 
