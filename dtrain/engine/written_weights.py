@@ -37,7 +37,7 @@ class WrittenWeights:
         engine: its parameters are read at the first :meth:`remember`, when it is complete.
 
     Attributes:
-        text: what this rank has written since the last own write, as JSON: fingerprints by name.
+        text: what this rank has written since the engine's own last write, as JSON: fingerprints by name.
         hash: of ``text``; 0 if nothing was written.
         is_modifying: whether a block of :meth:`modified` is running.
     """
@@ -177,7 +177,7 @@ class WrittenWeights:
                 engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name])
 
     def expect_more(self) -> None:
-        """Lets the next write come at once, if there has been one; after a vote that has compared ``hash``."""
+        """Waits for ranks that still read the weights, if the user has written before; the next write may follow."""
         self._was_written = self._was_written or self.hash != 0
         if self._was_written:  # only then, because it takes a collective in each step
             self._engine.await_readers()
@@ -302,6 +302,6 @@ def _is_dtensor(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def _restore_placeholder(parameter: nn.Parameter) -> None:
-    """Makes the parameter NaN again if all its elements are one, which other parameters share."""
+    """Sets the parameter to NaN again if it is a placeholder: one stored element that all its elements share."""
     if parameter.numel() and not any(parameter.stride()):
         parameter.detach().as_strided((1,), (1,)).fill_(torch.nan)

@@ -1,8 +1,8 @@
 """Stochastic rounding to BF16, with random bits that follow from an element's place and the step.
 
 A value is rounded up with a probability of its distance from the BF16 number below, and down otherwise, so that the
-expected value is exact and small additions are not lost. The bits are a hash, not a generator's stream: an element has
-the same bits wherever it lies, on any device, eagerly and compiled.
+expected value is exact and small additions are not lost. The bits are a hash of the element's key, its index and the
+step, not a generator's stream: within one engine they are the same at any sharding, on any device, eager and compiled.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class _Proof:
         together: bool = True,
         rebuilds: bool = False,
     ) -> dict[str, Tensor]:
-        """Returns the same by :class:`BoundOptimizer`, over the masters in parts of ``sizes``."""
+        """Returns masters and states after three updates by :class:`BoundOptimizer`, the masters cut into ``sizes``."""
         masters = self._masters.clone()
         states = {key: spec.like(masters) for key, spec in kept.tensors.items()}
         cuts = [tensor.split(list(sizes)) for tensor in (masters, *states.values())]
