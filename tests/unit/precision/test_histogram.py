@@ -1,0 +1,88 @@
+"""Counts of a histogram against direct counts, and against the exact arithmetic of ``formats``."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.precision.formats import FP8_E4M3, FP8_E5M2, FP16, FloatFormat
+from dtrain.precision.histogram import NUM_BINS, Histogram, count_magnitudes, share
+
+FORMATS = (FP16, FP8_E4M3, FP8_E5M2)
+numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def ordinary(seed: int, *, spread: float = 12.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4096, generator=generator) * torch.exp2(spread * torch.randn(4096, generator=generator))
+
+
+def around_limits(floats: FloatFormat, scale: float) -> list[float]:
+    limits = (floats.min_subnormal / 2, floats.min_subnormal, floats.min_normal, floats.max, 2 * floats.max)
+    return [math.nextafter(limit, to) / scale if to else limit / scale for limit in limits for to in (0.0, math.inf)]
+
+
+@given(st.lists(numbers, max_size=40))
+def test_every_element_is_in_one_bin(values: list[float]) -> None:
+    x = torch.tensor(values, dtype=torch.float32)
+    histogram = Histogram.of(x)
+    assert histogram.total == len(values)
+    assert histogram.zeros == int((x == 0).sum())
+    assert histogram.num_nonfinite == int((~x.isfinite()).sum())
+    normal = [abs(v) for v in x.tolist() if math.isfinite(v) and abs(v) >= 2.0**-126]
+    expected = max((math.frexp(value)[1] - 1 for value in normal), default=None)
+    assert histogram.top_exponent == expected
+
+
+@pytest.mark.parametrize("floats", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("power", [-3, 0, 5, 16])
+def test_flushed_equals_the_count_of_a_real_cast(floats: FloatFormat, power: int) -> None:
+    scale = 2.0**power
+    dtype = {FP16: torch.float16, FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}[floats]
+    x = torch.cat((ordinary(power), torch.tensor(around_limits(floats, scale), dtype=torch.float32)))
+    direct = int((((x * scale).clamp(-floats.max, floats.max).to(dtype).float() == 0) & (x != 0)).sum())
+    assert direct > 2
+    assert Histogram.of(x).flushed(floats, scale) == direct
+
+
+@pytest.mark.parametrize("floats", FORMATS, ids=lambda f: f.name)
+def test_subnormal_and_overflowing_equal_direct_counts(floats: FloatFormat) -> None:
+    x = torch.cat((ordinary(7), torch.tensor(around_limits(floats, 4.0), dtype=torch.float32)))
+    magnitude = (x * 4).abs()
+    histogram = Histogram.of(x)
+    assert histogram.subnormal(floats, 4.0) == int(((magnitude < floats.min_normal) & (magnitude > 0)).sum())
+    assert histogram.overflowing(floats, 4.0) == int((magnitude >= 2.0 ** (floats.max_exponent + 1)).sum())
+
+
+def test_histograms_add_up_and_survive_json() -> None:
+    x, y = ordinary(1), torch.tensor([0.0, math.inf, math.nan, 1e-40, 1.0])
+    whole = Histogram.of(torch.cat((x, y)))
+    assert Histogram.of(x) + Histogram.of(y) == whole
+    assert Histogram.from_dict(whole.to_dict()) == whole
+    assert sum(whole.by_exponent().values()) == whole.num_nonzero - 1  # without the subnormal one
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_any_floating_dtype_is_counted(dtype: torch.dtype) -> None:
+    x = ordinary(3, spread=2.0).to(dtype)
+    assert torch.equal(count_magnitudes(x), count_magnitudes(x.float()))
+
+
+def test_tensors_larger_than_a_chunk_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = ordinary(5).view(64, 64).t()  # not contiguous
+    whole = count_magnitudes(x)
+    monkeypatch.setattr("dtrain.precision.histogram._CHUNK", 100)
+    assert torch.equal(count_magnitudes(x), whole)
+    assert whole.shape == (NUM_BINS,)
+
+
+def test_a_scale_that_is_no_power_of_two_is_refused() -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        Histogram.of(torch.ones(1)).flushed(FP16, 3.0)
+
+
+def test_share_of_nothing_is_zero() -> None:
+    assert share(0, 0) == 0.0
+    assert share(1, 4) == 0.25
