@@ -255,8 +255,8 @@ class _Gradients:
             self.received.add(name)
             if grad is None:  # a backward of the user's own has returned None
                 return None
-            self._monitor.record_magnitude(grad)
             if self._micro_batch is not None:
+                self._monitor.record_magnitude(number, grad)
                 self._monitor.record_finiteness(self._micro_batch, number, grad)
             return None if self._weight.is_one else grad * self._weight.value
 

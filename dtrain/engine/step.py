@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dtrain.engine.arguments import checked_lr
 from dtrain.engine.checkpointing import Checkpointer
+from dtrain.engine.measurement.sample import PrecisionSample, measured_step
 from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
@@ -36,6 +37,7 @@ from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.engine.stored import StoredEngine
 from dtrain.engine.vote.culprit import locate_culprit
 from dtrain.engine.vote.decide import Decision, DecodedDecision
+from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator, checked_loss
 from dtrain.engine.vote.record import HostRecord
@@ -45,6 +47,7 @@ from dtrain.engine.written_weights import WrittenWeights
 from dtrain.errors import UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.magnitudes import MagnitudeCounts
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.running_backward import backward_of
 from dtrain.precision.forward import Autocast
@@ -62,6 +65,7 @@ class StepEngine(StoredEngine):
 
     Attributes:
         monitor: see above.
+        sample: measures the step under way; None: nothing does.
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
     """
 
@@ -85,12 +89,14 @@ class StepEngine(StoredEngine):
             self._locate_culprit,
             request.config_text,
             is_synchronous=self.device.type == "cpu",
+            evidence=CalibrationEvidence(self.comm, self.monitor),
         )
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
         self._has_old_gradients = False  # of the last step
         self._backward_failed = False  # a backward has begun and not ended
         self._is_averaged = False  # inside ``ema``
+        self.sample: PrecisionSample | None = None
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -126,9 +132,12 @@ class StepEngine(StoredEngine):
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Runs the backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._require_usable("backward")
+        if self.sample is not None:
+            self.sample.require_single_step()
         self._finalize_step()  # [Note: finalize before the next collective]; also clears the old gradients
         factor = Weight.of(weight, self.device, micro_batch=self._micro_batch)
-        value = checked_loss(loss, is_dummy=not isinstance(weight, Tensor) and weight == 0)
+        is_dummy = not isinstance(weight, Tensor) and weight == 0
+        value = checked_loss(loss, is_dummy=is_dummy)
         del loss  # a model's output holds the logits, and the caller may hold no other reference
         self._current.require_open()
         if not value.requires_grad and self.dummies_need_graph:
@@ -140,12 +149,27 @@ class StepEngine(StoredEngine):
         # the gradient of a step's only micro-batch is the main grad, which alone shows the culprit
         num_micro_batches = (self._micro_batch + 1) * self.world_size  # so far, of all ranks
         self.monitor.is_enabled = not (self._is_last and num_micro_batches == 1)
-        self.monitor.records_magnitude = self._finalizer.scale.is_calibrating
+        self._watch_magnitudes(is_dummy=is_dummy)
         # until it ends: after an error this rank has issued fewer reductions than the others
         self._backward_failed = True
         with backward_of(self), self._autocast.backward():
             self._backward(value, factor)
         self._backward_failed = False
+
+    def _watch_magnitudes(self, *, is_dummy: bool) -> None:
+        """Tells the monitor which magnitudes this micro-batch records: none, unless calibrating or measured."""
+        is_calibrating = self._finalizer.scale.is_calibrating
+        if (is_calibrating or self.sample is not None) and self.monitor.magnitudes is None:
+            self.monitor.magnitudes = MagnitudeCounts(len(self.backward_names), self.device)
+        self.monitor.records_magnitude, self.monitor.is_dummy = is_calibrating, is_dummy
+
+    @contextmanager
+    def measure_precision(self, activations: Sequence[str] = ()) -> Iterator[PrecisionSample]:
+        self._require_usable("measure_precision")
+        with measured_step(self, activations) as sample:
+            yield sample
+            if self._has_backward():
+                raise UsageError("engine.measure_precision ended between backward and step; it measures a whole step")
 
     # -- vote and update ---------------------------------------------------------------------------------------------
 
@@ -166,6 +190,8 @@ class StepEngine(StoredEngine):
             lr = peak * self.options.schedule.factor(self.applied_steps)
         lr = checked_lr(lr, self.attempted_steps)
         decision = self._vote(lr)
+        if self.sample is not None:
+            self.sample.begin_update()
         # [Note: the update is always launched]
         self._update(
             UpdateScalars(
@@ -179,6 +205,8 @@ class StepEngine(StoredEngine):
             )
         )
         self._written.remember()
+        if self.sample is not None:
+            self.sample.end_update()
         self.attempted_steps += 1
         self._losses.clear()
         self._stop_requested = False
@@ -187,7 +215,10 @@ class StepEngine(StoredEngine):
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
             self._written.expect_more()
-        return self._finalizer.outcome()
+        outcome = self._finalizer.outcome()
+        if self.sample is not None:
+            self.sample.outcome = outcome
+        return outcome
 
     def _vote(self, lr: float) -> Decision:
         """Gathers a row of each rank and derives the same decision on every rank."""

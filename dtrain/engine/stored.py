@@ -82,7 +82,7 @@ class StoredEngine(StateEngine):
             )
         if self._is_averaged:
             raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
-        if self._has_backward() and verb in ("save", "load", "ema", "modify_weights"):
+        if self._has_backward() and verb in ("save", "load", "ema", "modify_weights", "measure_precision"):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def check_contract(self) -> None:

@@ -1,4 +1,4 @@
-"""Records gradients as they leave backward: the first that is not finite, and the largest magnitude."""
+"""Records gradients as they leave backward: the first that is not finite, and their magnitudes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from dtrain.parameters.magnitudes import MagnitudeCounts
 
 
 class GradientMonitor:
@@ -24,12 +26,16 @@ class GradientMonitor:
     Attributes:
         is_enabled: whether finiteness is recorded. With a single micro-batch on a single rank there is nothing to tell
             apart.
-        records_magnitude: whether :meth:`record_magnitude` records.
+        records_magnitude: whether :meth:`record_magnitude` records the largest one.
+        magnitudes: counts all magnitudes of this step; None: they are not counted.
+        is_dummy: whether the micro-batch is a dummy, which is not counted: how many there are depends on the ranks.
     """
 
     def __init__(self, num_parameters: int, found: Tensor | None = None) -> None:
         self.is_enabled = True
         self.records_magnitude = False
+        self.magnitudes: MagnitudeCounts | None = None
+        self.is_dummy = False
         self.found = found
         self._num_parameters = num_parameters
         self._searches: dict[int, Any] = {}  # by the number of their first gradient
@@ -71,10 +77,20 @@ class GradientMonitor:
         bad = [~self._sums[dtype][: len(own)].isfinite() for dtype, own in self._numbers.items()]
         return numbers, torch.cat(bad) if numbers else None
 
-    def record_magnitude(self, grad: Tensor) -> None:
-        """Records the largest element of a gradient as it leaves backward, neither weighted nor summed."""
-        if self.records_magnitude and grad.numel():
+    def record_magnitude(self, number: int, grad: Tensor, *, num_padding: int = 0) -> None:
+        """Records the magnitudes of a gradient as it leaves backward, neither weighted nor summed.
+
+        Args:
+            number: of the parameter.
+            grad: its whole gradient from one micro-batch.
+            num_padding: zeros in it beside its own elements.
+        """
+        if not grad.numel():
+            return
+        if self.records_magnitude:
             self._maxima.append(grad.abs().amax())
+        if self.magnitudes is not None and not self.is_dummy:
+            self.magnitudes.add(number, grad, num_padding=num_padding)
 
     def max_abs(self, device: torch.device) -> Tensor:
         """Returns the largest recorded magnitude of this step: 0-dim FP64 on ``device``, 0 if none was recorded."""
@@ -88,3 +104,4 @@ class GradientMonitor:
     def clear(self) -> None:
         self._maxima.clear()
         self._numbers.clear()
+        self.magnitudes = None

@@ -21,20 +21,36 @@ NUM_BINS = 512
 
 _ZERO, _SUBNORMAL, _INF, _NAN = 0, 1, 510, 511
 _BIAS = 127
-_CHUNK = 1 << 20  # elements at a time, so that the integers stay in the cache
+_CHUNK = 1 << 18  # elements at a time, so that the integers stay in a CPU's cache
+_GPU_CHUNK = 1 << 24
+_GPU_LANES = 128  # copies of the bins, because most elements of a gradient share a few
 
 
 def count_magnitudes(x: Tensor) -> Tensor:
     """Returns the number of elements of ``x``, of any floating dtype and shape, in each bin: int64 [512].
 
-    On a GPU this waits for the device.
+    The host does not wait for the device.
     """
     counts = torch.zeros(NUM_BINS, dtype=torch.int64, device=x.device)
-    for part in x.detach().reshape(-1).split(_CHUNK):
-        bits = part.float().view(torch.int32) & 0x7FFFFFFF
-        bins = (bits >> 23) * 2 + (bits & 0x7FFFFF).clamp_(max=1)
-        counts += torch.bincount(bins, minlength=NUM_BINS)
+    add_magnitudes(counts, x)
     return counts
+
+
+def add_magnitudes(counts: Tensor, x: Tensor) -> None:
+    """Adds what :func:`count_magnitudes` returns to ``counts``, int64 [512]."""
+    on_gpu = x.device.type == "cuda"
+    flat = x.detach().reshape(-1)
+    # not bincount, for which the host would read the largest bin
+    for part in flat.split(_GPU_CHUNK if on_gpu else _CHUNK):
+        bits = part.float().view(torch.int32) & 0x7FFFFFFF
+        bins = (bits >> 23).mul_(2).add_((bits & 0x7FFFFF).clamp_(max=1)).long()
+        target = counts
+        if on_gpu:
+            bins += torch.arange(bins.numel(), device=x.device).remainder_(_GPU_LANES).mul_(NUM_BINS)
+            target = counts.new_zeros(_GPU_LANES * NUM_BINS)
+        target.scatter_add_(0, bins, torch.ones_like(bins))
+        if on_gpu:
+            counts += target.view(_GPU_LANES, NUM_BINS).sum(0)
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,22 @@ class Histogram:
 
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
+
+    def scaled(self, scale: float) -> Histogram:
+        """Returns the histogram of the numbers times ``scale``, a power of two.
+
+        Numbers that leave the normal range of FP32 are counted as its subnormal or as infinite ones; those that are
+        subnormal in FP32 stay so.
+        """
+        shift = 2 * _power(scale)
+        counts = [0] * NUM_BINS
+        for index, number in enumerate(self.counts):
+            moved = index
+            if _SUBNORMAL < index < _INF:
+                moved = index + shift
+                moved = _SUBNORMAL if moved <= _SUBNORMAL else min(moved, _INF)
+            counts[moved] += number
+        return Histogram(tuple(counts))
 
     @property
     def total(self) -> int:

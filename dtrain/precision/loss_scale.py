@@ -33,6 +33,19 @@ def resolve_loss_scale(rule: LossScale, compute_dtype: torch.dtype) -> LossScale
     return replace(rule, mode="dynamic" if compute_dtype == torch.float16 else "none")
 
 
+def fitting_scale(largest: float, rule: LossScale) -> float:
+    """Returns the largest power of two, within the limits of ``rule``, at which ``largest`` fits FP16 with its margin.
+
+    Args:
+        largest: the largest unscaled gradient, above 0.
+    """
+    # gradient x margin x scale <= 65,504; from exponents, because log2 rounds
+    mantissa, exponent = math.frexp(largest * rule.margin)
+    limit, room = math.frexp(_LARGEST_FP16)
+    power = room - exponent - (mantissa > limit)
+    return min(max(math.ldexp(1.0, power), rule.min), rule.max)
+
+
 @dataclass(frozen=True)
 class LossScaleState:
     """The current loss scale and the counters that change it.
@@ -102,15 +115,8 @@ class LossScaleState:
         measured = replace(self, max_abs_grad=largest, num_measured=self.num_measured + 1)
         if measured.num_measured < self.rule.calibration_steps:
             return measured
-        scale = measured._chosen_scale() if measured.max_abs_grad else self.scale
+        scale = fitting_scale(measured.max_abs_grad, self.rule) if measured.max_abs_grad else self.scale
         return replace(measured, scale=scale, clean_steps=0, overflows_left=self.rule.hysteresis, is_calibrated=True)
-
-    def _chosen_scale(self) -> float:
-        # the largest power of two with gradient x margin x scale <= 65,504; from exponents, because log2 rounds
-        mantissa, exponent = math.frexp(self.max_abs_grad * self.rule.margin)
-        limit, room = math.frexp(_LARGEST_FP16)
-        power = room - exponent - (mantissa > limit)
-        return min(max(math.ldexp(1.0, power), self.rule.min), self.rule.max)
 
     def describe_change_since(self, before: LossScaleState) -> str:
         """Returns a message about the change since the state ``before`` the step, or an empty string."""

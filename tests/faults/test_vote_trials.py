@@ -398,7 +398,7 @@ class Rank:
             for layout in trial.model.backward_order:
                 grads = slot_views(gradients[layout.name][micro_batch, self.rank], layout)[::-1]
                 for number, grad in enumerate(grads, first):
-                    self.monitor.record_magnitude(grad)
+                    self.monitor.record_magnitude(number, grad)
                     self.monitor.record_finiteness(micro_batch, number, grad)
                 first += len(grads)
 

@@ -103,7 +103,7 @@ class DeepSpeedEngine(StepEngine):
             self._order.append(number)
             if grad is None:  # a backward of the user's own has returned None
                 return
-            self.monitor.record_magnitude(grad)
+            self.monitor.record_magnitude(number, grad)
             self.monitor.record_finiteness(self._micro_batch, number, grad)
 
         for number, name in enumerate(self.backward_names):

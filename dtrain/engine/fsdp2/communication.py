@@ -83,11 +83,14 @@ class BackwardState:
             require_running(name)  # [Note: another engine's backward]
         return self._weight is not None
 
-    def record(self, name: str, grad: Tensor) -> Weight | None:
-        """Records the gradient of a parameter as it leaves backward; returns its weight, None if it is not taken."""
+    def record(self, name: str, grad: Tensor, num_padding: int = 0) -> Weight | None:
+        """Records the gradient of a parameter as it leaves backward; returns its weight, None if it is not taken.
+
+        ``num_padding``: zeros in ``grad`` beside its own elements.
+        """
         if not self.takes(name):
             return None
-        self._monitor.record_magnitude(grad)
+        self._monitor.record_magnitude(self._numbers[name], grad, num_padding=num_padding)
         self._monitor.record_finiteness(self._number, self._numbers[name], grad)
         return self._weight
 
@@ -149,6 +152,10 @@ class UnitGradient:
         self._state = backward_state
         self._world_size = backward_state.comm.world_size
         self._widths = shard_widths(shapes, self._world_size)
+        # zeros that fill up the shards of the last ranks
+        self._paddings = [
+            width * self._world_size - shape.numel() for width, shape in zip(self._widths, shapes, strict=True)
+        ]
         self.numel = sum(self._widths)
         # a storage of its own, because fully_shard makes views from the beginning of the storage
         self.main_grad = torch.zeros(self.numel, device=backward_state.comm.device)
@@ -206,7 +213,10 @@ class UnitGradient:
         if self._state.reduce_dtype_check is not None:
             self._state.reduce_dtype_check.record(self._label, send_buffer)
         blocks = send_buffer.view(self._world_size, -1).split(self._widths, dim=1)
-        weights = [self._state.record(name, block) for name, block in zip(self._parameters, blocks, strict=True)]
+        weights = [
+            self._state.record(name, block, num_padding)
+            for name, block, num_padding in zip(self._parameters, blocks, self._paddings, strict=True)
+        ]
         assert weights[0] is not None  # units reduce in this engine's backward only
         return weights[0]
 

@@ -14,6 +14,7 @@ from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
+from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DivergenceError, UsageError
@@ -90,6 +91,7 @@ class StepFinalizer:
     Args:
         comm: the ranks.
         locate_culprit: returns the culprit of a skipped step, if it has one; all ranks call it together.
+        evidence: what a calibration of the loss scale reports beside its choice; None: nothing.
 
     Attributes:
         scale: the loss scale after the last finalized step.
@@ -110,6 +112,7 @@ class StepFinalizer:
         config_text: str,
         *,
         is_synchronous: bool,
+        evidence: CalibrationEvidence | None = None,
     ) -> None:
         self.scale = scale
         self.skips = skips
@@ -119,6 +122,7 @@ class StepFinalizer:
         self.save_failed = False
         self._comm = comm
         self._locate_culprit = locate_culprit
+        self._evidence = evidence
         self._readback = Readback(comm.device)
         self._read: Callable[[], DecodedDecision] | None = None  # of the last step, until that is finalized
         self._collectives: Sequence[str] = ()  # that this rank issued in the last step
@@ -159,6 +163,8 @@ class StepFinalizer:
         """
         if self._divergence is not None:
             raise self._divergence  # permanently: an engine whose ranks have diverged must not save or train again
+        if self._evidence is not None:
+            self._evidence.log_pending()
         if self._read is None:
             return
         decision = self._read()
@@ -196,7 +202,12 @@ class StepFinalizer:
     def _update_scale(self, *, found_inf: bool, max_abs_grad: float) -> None:
         before, self.scale = self.scale, self.scale.update(found_inf, max_abs_grad)
         change = self.scale.describe_change_since(before)
-        if change:
+        if self._evidence is not None and before.is_calibrating:
+            if not found_inf:
+                self._evidence.add_step(before.scale)
+            if change:
+                self._evidence.report(change, self.scale.scale)
+        elif change:
             logger.info(change)
 
     def _outcome_of(self, decision: DecodedDecision, culprit: Culprit | None) -> StepOutcome:

@@ -39,10 +39,11 @@ class Float8Linear(nn.Linear):
         If an engine stores the weight in FP8 only, this is a read-only dequantized copy: writes to it are lost, and
         hooks and ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
         """
-        return self.quantized_weight.dequantized(self._parameter)
+        return self.quantized_weight.dequantized(self.weight_parameter)
 
     @property
-    def _parameter(self) -> Tensor:
+    def weight_parameter(self) -> Tensor:
+        """The parameter itself, which may stand for a weight that an engine stores in FP8 only."""
         weight = self._parameters["weight"]
         assert weight is not None
         return weight
@@ -59,19 +60,21 @@ class Float8Linear(nn.Linear):
                 f"an FP8 Linear takes FP32, BF16 or FP16 [..., {self.in_features}]; got {x.dtype} {list(x.shape)}; "
                 f"cast the input, or keep the module out of FP8 by a rule"
             )
-        if self._computes_in_fp32(x.device.type):
+        if self.computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
-        y: Tensor = _Float8Matmul.apply(x, self._parameter, self.recipe, self.quantized_weight, torch.is_grad_enabled())
+        weight, quantized = self.weight_parameter, self.quantized_weight
+        y: Tensor = _Float8Matmul.apply(x, weight, self.recipe, quantized, torch.is_grad_enabled())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _computes_in_fp32(self, device_type: str) -> bool:
+    def computes_in_fp32(self, device_type: str) -> bool:
+        """Whether a forward called now multiplies in FP32."""
         if in_full_precision_region(device_type) or not autocast_ops.is_enabled():
             return in_full_precision_region(device_type)
         is_on = torch.is_autocast_enabled(device_type)
         dtype, out_dtype = torch.get_autocast_dtype(device_type) if is_on else torch.float32, self.recipe.out_dtype
         if dtype not in (torch.float32, out_dtype):
             raise ContractError(
-                f"an FP8 Linear {list(self._parameter.shape)} that gives {out_dtype} is called under autocast of "
+                f"an FP8 Linear {list(self.weight_parameter.shape)} that gives {out_dtype} is called under autocast of "
                 f"{dtype}; leave autocast to the engine, and give the module a rule if it is to run in another format "
                 f"(precision.rules)"
             )

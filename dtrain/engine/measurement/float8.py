@@ -1,0 +1,122 @@
+"""Measures the operands of FP8 products: what their casts lose, with the scales that the products use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.measurement.hooks import in_backward, on_outputs
+from dtrain.engine.measurement.totals import sum_over_ranks
+from dtrain.precision.float8.cast import E4M3, Quantized, decode, dequantize, quantize
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.report import Float8ProductPrecision, OperandPrecision
+from dtrain.precision.rounding import loss_of_sums, loss_sums
+
+# each cast of a module: an operand, and whether its scales, if it has several, are those of rows or of columns
+_CASTS = tuple((operand, by) for operand in ("input", "weight", "gradient") for by in ("rows", "columns"))
+_PRODUCTS = {
+    "fprop": (("input", "rows"), ("weight", "rows")),
+    "dgrad": (("gradient", "rows"), ("weight", "columns")),
+    "wgrad": (("gradient", "columns"), ("input", "columns")),
+}
+
+
+class Float8Measurement:
+    """What the casts of each FP8 module lose in one step.
+
+    Inputs and gradients are cast again. Weights are not: their copies are compared with the masters that this rank
+    owns, so that the ranks together compare each element once.
+
+    Args:
+        modules: the FP8 modules by name.
+        masters: this rank's owned masters by the name of the parameter.
+        device: where the totals lie.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, Float8Linear], masters: Mapping[str, TensorShard], device: torch.device
+    ) -> None:
+        self._modules = modules
+        self._masters = masters
+        self._sums = torch.zeros(len(modules), len(_CASTS), 5, dtype=torch.float64, device=device)
+        self._has_weight: set[int] = set()
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for number, (name, module) in enumerate(self._modules.items()):
+                before = module.register_forward_pre_hook(partial(self._on_input, number, name), with_kwargs=True)
+                stack.callback(before.remove)
+                gradient = partial(self._on_gradient, number, module)
+                stack.enter_context(on_outputs(module, forward=lambda _: None, gradient=gradient))
+            yield
+
+    @torch.no_grad()
+    def _on_input(
+        self, number: int, name: str, module: Float8Linear, inputs: Sequence[Tensor], by_name: Mapping[str, Tensor]
+    ) -> None:
+        x, *_ = (*inputs, *by_name.values())
+        if in_backward() or module.computes_in_fp32(x.device.type):
+            return
+        self._add_cast(number, module, "input", x, E4M3)
+        master = self._masters.get(f"{name}.weight")
+        if number not in self._has_weight and master is not None:
+            self._has_weight.add(number)
+            copies = module.quantized_weight.copies(module.weight_parameter)
+            for by, copy in zip(("rows", "columns"), copies, strict=True):
+                self._add_weight(number, by, copy, master)
+
+    @torch.no_grad()
+    def _on_gradient(self, number: int, module: Float8Linear, gradient: Tensor) -> None:
+        # a module that computed in FP32 has returned FP32
+        if gradient.dtype == module.recipe.out_dtype:
+            self._add_cast(number, module, "gradient", gradient, module.recipe.grad_dtype)
+
+    def _add_cast(self, number: int, module: Float8Linear, operand: str, x: Tensor, dtype: torch.dtype) -> None:
+        rows = x.reshape(-1, x.shape[-1])
+        sums = _cast_sums(rows, dtype, rowwise=module.recipe.rowwise)
+        by_columns = _cast_sums(rows.t(), dtype, rowwise=True) if module.recipe.rowwise else sums
+        for by, own in (("rows", sums), ("columns", by_columns)):
+            self._sums[number, _CASTS.index((operand, by))] += own
+
+    def _add_weight(self, number: int, by: str, copy: Quantized, master: TensorShard) -> None:
+        scale = copy.scale
+        if scale.dim():
+            scale = (scale.unsqueeze(1 if by == "rows" else 0).expand(copy.values.shape)).reshape(-1)
+            scale = scale[master.start : master.stop]
+        values = decode(copy.values.reshape(-1)[master.start : master.stop]) * scale
+        largest = torch.finfo(E4M3).max * scale
+        device = self._sums.device  # masters may lie on the host
+        self._sums[number, _CASTS.index(("weight", by))] += loss_sums(
+            master.data.to(device), values.to(device), largest=largest.to(device)
+        )
+
+    def totals(self, comm: Communicator) -> tuple[Float8ProductPrecision, ...]:
+        """Returns the products of the modules that ran in the step; all ranks call."""
+        if not self._modules:
+            return ()
+        sums = sum_over_ranks(comm, self._sums, label="FP8 operands").tolist()
+        found = []
+        for (name, module), own in zip(self._modules.items(), sums, strict=True):
+            losses = dict(zip(_CASTS, map(loss_of_sums, own), strict=True))
+            formats = {"input": "e4m3", "weight": "e4m3"}
+            formats["gradient"] = "e4m3" if module.recipe.grad_dtype == E4M3 else "e5m2"
+            for product, casts in _PRODUCTS.items():
+                operands = tuple(
+                    OperandPrecision.of(cast[0], formats[cast[0]], losses[cast]) for cast in casts if losses[cast].numel
+                )
+                if operands:
+                    found.append(Float8ProductPrecision.of(name, product, operands))
+        return tuple(found)
+
+
+def _cast_sums(rows: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Tensor:
+    quantized = quantize(rows, dtype, rowwise=rowwise)
+    scale = quantized.scale.unsqueeze(-1) if rowwise else quantized.scale
+    return loss_sums(rows, dequantize(quantized), largest=torch.finfo(dtype).max * scale)

@@ -1,0 +1,71 @@
+"""Hooks on modules for one step: their inputs and outputs in the forward, and the gradients of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dtrain.errors import ConfigError, nearest
+from dtrain.precision.policy import TRAINABLE_DTYPES
+from dtrain.precision.rules import is_compiled
+
+OnTensor = Callable[[Tensor], None]
+
+
+@contextmanager
+def on_outputs(module: nn.Module, *, forward: OnTensor, gradient: OnTensor) -> Iterator[None]:
+    """Calls ``forward`` with each floating tensor that ``module`` returns, and ``gradient`` with its gradient.
+
+    A forward that activation checkpointing repeats in backward gives its outputs once.
+    """
+
+    def on_forward(_: nn.Module, __: Any, output: Any) -> None:
+        for value in pytree.tree_leaves(output):
+            if not isinstance(value, Tensor) or value.dtype not in TRAINABLE_DTYPES:
+                continue
+            if not in_backward():
+                forward(value.detach())
+            if value.requires_grad:
+                value.register_hook(gradient)
+
+    handle = module.register_forward_hook(on_forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def in_backward() -> bool:
+    """Whether autograd runs in this thread, so that a forward is a repeated one."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of ``model`` by name, except those in compiled code, which runs without hooks."""
+    modules = dict(model.named_modules())
+    compiled = {id(part) for module in modules.values() if is_compiled(module) for part in module.modules()}
+    return {name: module for name, module in modules.items() if id(module) not in compiled}
+
+
+def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> dict[str, nn.Module]:
+    """Returns the modules whose name matches one of ``patterns`` (``fnmatch``), by name.
+
+    Raises:
+        ConfigError: a pattern matches no module on which a hook works; ``key`` names the setting.
+    """
+    hookable = hookable_modules(model)
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern) for name in hookable):
+            continue
+        names = [name for name, _ in model.named_modules()]
+        if any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"{key}: '{pattern}' matches only modules in compiled code, which runs without hooks")
+        raise ConfigError(f"{key}: '{pattern}' matches no module of the model{nearest(pattern, names)}")
+    matches = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in hookable}
+    return {name: module for name, module in hookable.items() if matches[name]}

@@ -1,0 +1,143 @@
+"""Measures what one step of an engine loses to precision: gradients, updates, FP8 operands, activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dtrain.engine.measurement.activations import ActivationMeasurement
+from dtrain.engine.measurement.float8 import Float8Measurement
+from dtrain.engine.measurement.hooks import hookable_modules, matching_modules
+from dtrain.engine.measurement.totals import max_over_ranks, sum_over_ranks
+from dtrain.engine.measurement.updates import UpdateMeasurement
+from dtrain.engine.model_state import MASTER
+from dtrain.engine.outcome import StepOutcome
+from dtrain.errors import UsageError
+from dtrain.parameters.magnitudes import MagnitudeCounts
+from dtrain.precision.contract import Contract
+from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.histogram import Histogram
+from dtrain.precision.loss_scale import fitting_scale
+from dtrain.precision.report import GradientShares, ParameterPrecision, PrecisionReport, UpdateShares
+from dtrain.precision.rules import format_name
+
+if TYPE_CHECKING:
+    from dtrain.engine.step import StepEngine
+
+
+class PrecisionSample:
+    """Implements :class:`dtrain.engine.interface.PrecisionMeasurement` for one step of ``engine``.
+
+    Args:
+        engine: between two steps.
+        activations: patterns of module names.
+
+    Attributes:
+        outcome: of the step, once it is taken.
+    """
+
+    def __init__(self, engine: StepEngine, activations: Sequence[str]) -> None:
+        modules = matching_modules(engine.module, activations, "engine.measure_precision")
+        masters = {shard.name: shard for shard in engine.owned_shards(MASTER)}
+        linears = {
+            name: module for name, module in hookable_modules(engine.module).items() if isinstance(module, Float8Linear)
+        }
+        self.outcome: StepOutcome | None = None
+        self._engine = engine
+        self._scale = engine.loss_scale.scale
+        self._activations = ActivationMeasurement(modules, engine.device)
+        self._float8 = Float8Measurement(linears, masters, engine.device)
+        self._magnitudes: MagnitudeCounts | None = None
+        self._update: UpdateMeasurement | None = None
+        self._step = engine.attempted_steps + 1
+        self._report: PrecisionReport | None = None
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with self._activations.hooks(), self._float8.hooks():
+            yield
+
+    def begin_update(self) -> None:
+        """Takes what backward has recorded, and copies the masters."""
+        engine = self._engine
+        self._magnitudes = engine.monitor.magnitudes
+        numbers = {name: number for number, name in enumerate(engine.backward_names)}
+        self._update = UpdateMeasurement(engine.owned_shards(MASTER), numbers, engine.device)
+
+    def end_update(self) -> None:
+        """Compares the masters with their copy."""
+        assert self._update is not None
+        self._update.finish(self._engine.owned_shards(MASTER))
+
+    def require_single_step(self) -> None:
+        """Raises ``UsageError`` if the step has been taken."""
+        if self.outcome is not None:
+            raise UsageError("a second step inside engine.measure_precision; one context measures one step")
+
+    def report(self) -> PrecisionReport | None:
+        """Returns what the step has lost, None if none was taken; all ranks call."""
+        if self._engine.sample is self:
+            raise UsageError("report() inside engine.measure_precision; call it after the context")
+        if self._report is None and self.outcome is not None:
+            _ = self._engine.applied_steps  # [Note: finalize before the next collective]
+            self._report = self._summed(self.outcome.applied)
+        return self._report
+
+    def _summed(self, applied: bool) -> PrecisionReport:
+        engine, comm = self._engine, self._engine.comm
+        # none: every micro-batch was a dummy
+        own = self._magnitudes or MagnitudeCounts(len(engine.backward_names), engine.device)
+        counts = sum_over_ranks(comm, own.counts, label="counts of gradients").tolist()
+        largest = max_over_ranks(comm, own.largest, label="largest gradients").tolist()
+        updates: Sequence[UpdateShares | None] = [None] * len(counts)
+        assert self._update is not None
+        if applied:
+            updates = self._update.totals(comm)
+        finite = [value / self._scale for value in largest if value and math.isfinite(value)]
+        better = fitting_scale(max(finite), engine.loss_scale.rule) if finite else None
+        factor = 1.0 if better is None else better / self._scale
+        parameters = []
+        for number, name in enumerate(engine.backward_names):
+            histogram, top = Histogram(tuple(counts[number])), largest[number]
+            parameters.append(
+                ParameterPrecision(
+                    name,
+                    math.prod(engine.shapes[name]),
+                    _gradient_format(engine.contract, name),
+                    top / self._scale if math.isfinite(top) else None,
+                    histogram,
+                    GradientShares.of(histogram, top, factor),
+                    updates[number],
+                )
+            )
+        return PrecisionReport(
+            step=self._step,
+            applied=applied,
+            loss_scale=self._scale,
+            better_scale=better,
+            parameters=tuple(parameters),
+            float8=self._float8.totals(comm),
+            activations=self._activations.totals(comm, factor),
+        )
+
+
+def _gradient_format(contract: Contract, name: str) -> str:
+    """Returns the format in which the module that owns parameter ``name`` computes its gradient."""
+    owner = name.rpartition(".")[0]
+    format = next((module.format for module in contract.modules if module.name == owner), "fp8")
+    return format_name(contract.policy.compute_dtype) if format == "fp8" else format
+
+
+@contextmanager
+def measured_step(engine: StepEngine, activations: Sequence[str]) -> Iterator[PrecisionSample]:
+    """Context around one whole step of ``engine``; yields what it measures."""
+    if engine.sample is not None:
+        raise UsageError("engine.measure_precision inside itself; one context measures one step")
+    sample = engine.sample = PrecisionSample(engine, activations)
+    try:
+        with sample.hooks():
+            yield sample
+    finally:
+        engine.sample = None
