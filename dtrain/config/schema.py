@@ -163,6 +163,26 @@ class TensorboardConfig(TrackerConfig):
 
 
 @dataclass(frozen=True)
+class TelemetryConfig(CheckedRecord):
+    """Samples of what precision costs a run. See docs/telemetry.md."""
+
+    precision_every: int = at_least(
+        100, 0, "Steps from one sampled step, in which every gradient and update is measured, to the next; 0: none."
+    )
+    activations: list[str] = setting(
+        [], "Name patterns of modules whose outputs are counted in sampled steps too, such as ['blocks.*.attn']."
+    )
+    advice: str | None = setting(
+        None, "JSON of dtrain probe: warn when a sampled step leaves the range in which its advice was given."
+    )
+
+    def _check(self) -> None:
+        for name in ("activations", "advice"):
+            if getattr(self, name) and not self.precision_every:
+                raise ConfigError(f"{self._entry(name)} needs sampled steps; set {self._key('precision_every')}=100")
+
+
+@dataclass(frozen=True)
 class CheckpointConfig(CheckedRecord):
     """Saving and retention of checkpoints. See docs/checkpoints.md."""
 
@@ -232,6 +252,7 @@ class RunConfig(CheckedRecord):
     ema: EmaConfig = group(EmaConfig)
     schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
     tracker: TrackerConfig = group(TrackerConfig)
+    telemetry: TelemetryConfig = group(TelemetryConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
     launch: LaunchConfig = group(LaunchConfig)
 

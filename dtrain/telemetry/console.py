@@ -13,6 +13,7 @@ from rich.table import Column
 
 from dtrain.distributed.logging import logger
 from dtrain.telemetry.metrics import StepMetrics
+from dtrain.telemetry.precision import PrecisionFindings
 
 
 class Console:
@@ -21,6 +22,7 @@ class Console:
     def __init__(self, total_steps: int, start_step: int) -> None:
         self._total = total_steps
         self._progress: Progress | None = None
+        self._advised: set[str] = set()
         self._streams: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         if sys.stderr.isatty():
             self._start_progress(start_step)
@@ -39,6 +41,17 @@ class Console:
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         listed = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         logger.info("step %d/%d  %s", step, self._total, listed)
+
+    def precision(self, findings: PrecisionFindings) -> None:
+        """Says what a format loses, once for each parameter or module, and where gradients leave a probe's range."""
+        name, message = findings.advice() or ("", "")
+        if message and name not in self._advised:
+            self._advised.add(name)
+            logger.warning("step %d: %s", findings.step, message)
+        if findings.departures:
+            first, *others = findings.departures
+            more = f" (and {len(others)} more, in precision/step-{findings.step}.json)" if others else ""
+            logger.warning("step %d: %s%s; run dtrain probe again on this checkpoint", findings.step, first, more)
 
     def close(self, exit_code: int) -> None:
         # the handlers first: they write to a proxy that ends with the progress bar

@@ -1,8 +1,9 @@
 """Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
-``metrics.jsonl`` has two kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
+``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
 ``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``, with
-``val_loss_ema`` if an average is kept. JSON has no NaN or infinity, so non-finite numbers are written as ``null``.
+``val_loss_ema`` if an average is kept. A line ``{"step": ..., "precision": {...}}`` follows each sampled step: see
+docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are written as ``null``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dtrain.errors import ConfigError
+from dtrain.telemetry.precision import PrecisionFindings
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -86,6 +88,9 @@ class Sink(Protocol):
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         """Takes ``val_loss`` and, if a moving average of the weights is kept, ``val_loss_ema``."""
 
+    def precision(self, findings: PrecisionFindings) -> None:
+        """Takes what a sampled step lost to precision."""
+
     def close(self, exit_code: int) -> None:
         """Ends the run, also after a failure."""
 
@@ -114,6 +119,9 @@ class MetricsFile:
             self._append(finite({"step": step, **losses}))
             self._validated = step
 
+    def precision(self, findings: PrecisionFindings) -> None:
+        self._append(finite({"step": findings.step, "precision": findings.summary()}))
+
     def close(self, exit_code: int) -> None:
         self._file.close()
 
@@ -138,6 +146,8 @@ class FailureFiles:
         )
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None: ...
+
+    def precision(self, findings: PrecisionFindings) -> None: ...
 
     def close(self, exit_code: int) -> None: ...
 

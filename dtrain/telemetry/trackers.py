@@ -20,6 +20,7 @@ from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.telemetry.metrics import Sink, StepMetrics, write_atomically
+from dtrain.telemetry.precision import PrecisionFindings
 
 TRACKER_FILE = "tracker.json"
 
@@ -85,6 +86,9 @@ class WandbTracker:
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         self._run.log({"step": step, **_tracked(losses)})
 
+    def precision(self, findings: PrecisionFindings) -> None:
+        self._run.log({"step": findings.step} | _precision(findings))
+
     def close(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
 
@@ -148,6 +152,10 @@ class TensorboardTracker:
         for name, loss in _tracked(losses).items():
             self._writer.add_scalar(name, loss, step)
 
+    def precision(self, findings: PrecisionFindings) -> None:
+        for name, value in _precision(findings).items():
+            self._writer.add_scalar(name, value, findings.step)
+
     def close(self, exit_code: int) -> None:
         self._writer.close()
 
@@ -155,6 +163,10 @@ class TensorboardTracker:
 def _tracked(losses: Mapping[str, float]) -> dict[str, float]:
     """Returns the losses of a validation under the trackers' names: ``val/loss``, ``val/loss_ema``."""
     return {name.replace("val_", "val/", 1): loss for name, loss in losses.items()}
+
+
+def _precision(findings: PrecisionFindings) -> dict[str, float]:
+    return {f"precision/{name}": value for name, value in findings.scalars().items()}
 
 
 class _Guarded:
@@ -169,6 +181,9 @@ class _Guarded:
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.validation(step, losses))
+
+    def precision(self, findings: PrecisionFindings) -> None:
+        self._try(lambda tracker: tracker.precision(findings))
 
     def close(self, exit_code: int) -> None:
         self._try(lambda tracker: tracker.close(exit_code))

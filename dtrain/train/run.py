@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,9 @@ from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
+from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, write_atomically, write_summary
+from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.run_dir import (
@@ -99,11 +102,14 @@ def check_run(config: RunConfig) -> None:
     """Runs the checks that need neither a device nor other ranks.
 
     Raises:
-        ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed.
+        ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed,
+            a file of advice that is none.
     """
     check_launcher(config.launch)
     check_resume(config)
     check_tracker(config.tracker)
+    if config.telemetry.advice is not None:
+        Envelope.read(Path(config.telemetry.advice))
 
 
 def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals, held: ExitStack) -> int:
@@ -186,6 +192,7 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
             write_atomically(run_dir.path / f"{engine.name}.json", text)
         sinks.append(MetricsFile(run_dir.path, step))
         sinks.append(FailureFiles(run_dir.path))
+        sinks.append(PrecisionFiles(run_dir.path, step))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
         sinks.append(Console(config.train.steps, step))
 
@@ -217,7 +224,7 @@ def _make_trainer(
         extra={_DATA_FINGERPRINT: dataset.fingerprint},
         config=config.checkpoint,
     )
-    return Trainer(engine, data, train, saving, stop=stop, sinks=sinks)
+    return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
 
 
 def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: TrainResult, wall_s: float) -> Summary:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
+from dtrain.engine.measurement.hooks import matching_modules
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
 from dtrain.parameters.groups import find_units, matching_parameters
 from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.throughput import num_cores
 
 
@@ -103,8 +106,17 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Raises ``ConfigError`` for a pattern of module names that matches nothing in ``model``."""
+    """Raises ``ConfigError`` for a pattern of module names, or advice, that matches nothing in ``model``."""
     resolve(make_policy(config), model)
+    telemetry = config.telemetry
+    matching_modules(model, telemetry.activations, "telemetry.activations")
+    if telemetry.advice is not None:
+        probed = Envelope.read(Path(telemetry.advice)).ranges
+        if not any(name in probed for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"telemetry.advice={telemetry.advice} is of another model: it has no parameter of this one; run dtrain "
+                f"probe on this configuration"
+            )
     if isinstance(config.engine, Native):
         matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
     if isinstance(config.engine, (Native, FSDP2)):

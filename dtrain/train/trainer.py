@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Retention
-from dtrain.config.schema import CheckpointConfig, TrainConfig
+from dtrain.config.schema import CheckpointConfig, TelemetryConfig, TrainConfig
 from dtrain.data import BatchLoader
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
@@ -24,10 +24,13 @@ from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer
+from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.signals import StopSignals
 
 TOKENS = "tokens"
 """Key in a checkpoint's extra: tokens of the applied steps, whose batch sizes may have differed."""
+
+_NO_TELEMETRY = TelemetryConfig(precision_every=0)
 
 Outcome = TypeVar("Outcome")
 Validation = Callable[[], Iterator[tuple[dict[str, Tensor], bool]]]
@@ -77,6 +80,7 @@ class Trainer:
     Args:
         engine: the loop starts at its ``attempted_steps``.
         sinks: receivers of metrics; empty on ranks other than 0.
+        telemetry: which steps are measured.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Trainer:
         *,
         stop: StopSignals,
         sinks: Sequence[Sink] = (),
+        telemetry: TelemetryConfig = _NO_TELEMETRY,
     ) -> None:
         self._engine = engine
         self._data = data
@@ -95,6 +100,7 @@ class Trainer:
         self._saving = saving
         self._stop = stop
         self._sinks = sinks
+        self._sampling = PrecisionSampling(engine, telemetry, sinks)
         self._tokens = data.tokens_before
         self._train_loss: float | None = None
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})  # step and losses
@@ -138,12 +144,13 @@ class Trainer:
     def _step(self) -> StepOutcome:
         engine = self._engine
         batch = next(self._data.loader)
-        for micro in engine.accumulate(batch):
-            weight = self._weight(micro)
-            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
-        if self._stop.requested:
-            engine.request_stop()
-        outcome = self._retry_if_stopping(engine.step)
+        with self._sampling.around_step():
+            for micro in engine.accumulate(batch):
+                weight = self._weight(micro)
+                engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
+            if self._stop.requested:
+                engine.request_stop()
+            outcome = self._retry_if_stopping(engine.step)
         engine.data_cursor = self._data.loader.cursor
         return outcome
 

@@ -27,6 +27,7 @@ from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
+from dtrain.telemetry.precision import PrecisionFindings
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult, to_device, validation_loss
 from tests.helpers.ranks import run_ranks
@@ -170,6 +171,9 @@ class _Sink:
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         self.events.append(f"eval {step}")
+
+    def precision(self, findings: PrecisionFindings) -> None:
+        self.events.append(f"precision {findings.step}")
 
     def close(self, exit_code: int) -> None:
         raise AssertionError("the trainer does not own its sinks")
