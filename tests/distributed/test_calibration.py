@@ -5,6 +5,7 @@ Of every engine but DeepSpeed, which refuses FP16 on a CPU.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.config.precision import LossScale
+from dtrain.distributed.logging import logger
 from dtrain.engine.step import StepEngine
 from dtrain.precision.loss_scale import LossScaleState
 from tests.engines.helpers import state_digests
@@ -65,17 +67,27 @@ def take_step(engine: StepEngine, step: int) -> float:
     return engine.step().loss_scale
 
 
-def train(rank: int, world: int, name: str, stage: int) -> tuple[list[float], LossScaleState]:
+def train(rank: int, world: int, name: str, stage: int) -> tuple[list[float], LossScaleState, list[str]]:
     engine = build(name, stage)
-    return [take_step(engine, step) for step in range(5)], engine.loss_scale
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return [take_step(engine, step) for step in range(5)], engine.loss_scale, lines
 
 
 @pytest.mark.parametrize(("name", "stage"), ENGINES)
 def test_all_ranks_choose_from_the_largest_gradient_of_all(name: str, stage: int) -> None:
-    for scales, state in run_ranks(2, train, name, stage):
+    for scales, state, lines in run_ranks(2, train, name, stage):
         assert state.max_abs_grad == 0.75
         # 65,504 / (8 x 0.75) = 10,917
         assert scales == [1024.0, 1024.0, 1024.0, 8192.0, 8192.0]
+        evidence = [line for line in lines if "FP16 flushes" in line]
+        assert evidence == [
+            "loss scale calibrated to 8192: largest gradient 7.5e-01 x 8192 x margin 8 = 4.92e+04 <= 65,504; of the "
+            "measured gradients FP16 flushes 0.00% to zero at scale 1, 0.00% at 8192"
+        ]
 
 
 def interrupt(rank: int, world: int, folder: str, save_after: int) -> tuple[dict[str, str], LossScaleState]:

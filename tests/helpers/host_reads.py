@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,19 @@ def like_a_gpu(engine: NativeEngine) -> list[int]:
     finalizer = engine._finalizer
     finalizer.is_synchronous = False
 
-    def post(values: Tensor) -> Callable[[], list[int]]:
+    def post(values: Tensor, *, is_decision: bool = True) -> Callable[[], list[int]]:
         kept, step = values.clone(), engine.attempted_steps
 
         def read() -> list[int]:
-            reads.append(step)
+            if is_decision:
+                reads.append(step)
             with torch._C.DisableTorchFunction():
                 return kept.tolist()
 
         return read
 
     finalizer._readback.post = post  # type: ignore[method-assign]
+    evidence = finalizer._evidence
+    assert evidence is not None
+    evidence.readback.post = partial(post, is_decision=False)  # type: ignore[method-assign]
     return reads

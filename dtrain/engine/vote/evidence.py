@@ -40,12 +40,12 @@ class CalibrationEvidence:
             self._counts[scale] = self._counts[scale] + counts if scale in self._counts else counts
 
     def report(self, message: str, chosen: float) -> None:
-        """Logs ``message`` with the shares flushed at scale 1 and at ``chosen``; all ranks call.
+        """Prepares ``message`` with the shares flushed at scale 1 and at ``chosen``, for :meth:`log_pending`.
 
-        On a GPU it is logged by the next :meth:`log_pending`, because the host would wait for the counts.
+        All ranks call. The host does not wait for the counts.
         """
         scales, self._counts = self._counts, {}
-        if not scales:
+        if not scales:  # every micro-batch since a resume was a dummy
             logger.info(message)
             return
         # all ranks have taken the steps at the same scales
@@ -62,10 +62,9 @@ class CalibrationEvidence:
             logger.info("%s; %s", message, _describe(histogram, chosen))
 
         self._pending = log
-        if self._comm.device.type == "cpu":
-            self.log_pending()
 
     def log_pending(self) -> None:
+        """Logs the message of the last :meth:`report`, once."""
         if self._pending is not None:
             log, self._pending = self._pending, None
             log()

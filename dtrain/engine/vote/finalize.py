@@ -207,6 +207,8 @@ class StepFinalizer:
                 self._evidence.add_step(before.scale)
             if change:
                 self._evidence.report(change, self.scale.scale)
+                if self.is_synchronous:  # else the next step logs it, when its counts have arrived
+                    self._evidence.log_pending()
         elif change:
             logger.info(change)
 

@@ -1,4 +1,4 @@
-"""``dtrain formats``, ``dtrain formats NUMBER ...``, ``dtrain formats failures`` and ``dtrain formats picture``."""
+"""``dtrain formats``, and ``dtrain formats`` with numbers, ``failures``, ``picture`` or ``histogram``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ _COMMANDS = """commands:
   NUMBER ...           what each format makes of a number: dtrain formats 0.1 1e-8 70000
   failures             how reduced precision goes wrong: each failure provoked, detected, and fixed by what dtrain does
   picture [FILE.png]   draw the error of every format across magnitudes, by default in formats.png
+  histogram RUN [FILE.png] [PATTERN]
+                       what the formats would lose of the gradients of a run: a table of the newest sampled step, and
+                       in FILE.png the exponents against the formats' ranges; PATTERN chooses parameters, '*' is all
 
 On a terminal the tables are drawn; elsewhere they are Markdown."""
-_NAMES = ("failures", "picture")
+_NAMES = ("failures", "picture", "histogram")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,16 +45,38 @@ def main(argv: Sequence[str]) -> int:
 
         draw(arguments.file)
         print(arguments.file)
+    elif arguments.command == "histogram":
+        _histogram(arguments.run, arguments.words)
     else:
         show(format_tables())
         print("\n".join(notes()))
     return 0
 
 
+def _histogram(run: Path, words: Sequence[str]) -> None:
+    from dtrain.tools.formats import histogram  # imports torch
+
+    pictures = [_picture_file(word, "histogram") for word in words if word.endswith(".png")]
+    patterns = [word for word in words if not word.endswith(".png")]
+    if len(pictures) > 1 or len(patterns) > 1:
+        raise ConfigError(
+            f"dtrain formats histogram takes one .png and one pattern of parameters; got {' '.join(words)}"
+        )
+    pattern = patterns[0] if patterns else "*"
+    reports = histogram.read_run(run)
+    show([histogram.worst_table(reports[-1], pattern)])
+    print(histogram.HISTOGRAM_NOTE)
+    for path in pictures:
+        from dtrain.tools.formats.histogram_picture import draw  # imports matplotlib
+
+        draw(reports, pattern, path)
+        print(path)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "dtrain formats",
-        usage="dtrain formats [NUMBER ... | failures | picture [FILE.png]]",
+        usage="dtrain formats [NUMBER ... | failures | picture [FILE.png] | histogram RUN [FILE.png] [PATTERN]]",
         epilog=_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("numbers").add_argument("numbers", nargs="+", type=_number)
     commands.add_parser("failures")
     commands.add_parser("picture").add_argument("file", nargs="?", type=_picture_file, default=Path("formats.png"))
+    histogram = commands.add_parser("histogram")
+    histogram.add_argument("run", type=Path)
+    histogram.add_argument("words", nargs="*")
     return parser
 
 
@@ -67,15 +95,16 @@ def _number(word: str) -> tuple[str, Number]:
     if number is None:
         hint = nearest(word, _NAMES) if word.isalpha() else ""
         raise ConfigError(
-            f"dtrain formats takes numbers from 1e-300 to 1e300, or 'failures' or 'picture'; got '{word}'{hint}"
+            f"dtrain formats takes numbers from 1e-300 to 1e300, or 'failures', 'picture' or 'histogram'; "
+            f"got '{word}'{hint}"
         )
     return word, number
 
 
-def _picture_file(word: str) -> Path:
+def _picture_file(word: str, command: str = "picture") -> Path:
     path = Path(word)
     if path.suffix != ".png":
-        raise ConfigError(f"dtrain formats picture takes one file that ends in .png; got '{word}'")
+        raise ConfigError(f"dtrain formats {command} takes one file that ends in .png; got '{word}'")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"dtrain formats picture: there is no folder '{path.parent}'")
+        raise ConfigError(f"dtrain formats {command}: there is no folder '{path.parent}'")
     return path

@@ -16,7 +16,7 @@ from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP
 
 # color, dash and width. The palette of Okabe and Ito, which color-blind readers can distinguish.
 # TF32 and FP16 have the same error where their ranges overlap: the wide line stays visible behind the dashed one
-_STYLES = {
+STYLES = {
     FP32: ("#0072B2", "-", 1.8),
     TF32: ("#56B4E9", "-", 5.0),
     BF16: ("#009E73", "-", 1.8),
@@ -69,7 +69,7 @@ def _worst(floats: FloatFormat, exponent: int) -> float:
 
 def _draw_errors(axes: Axes) -> None:
     axes.set_yscale("log")
-    for floats, (color, dash, width) in _STYLES.items():
+    for floats, (color, dash, width) in STYLES.items():
         starts, errors = worst_errors(floats)
         heights = [min(error, _TOP) for error in errors]
         axes.step(starts, heights, dash, where="post", color=color, linewidth=width, label=floats.name)
@@ -86,7 +86,7 @@ def _draw_errors(axes: Axes) -> None:
 def _draw_ranges(axes: Axes) -> None:
     order = FORMATS[::-1]
     for row, floats in enumerate(order):
-        color, *_ = _STYLES[floats]
+        color, *_ = STYLES[floats]
         for start, stop, alpha in (
             (floats.min_subnormal, floats.min_normal, 0.4),
             (floats.min_normal, floats.max, 1.0),

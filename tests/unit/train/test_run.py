@@ -39,6 +39,7 @@ _SMALL = [
     "model.hidden_dim=16",
     "launch.threads_per_rank=1",
     "engine.reproducible=true",
+    "telemetry.precision_every=3",
 ]
 
 
@@ -47,9 +48,15 @@ def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
 
 
 def _curve(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics without those that depend on the clock."""
-    lines = read_metrics(run_dir / "metrics.jsonl")
+    """The metrics without those that depend on the clock, and without sampled steps."""
+    lines = [line for line in read_metrics(run_dir / "metrics.jsonl") if "precision" not in line]
     return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
+
+
+def _sample(run_dir: Path) -> dict[str, Any]:
+    """The parameters of the sampled step, without norms, whose last bits depend on the sharding."""
+    parameters = json.loads((run_dir / "precision" / "step-3.json").read_text())["parameters"]
+    return {name: {**own, "update": {**own["update"], "ratio": None}} for name, own in parameters.items()}
 
 
 def _fingerprints(run_dir: Path) -> dict[str, str]:
@@ -72,9 +79,14 @@ def test_files_of_a_run(whole: Path) -> None:
         "checkpoints",
         "config.yaml",
         "metrics.jsonl",
+        "precision",
         "precision.json",
         "summary.json",
     ]
+    assert [path.name for path in (whole / "precision").iterdir()] == ["step-3.json"]
+    (sampled,) = [line for line in read_metrics(whole / "metrics.jsonl") if "precision" in line]
+    assert sampled["step"] == 3
+    assert len(sampled["precision"]["worst"]) == 10
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
     curve = _curve(whole)
     assert [line["step"] for line in curve] == [1, 2, 2, 3, 4, 4]
@@ -104,11 +116,13 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(whole: Path, tmp_path: Path
     assert _fingerprints(tmp_path) == _fingerprints(whole)
     curve = [line for line in _curve(tmp_path) if (line["step"], "val_loss" in line) != (3, True)]
     assert curve == _curve(whole)
+    assert _sample(tmp_path) == _sample(whole)
 
 
 def test_two_ranks_have_the_bits_and_files_of_one(whole: Path, tmp_path: Path) -> None:
     assert run_ranks(2, _run, str(tmp_path)) == [0, 0]
     assert _curve(tmp_path) == _curve(whole)
+    assert _sample(tmp_path) == _sample(whole)
     assert _fingerprints(tmp_path) == _fingerprints(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in whole.iterdir())
 
@@ -156,6 +170,11 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_restarts(tmp_path: Path) 
             "keep_gathered pattern 'hed' matches no parameter and no module that has one; did you mean 'head'?",
         ),
         ("precision.rules={hed:fp32}", "precision rule 'hed' matches no module; did you mean 'head'?"),
+        (
+            "telemetry.activations=[blocks.*,hed]",
+            "telemetry.activations: 'hed' matches no module of the model; did you mean 'head'?",
+        ),
+        ("telemetry.advice=pyproject.toml", "pyproject.toml: expected the JSON that `dtrain probe` writes"),
     ],
 )
 def test_refusals_of_model_and_device_leave_no_folder(tmp_path: Path, override: str, message: str) -> None:

@@ -1,0 +1,362 @@
+"""What a measured step reports, against direct counts on the tensors; the step itself keeps its bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dtrain
+from dtrain.engine.step import StepEngine
+from dtrain.errors import ConfigError, UsageError
+from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.histogram import Histogram
+from dtrain.precision.report import PrecisionReport
+from tests.engines import float8_model
+from tests.helpers.host_reads import forbidden, like_a_gpu
+from tests.helpers.one_rank import loss_of, start, train_step
+from tests.helpers.runs import Run
+from tests.helpers.runs import start as start_run
+from tests.helpers.zoo import make
+
+ENGINES = [("native", 0), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
+
+
+def measured(engine: StepEngine, step: Callable[[], object], *activations: str) -> PrecisionReport:
+    with engine.measure_precision(activations) as measurement:
+        step()
+    report = measurement.report()
+    assert report is not None
+    assert measurement.report() is report
+    assert PrecisionReport.from_dict(report.to_dict()) == report
+    return report
+
+
+def zoo_step(engine: StepEngine, model: str = "transformer", num_micro_batches: int = 2) -> dtrain.StepOutcome:
+    entry, first = make(model), engine.attempted_steps * num_micro_batches
+    for index in engine.accumulate(range(first, first + num_micro_batches)):
+        engine.backward(entry.loss(engine, entry.batch(index)), weight=index + 1.0)
+    return engine.step()
+
+
+def plain_gradients(name: str) -> dict[str, list[Tensor]]:
+    """The gradients of both micro-batches of the first step, in plain PyTorch."""
+    entry = make(name)
+    model, found = entry.build(0), {}
+    for index in range(2):
+        model.zero_grad(set_to_none=True)
+        entry.loss(model, entry.batch(index)).backward()
+        for parameter, values in model.named_parameters():
+            if values.grad is not None:
+                found.setdefault(parameter, []).append(values.grad)
+    return found
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["tied", "partly_frozen", "sometimes_used"])
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_counts_are_those_of_the_gradients(model: str, name: str, stage: int) -> None:
+    engine = start_run(Run(model), engine=name, zero_stage=stage, precision="fp32", loss_scale=1024.0)
+    report = measured(engine, lambda: zoo_step(engine, model))
+    direct = plain_gradients(model)
+    assert {own.name for own in report.parameters} >= set(direct)
+    largest = max(float(grad.abs().max()) for grads in direct.values() for grad in grads)
+    assert 65504 / 16 < largest * report.better_scale * 8 <= 65504
+    for own in report.parameters:
+        grads = direct.get(own.name, [])
+        counted = Histogram.of(torch.cat([grad.flatten() for grad in grads]) if grads else torch.empty(0))
+        if name == "fsdp2":  # its gradients of unused parameters are zeros
+            counted = Histogram((counted.zeros + own.gradient.total - counted.total, *counted.counts[1:]))
+        assert own.gradient == counted.scaled(1024.0), own.name
+        assert report.unscaled()[own.name] == counted
+        assert own.largest == max((float(grad.abs().max()) for grad in grads), default=0.0)
+
+
+class Planted(nn.Module):
+    """The gradient of ``small`` is what it is given; that of ``big`` is 1."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        super().__init__()
+        self.small = nn.Parameter(torch.zeros(len(gradient)))
+        self.big = nn.Parameter(torch.ones(4))
+        self.register_buffer("gradient", gradient)
+
+    def forward(self) -> Tensor:
+        return (self.small * self.gradient).sum() + self.big.sum()
+
+
+def test_planted_underflow_is_named_with_its_share() -> None:
+    generator = torch.Generator().manual_seed(3)
+    lost, kept = 2.0 ** -torch.empty(700).uniform_(25.1, 33.0, generator=generator), torch.full((300,), 2.0**-12)
+    engine: Any = start(Planted(torch.cat((lost, kept, torch.zeros(50)))))
+
+    def step() -> None:
+        engine.backward(engine())
+        engine.step()
+
+    report = measured(engine, step)
+    assert report.better_scale == 4096  # 1 x 8 x 4,096 <= 65,504
+    worst, other = report.worst()
+    assert (worst.name, other.name) == ("small", "big")
+    direct = (lost.half() == 0).float().mean() * 0.7
+    assert worst.shares.flushed_fp16 == pytest.approx(float(direct), abs=1e-6) == pytest.approx(0.7, abs=0.01)
+    still = float(((lost * 4096).half() == 0).sum()) / 1000
+    assert worst.shares.recovered_fp16 == pytest.approx(0.7 - still)
+    assert worst.shares.zeros == pytest.approx(50 / 1050)
+    # at a scale of its own, 2^-12 becomes 256 in E4M3, whose smallest number is 2^-9: 2^-20 is the first to be lost
+    scaled = torch.cat((lost, kept)) * 2.0**20
+    assert worst.shares.flushed_e4m3 == pytest.approx(float((scaled.to(E4M3).float() == 0).float().mean()))
+    assert other.shares.flushed_fp16 == other.shares.subnormal_fp16 == 0.0
+
+
+@pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, 0.0), (2.0**16, 1.0)])
+def test_overflow_is_at_the_present_scale(scale: float, overflow: float) -> None:
+    engine: Any = start(Planted(torch.ones(4)), loss_scale=scale)
+    report = measured(engine, lambda: (engine.backward(engine()), engine.step()))
+    for own in report.parameters:
+        assert own.shares.overflow_fp16 == overflow
+        assert own.shares.saturated_e4m3 == 1.0
+        assert own.shares.recovered_fp16 == 0.0
+    assert report.better_scale == 4096
+
+
+def test_gradients_in_fp16_say_so() -> None:
+    engine = start(precision="fp16", loss_scale=2.0**-20)
+    report = measured(engine, lambda: train_step(engine))
+    formats = {own.name: own.format for own in report.parameters}
+    assert formats["0.weight"] == "fp16"
+    assert formats["1.weight"] == "fp32"  # of a norm
+    own = next(own for own in report.parameters if own.name == "0.weight")
+    assert own.shares.flushed_fp16 == 0.0
+    assert own.shares.zeros == 6 / 16
+    assert own.shares.subnormal_fp16 == 1.0
+
+
+def test_dummies_are_not_counted() -> None:
+    engine = start()
+
+    def step() -> None:
+        for weight in engine.accumulate((1.0, 0.0)):
+            engine.backward(loss_of(engine), weight=weight)
+        engine.step()
+
+    report = measured(engine, step)
+    assert [own.gradient.total for own in report.parameters] == [own.numel for own in report.parameters]
+
+
+# -- updates -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_update_losses_equal_direct_ones(name: str, stage: int) -> None:
+    engine = start_run(Run("transformer", lr=1e-4), engine=name, zero_stage=stage, precision="bf16")
+    for _ in range(2):
+        zoo_step(engine)
+    before = engine.master_state()
+    report = measured(engine, lambda: zoo_step(engine))
+    after = engine.master_state()
+    shares = []
+    for own in report.parameters:
+        old, update = before[own.name], after[own.name] - before[own.name]
+        changed = update != 0
+        assert own.update is not None
+        assert own.update.num_changed == int(changed.sum())
+        for dtype, lost in ((torch.bfloat16, own.update.lost_bf16), (torch.float16, own.update.lost_fp16)):
+            stored = old.to(dtype)
+            same = (stored.float() + update).to(dtype) == stored
+            assert lost == pytest.approx(int((same & changed).sum()) / int(changed.sum()))
+            shares.append(lost)
+        if own.update.ratio is None:
+            assert not old.any()
+        else:
+            assert own.update.ratio == pytest.approx(float(update.norm() / old.norm()), rel=1e-5)
+    assert min(shares) < 0.2 < 0.5 < max(shares)
+
+
+def test_skipped_step_has_no_updates() -> None:
+    engine = start(loss_scale=1024.0)
+
+    def step() -> None:
+        engine.backward(loss_of(engine) * 1e38)
+        assert engine.step().applied is False
+
+    report = measured(engine, step)
+    assert not report.applied
+    assert all(own.update is None for own in report.parameters)
+    bad = [own for own in report.parameters if own.gradient.num_nonfinite]
+    assert bad
+    assert all(own.largest is None and own.shares.overflow_fp16 > 0 for own in bad)
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+
+
+def operands_of(engine: StepEngine, name: str) -> dict[str, list[Tensor]]:
+    """The inputs of a module, and the gradients of its outputs, of the steps that follow."""
+    seen: dict[str, list[Tensor]] = {"input": [], "gradient": []}
+    module = engine.module.get_submodule(name)
+    module.register_forward_pre_hook(lambda _, args: seen["input"].append(args[0].detach().clone()))
+    module.register_full_backward_hook(lambda _, __, grads: seen["gradient"].append(grads[0].detach().clone()))
+    return seen
+
+
+def sqnr(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    signal = sum(float(x.double().square().sum()) for x, _ in pairs)
+    noise = sum(float((q.double() - x.double()).square().sum()) for x, q in pairs)
+    return 10 * math.log10(signal / noise)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("name", "stage"), [("native", 2), ("ddp", 0), ("fsdp2", 3)])
+def test_float8_operands_are_measured_as_they_are_cast(name: str, stage: int, recipe: str) -> None:
+    precision = dtrain.PrecisionPolicy.named("fp8", float8=dtrain.Float8(recipe=recipe))
+    engine = float8_model.start(name, stage, precision)
+    float8_model.train_step(engine, 2)
+    module = float8_model.FLOAT8[1]
+    seen, weight = operands_of(engine, module), engine.master_state()[f"{module}.weight"]
+    report = measured(engine, lambda: float8_model.train_step(engine, 2))
+    assert [(own.module, own.product) for own in report.float8] == [
+        (linear, product) for linear in float8_model.FLOAT8 for product in ("fprop", "dgrad", "wgrad")
+    ]
+    options = Recipe.of(engine.policy.float8, torch.bfloat16)
+
+    def cast(x: Tensor, dtype: torch.dtype, *, columns: bool = False) -> tuple[Tensor, Tensor]:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = rows.t() if columns else rows
+        return rows, dequantize(quantize(rows, dtype, rowwise=options.rowwise))
+
+    stored = weight.bfloat16() if name == "fsdp2" else weight  # gathered in BF16 and cast from that
+    rounded = {columns: cast(stored, E4M3, columns=columns)[1] for columns in (False, True)}
+    expected = {
+        ("fprop", "input"): [cast(x, E4M3) for x in seen["input"]],
+        ("fprop", "weight"): [(weight, rounded[False])],
+        ("dgrad", "gradient"): [cast(x, options.grad_dtype) for x in seen["gradient"]],
+        ("dgrad", "weight"): [(weight.t(), rounded[True])],
+        ("wgrad", "gradient"): [cast(x, options.grad_dtype, columns=True) for x in seen["gradient"]],
+        ("wgrad", "input"): [cast(x, E4M3, columns=True) for x in seen["input"]],
+    }
+    for product in (own for own in report.float8 if own.module == module):
+        for operand in product.operands:
+            pairs = expected.pop((product.product, operand.operand))
+            assert operand.sqnr_db == pytest.approx(sqnr(pairs), abs=1e-3), (product.product, operand.operand)
+            flushed = sum(int(((q == 0) & (x != 0)).sum()) for x, q in pairs) / sum(x.numel() for x, _ in pairs)
+            assert operand.underflow == pytest.approx(flushed)
+            assert operand.saturated == 0.0
+        assert product.sqnr_db is not None
+        assert product.sqnr_db < min(operand.sqnr_db or math.inf for operand in product.operands)
+        gradients = [operand.format for operand in product.operands if operand.operand == "gradient"]
+        assert set(gradients) <= {"e4m3" if options.grad_dtype != E5M2 else "e5m2"}
+    assert not expected
+
+
+# -- activations -------------------------------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Its block may run under activation checkpointing, which repeats the forward in backward."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.block, x, use_reentrant=False) if self.checkpoints else self.block(x)
+        return F.mse_loss(y.float(), torch.ones_like(y, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_activations_are_counted_once(checkpoints: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Repeated(checkpoints=checkpoints), torch.randn(3, 4)
+    plain, outputs = copy.deepcopy(model), []
+    plain.checkpoints = False
+    plain.block.register_forward_hook(lambda *args: outputs.append(args[2]))
+    loss = plain(x)
+    (gradient,) = torch.autograd.grad(loss * 8.0, outputs)
+    engine: Any = start(model, loss_scale=8.0)
+    report = measured(engine, lambda: (engine.backward(engine(x)), engine.step()), "bl*")
+    assert [own.module for own in report.activations] == ["block", "block.0", "block.1"]
+    assert report.activations[0].output == Histogram.of(outputs[0])
+    assert report.activations[0].gradient == Histogram.of(gradient)
+    assert report.activations[1].output.total == 24
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp16"])
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_weights_have_the_same_bits(name: str, stage: int, precision: str) -> None:
+    states, hooks = [], []
+    for is_measured in (False, True):
+        engine = float8_model.start(name, stage, precision)
+        for _ in range(3):
+            with engine.measure_precision(["*"]) if is_measured else contextlib.nullcontext():
+                float8_model.train_step(engine, 2)
+        states.append((engine.master_state(), engine.comm.schedule.hash))
+        left = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in engine.module.modules()]
+        hooks.append(left)
+    assert hooks[0] == hooks[1]
+    assert states[0][1] == states[1][1]
+    assert all(torch.equal(states[0][0][key], states[1][0][key]) for key in states[0][0])
+
+
+def test_nothing_is_read_in_a_measured_step_or_after_it() -> None:
+    """The host waits for the report alone."""
+    engine = start(precision="bf16", zero_stage=2)
+    like_a_gpu(engine)
+    with engine.measure_precision(["*"]) as measurement, forbidden():
+        train_step(engine)
+    report = measurement.report()
+    assert report is not None
+    assert report.applied
+    with forbidden():
+        for _ in range(2):
+            train_step(engine)
+
+
+def test_report_is_of_its_own_step() -> None:
+    engine = start(loss_scale=1024.0)
+    with engine.measure_precision() as measurement:
+        train_step(engine)
+    engine.backward(loss_of(engine) * 1e38)
+    assert not engine.step().applied
+    report = measurement.report()
+    assert report is not None
+    assert (report.step, report.applied) == (1, True)
+
+
+def test_misuse_is_refused() -> None:
+    engine = start()
+    with engine.measure_precision() as measurement:
+        pass
+    assert measurement.report() is None
+    with engine.measure_precision() as measurement:
+        train_step(engine)
+        with pytest.raises(UsageError, match="call it after the context"):
+            measurement.report()
+        with pytest.raises(UsageError, match="inside itself"), engine.measure_precision():
+            pass
+        with pytest.raises(UsageError, match="a second step"):
+            train_step(engine)
+    with pytest.raises(UsageError, match="ended between backward and step"), engine.measure_precision():
+        engine.backward(loss_of(engine))
+    with pytest.raises(UsageError, match="between backward and step"), engine.measure_precision():
+        pass
+    engine.step()
+    with pytest.raises(ConfigError, match="'nowhere' matches no module"), engine.measure_precision(["nowhere"]):
+        pass
+    report = measured(engine, lambda: train_step(engine))
+    assert report.step == 3

@@ -1,0 +1,171 @@
+"""What is written and said of a sampled step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
+from dtrain.precision.float8.cast import E4M3, E5M2, scale_of
+from dtrain.precision.formats import FP8_E4M3, FP8_E5M2
+from dtrain.precision.histogram import Histogram
+from dtrain.precision.report import (
+    Float8ProductPrecision,
+    GradientShares,
+    OperandPrecision,
+    ParameterPrecision,
+    PrecisionReport,
+    UpdateShares,
+    own_scale,
+    power_below,
+)
+from dtrain.telemetry.console import Console
+from dtrain.telemetry.envelope import Departure
+from dtrain.telemetry.metrics import METRICS_FILE, MetricsFile, read_metrics
+from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.telemetry.precision_files import PrecisionFiles, read_sample, sample_files
+
+
+def parameter(name: str, exponents: list[int], format: str = "fp16", *, better: float = 1.0) -> ParameterPrecision:
+    histogram = Histogram.of(torch.tensor([2.0**exponent for exponent in exponents] + [0.0]))
+    largest = 2.0 ** max(exponents)
+    shares = GradientShares.of(histogram, largest, better)
+    return ParameterPrecision(
+        name, len(exponents) + 1, format, largest, histogram, shares, UpdateShares(3, 0.01, 0.5, 0.25)
+    )
+
+
+def product(module: str, underflow: float, sqnr_db: float | None = 20.0) -> Float8ProductPrecision:
+    operands = (
+        OperandPrecision("gradient", "e5m2", sqnr_db, underflow, 0.0),
+        OperandPrecision("weight", "e4m3", None, 0.0, 0.0),
+    )
+    return Float8ProductPrecision.of(module, "dgrad", operands)
+
+
+def findings(*parameters: ParameterPrecision, better: float | None = None, step: int = 3) -> PrecisionFindings:
+    return PrecisionFindings(PrecisionReport(step, True, 1.0, better, parameters))
+
+
+@pytest.mark.parametrize("amax", [0.0, 1.0, 1.75, 1.76, 448.0, 449.0, 3e-5, 1e-38, 3e38])
+def test_own_scale_is_the_reciprocal_of_the_casts_scale(amax: float) -> None:
+    for dtype, floats in ((E4M3, FP8_E4M3), (E5M2, FP8_E5M2)):
+        assert own_scale(torch.tensor(amax).item(), floats) == 1 / float(scale_of(torch.tensor(amax), dtype))
+    assert own_scale(math.inf, FP8_E4M3) == own_scale(math.nan, FP8_E4M3) == 1.0
+
+
+@pytest.mark.parametrize(("number", "power"), [(1.0, 1.0), (0.99, 0.5), (1000.0, 512.0), (2.0**-20, 2.0**-20)])
+def test_power_below(number: float, power: float) -> None:
+    assert power_below(number) == power
+
+
+def test_noises_of_operands_add_up() -> None:
+    equal = tuple(OperandPrecision(name, "e4m3", 30.0, 0.0, 0.0) for name in ("input", "weight"))
+    assert Float8ProductPrecision.of("m", "fprop", equal).sqnr_db == pytest.approx(30 - 10 * math.log10(2))
+    exact = replace(equal[0], sqnr_db=None)
+    assert Float8ProductPrecision.of("m", "fprop", (exact, exact)).sqnr_db is None
+
+
+def test_metrics_have_the_worst_parameters(tmp_path: Path) -> None:
+    many = [parameter(f"p{number}", [-30] * number + [0] * (12 - number)) for number in range(12)]
+    found = findings(*many, better=4.0)
+    report = replace(found.report, float8=(product("a", 0.0, 25.0), product("b", 0.1, 9.0), product("c", 0.0, None)))
+    file = MetricsFile(tmp_path, 0)
+    file.precision(replace(found, report=report))
+    (line,) = read_metrics(tmp_path / METRICS_FILE)
+    file.close(0)
+    sampled = line["precision"]
+    assert (line["step"], sampled["loss_scale"], sampled["better_scale"], sampled["departures"]) == (3, 1.0, 4.0, 0)
+    assert [own["parameter"] for own in sampled["worst"]] == [f"p{number}" for number in range(11, 1, -1)]
+    assert sampled["worst"][0]["flushed_fp16"] == pytest.approx(11 / 12)
+    assert sampled["worst"][0]["update_lost_bf16"] == 0.5
+    assert [own["module"] for own in sampled["worst_float8"]] == ["b", "a", "c"]
+    assert sampled["worst_float8"][0]["underflow_gradient"] == 0.1
+    scalars = found.scalars()
+    assert scalars["loss_scale"] == 1.0
+    assert scalars["flushed_fp16/p11"] == pytest.approx(11 / 12)
+    assert "flushed_fp16/p0" not in scalars
+
+
+def test_files_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
+    files = PrecisionFiles(tmp_path, 0)
+    departed = Departure("p", "top", 3, 1)
+    for step in (5, 10, 15):
+        files.precision(PrecisionFindings(findings(parameter("p", [-30, 0]), step=step).report, (departed,)))
+    (tmp_path / "precision" / "step-notes.json").write_text("{}")
+    assert list(sample_files(tmp_path)) == [5, 10, 15]
+    assert read_sample(sample_files(tmp_path)[10]) == PrecisionFindings(
+        findings(parameter("p", [-30, 0]), step=10).report, (departed,)
+    )
+    PrecisionFiles(tmp_path, 10)
+    assert list(sample_files(tmp_path)) == [5, 10]
+    assert (tmp_path / "precision" / "step-notes.json").exists()
+    with pytest.raises(ConfigError, match="a sampled step of a run"):
+        read_sample(tmp_path / "precision" / "step-notes.json")
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    bad = replace(parameter("p", [0]), largest=None)
+    PrecisionFiles(tmp_path, 0).precision(findings(bad))
+    text = (tmp_path / "precision" / "step-3.json").read_text()
+    assert json.loads(text)["parameters"]["p"]["largest"] is None
+    assert "NaN" not in text
+
+
+ROOM = parameter("blocks.0.up.weight", [-20] * 5 + [-3] * 95)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (findings(), None),
+        (findings(parameter("p", [-20] * 1 + [-3] * 99), better=8.0), None),  # 1 % are not more than 1 %
+        (findings(replace(ROOM, format="bf16"), better=8.0), None),
+        (
+            findings(ROOM, better=8192.0),
+            "5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, and "
+            "1.0% of it is zero; the largest gradients leave room for a scale of 8192, which "
+            "precision.loss_scale.mode=calibrated would choose",
+        ),
+        (
+            findings(ROOM, better=1.0),
+            "5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, and "
+            "1.0% of it is zero; no larger scale fits the largest gradients: use precision=bf16, or "
+            "'precision.rules={blocks.0.up: fp32}'",
+        ),
+        (PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.05),))), None),
+        (
+            PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.01), product("b", 0.06)))),
+            "FP8 flushes 6.0% of the gradient of 'b' to zero in dgrad; to keep the module out of FP8: "
+            "'precision.rules={b: bf16}'",
+        ),
+    ],
+)
+def test_console_speaks_of_the_formats_of_the_run(found: PrecisionFindings, message: str | None) -> None:
+    advice = found.advice()
+    assert (None if advice is None else advice[1]) == message
+
+
+def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(10, 0)
+    departed = PrecisionFindings(findings(ROOM).report, (Departure("p", "top", 3, 1), Departure("q", "low", -9, -8)))
+    logger.propagate = True
+    with caplog.at_level(logging.WARNING):
+        console.precision(findings(ROOM))
+        console.precision(findings(ROOM, step=4))
+        console.precision(departed)
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "step 3: 5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, "
+        "and 1.0% of it is zero",
+        "step 3: the largest gradient of 'p' has reached 2^3",
+    ]
+    assert caplog.messages[1].endswith(
+        "holds below 2^2 (and 1 more, in precision/step-3.json); run dtrain probe again on this checkpoint"
+    )
