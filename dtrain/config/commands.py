@@ -15,6 +15,7 @@ from dtrain.config.tool_schema import (
     OptimizerSuiteConfig,
     ParitySuiteConfig,
     PrecisionSuiteConfig,
+    TelemetrySuiteConfig,
     VoteSuiteConfig,
 )
 
@@ -42,6 +43,7 @@ BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
 BENCH_COLLECTIVES = Primary("bench-collectives", CollectivesSuiteConfig)
 BENCH_CHECKPOINT = Primary("bench-checkpoint", CheckpointSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", VoteSuiteConfig)
+BENCH_TELEMETRY = Primary("bench-telemetry", TelemetrySuiteConfig)
 BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
@@ -53,5 +55,6 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_COLLECTIVES,
     BENCH_CHECKPOINT,
     BENCH_VOTE,
+    BENCH_TELEMETRY,
     BENCH_FLOAT8,
 )

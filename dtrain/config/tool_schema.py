@@ -81,6 +81,16 @@ class VoteBenchConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class TelemetryBenchConfig(BenchConfig):
+    """Cost of a sampled step, in which every gradient and update is measured, against the same step without."""
+
+    micro_batch_size: int = at_least(8, 1, "Sequences in a step of one rank.")
+    rounds: int = at_least(20, 1, _ROUNDS)
+    precisions: list[str] = setting([], "Precisions to measure; []: bf16, or what the device computes fast.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
 class Float8BenchConfig(BenchConfig):
     """FP8 against BF16 in the native engine, one width after the other.
 
@@ -148,6 +158,11 @@ class PrecisionSuiteConfig(SuiteConfig):
 @dataclass(frozen=True)
 class VoteSuiteConfig(SuiteConfig):
     bench: VoteBenchConfig = group(VoteBenchConfig)
+
+
+@dataclass(frozen=True)
+class TelemetrySuiteConfig(SuiteConfig):
+    bench: TelemetryBenchConfig = group(TelemetryBenchConfig)
 
 
 @dataclass(frozen=True)

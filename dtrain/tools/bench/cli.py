@@ -18,6 +18,7 @@ from dtrain.config.commands import (
     BENCH_FLOAT8,
     BENCH_OPTIMIZER,
     BENCH_PRECISION,
+    BENCH_TELEMETRY,
     BENCH_VOTE,
     Primary,
 )
@@ -39,6 +40,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
   collectives  each collective of a step, through sockets and through shared memory
   checkpoint   stall of training during a save and time until it is complete, against torch's
   vote         cost of the vote and of loss scaling in a step
+  telemetry    cost of a sampled step, in which every gradient and update is measured
   report       writes the tables of results files into a document, between their markers
 
 More on a suite: dtrain bench engine --help."""
@@ -47,6 +49,7 @@ _SUITES: dict[str, tuple[Primary[Any], str, str]] = {
     "engine": (BENCH_ENGINE, "training.suites", "run_engine_suite"),
     "precision": (BENCH_PRECISION, "training.suites", "run_precision_suite"),
     "vote": (BENCH_VOTE, "training.suites", "run_vote_suite"),
+    "telemetry": (BENCH_TELEMETRY, "training.suites", "run_telemetry_suite"),
     "float8": (BENCH_FLOAT8, "training.float8", "run_float8_suite"),
     "optimizer": (BENCH_OPTIMIZER, "operations.optimizer", "run_optimizer_suite"),
     "collectives": (BENCH_COLLECTIVES, "operations.collectives", "run_collectives_suite"),

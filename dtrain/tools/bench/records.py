@@ -23,6 +23,7 @@ class BenchmarkCase:
         precision: name of dtrain's policy; a peer gets ``bf16`` or ``fp32`` and implements it in its own way.
         zero_stage: None unless one of dtrain's engines trains.
         times_vote: whether the native engine's vote is timed inside each step.
+        samples: whether precision is measured in each step, and written.
         baseline: name of the peer's case that does the same work and is measured just before this one.
         recipe: of the FP8 products, if the precision is ``fp8``.
     """
@@ -34,6 +35,7 @@ class BenchmarkCase:
     zero_stage: int | None = None
     loss_scale: str = "auto"
     times_vote: bool = False
+    samples: bool = False
     baseline: str | None = None
     recipe: str | None = None
 

@@ -60,7 +60,7 @@ def _histogram(run: Path, words: Sequence[str]) -> None:
     patterns = [word for word in words if not word.endswith(".png")]
     if len(pictures) > 1 or len(patterns) > 1:
         raise ConfigError(
-            f"dtrain formats histogram takes one .png and one pattern of parameters; got {' '.join(words)}"
+            f"dtrain formats histogram takes one .png and one pattern; got {' '.join(words)}"
         )
     pattern = patterns[0] if patterns else "*"
     reports = histogram.read_run(run)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -73,8 +72,9 @@ def _ranges(report: PrecisionReport, total: Histogram) -> list[_Range]:
         scales.setdefault(report.better_scale, "better scale")
     found = [_Range(f"FP16, scale {scale:g}\n({name})", FP16, power_below(scale)) for scale, name in scales.items()]
     top = total.top_exponent
+    # that of the elements counted: a tensor with smaller ones has a scale of its own, which keeps more of them
     largest = 0.0 if top is None else math.ldexp(1.0, top)
-    own = [_Range(f"{f.name.upper()}, own scale", f, own_scale(largest, f)) for f in (FP8_E4M3, FP8_E5M2)]
+    own = [_Range(f"{f.name.upper()}, one scale", f, own_scale(largest, f)) for f in (FP8_E4M3, FP8_E5M2)]
     return [*found, _Range("BF16", BF16, 1.0), *own]
 
 
@@ -117,29 +117,33 @@ def _draw_ranges(axes: Axes, ranges: Sequence[_Range], total: Histogram) -> None
 
 
 def _draw_map(figure: Figure, axes: Axes, reports: Sequence[PrecisionReport], layers: dict[str, list[str]]) -> None:
-    rows = []
-    for names in layers.values():
-        row = []
-        for report in reports:
-            own = [p.gradient for p in report.parameters if p.name in names]
-            total = reduce(add, own) if own else None
-            row.append(share(total.subnormal(FP16), total.num_nonzero) if total else math.nan)
-        rows.append(row)
-    floor = 1e-6
-    image = axes.pcolormesh(
-        [[max(value, floor) for value in row] for row in rows],
-        norm=LogNorm(floor, 1.0),
-        cmap="viridis",
-        edgecolors="white",
-        linewidth=0.3,
-    )
+    unscaled = [report.unscaled() for report in reports]
+    rows = [
+        [_median_exponent([own[name] for name in names if name in own]) for own in unscaled]
+        for names in layers.values()
+    ]
+    image = axes.pcolormesh(rows, cmap="viridis", edgecolors="white", linewidth=0.3)
     axes.set_yticks([number + 0.5 for number in range(len(layers))], list(layers), fontsize=7)
     axes.invert_yaxis()
-    shown = MaxNLocator(nbins=12, integer=True).tick_values(0, len(reports) - 1)
-    positions = sorted({min(max(round(index), 0), len(reports) - 1) for index in shown})
+    stride = -(-len(reports) // 12)
+    positions = range(0, len(reports), stride)
     axes.set_xticks([index + 0.5 for index in positions], [str(reports[index].step) for index in positions])
     axes.set_xlabel("step")
-    axes.set_title(
-        "Share below FP16's normal range at the loss scale of each step: fewer bits, or flushed", fontsize=10
-    )
-    figure.colorbar(image, ax=axes, pad=0.01)
+    axes.set_title("Median exponent of each layer's gradient, without loss scale", fontsize=11)
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    flushed = math.log2(FP16.min_normal / reports[-1].loss_scale)
+    if image.norm.vmin is not None and image.norm.vmin < flushed < (image.norm.vmax or flushed):
+        bar.ax.axhline(flushed, color="#D55E00", linewidth=2)
+        bar.set_label(f"line: FP16 keeps all bits above (scale {reports[-1].loss_scale:g})", fontsize=8)
+
+
+def _median_exponent(histograms: Sequence[Histogram]) -> float:
+    """Returns the exponent that half of the nonzero elements reach; NaN without any."""
+    counts = reduce(add, histograms).by_exponent() if histograms else {}
+    below, half = 0, sum(counts.values()) / 2
+    for exponent, count in counts.items():
+        below += count
+        if below >= half:
+            return exponent
+    return math.nan

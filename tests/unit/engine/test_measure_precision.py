@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +30,15 @@ from tests.helpers.runs import start as start_run
 from tests.helpers.zoo import make
 
 ENGINES = [("native", 0), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """FSDP2 makes a process group of one rank; other tests want none."""
+    was_initialized = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_initialized:
+        dist.destroy_process_group()
 
 
 def measured(engine: StepEngine, step: Callable[[], object], *activations: str) -> PrecisionReport:

@@ -1,4 +1,4 @@
-"""Reports on the suites that train: engine, precision and vote."""
+"""Reports on the suites that train: engine, precision, vote and telemetry."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dtrain.tools.bench.report.statistics import (
     step_ms,
     tokens_per_s,
 )
+from dtrain.tools.bench.report.telemetry import TELEMETRY_NOTE, telemetry_table
 from dtrain.tools.bench.report.vote import VOTE_NOTE, vote_table
 from dtrain.tools.tables import Column, Table, plural
 
@@ -58,6 +59,9 @@ def describe_training(results: TrainingResults) -> Report:
     if results.suite == "vote":
         tables.insert(0, vote_table(results.cases))
         notes.insert(0, VOTE_NOTE)
+    if results.suite == "telemetry":
+        tables.insert(0, telemetry_table(results.cases))
+        notes.insert(0, TELEMETRY_NOTE)
     overhead = overhead_table(results.cases)
     if overhead is not None:
         # A run without other peers measures the overhead, so that table comes first.
@@ -96,11 +100,12 @@ def fastest_peer(results: Sequence[CaseResult], prefix: str = "") -> CaseResult 
 
 def _main_table(results: TrainingResults) -> Table:
     comparisons = {"engine": _engine_columns, "precision": _precision_columns, "vote": _vote_columns}
+    compared = comparisons.get(results.suite)
     columns: list[Column[CaseResult]] = [
         ("case", lambda result: result.case.name),
         ("ranks", lambda result: str(result.case.ranks)),
         ("step ms", lambda result: spread(all_steps_ms(result), 1)),
-        *comparisons[results.suite](results.cases),
+        *(compared(results.cases) if compared else []),
         ("state MiB a rank", state),
         ("peak MiB a rank", peak),
         ("loss", lambda result: f"{final_loss(result):.4f}{' WRONG' * has_wrong_loss(result, results.cases)}"),

@@ -1,4 +1,4 @@
-"""The suites ``engine``, ``precision`` and ``vote``: their cases, measured on one configuration."""
+"""The suites ``engine``, ``precision``, ``vote`` and ``telemetry``: their cases, measured on one configuration."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from dtrain.config.tool_schema import (
     PrecisionBenchConfig,
     PrecisionSuiteConfig,
     SuiteConfig,
+    TelemetryBenchConfig,
+    TelemetrySuiteConfig,
     VoteBenchConfig,
     VoteSuiteConfig,
 )
@@ -58,6 +60,11 @@ def run_vote_suite(config: VoteSuiteConfig, command: str) -> TrainingResults:
     return _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
+def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine without sampled steps, and with nothing but sampled steps."""
+    return _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
+
+
 def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
     """Returns FP32, then ``bench.precisions`` or those that ``device`` computes faster than FP32."""
     mixed = [name for name in bench.precisions or fast_precisions(device) if name != "fp32"]
@@ -66,14 +73,28 @@ def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[B
 
 def vote_cases(bench: VoteBenchConfig, device: torch.device) -> list[BenchmarkCase]:
     """Returns the fast precisions of 16 bits, each without and with a dynamic loss scale."""
-    precisions = [name for name in fast_precisions(device) if name != "tf32"] or ["bf16"]
     return [
         BenchmarkCase(
             f"{name}, {mode}", "native", bench.ranks, name, bench.zero_stage, loss_scale=mode, times_vote=True
         )
-        for name in precisions
+        for name in _fast_sixteen_bits(device)
         for mode in ("none", "dynamic")
     ]
+
+
+def telemetry_cases(bench: TelemetryBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns each precision without and with samples."""
+    return [
+        BenchmarkCase(
+            f"{name}, {'sampled' if samples else 'off'}", "native", bench.ranks, name, bench.zero_stage, samples=samples
+        )
+        for name in bench.precisions or _fast_sixteen_bits(device)
+        for samples in (False, True)
+    ]
+
+
+def _fast_sixteen_bits(device: torch.device) -> list[str]:
+    return [name for name in fast_precisions(device) if name != "tf32"] or ["bf16"]
 
 
 def fast_precisions(device: torch.device) -> list[str]:

@@ -29,14 +29,14 @@ from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Constant
-from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, TrainConfig
+from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, TelemetryConfig, TrainConfig
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.setup import choose_device, connect_by_file
 from dtrain.models import build_model
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.bench.peers import PEERS, PLAIN
 from dtrain.tools.bench.peers.plain import Settings
-from dtrain.tools.bench.records import BenchmarkCase, Footprint, LinearFormat, RankJob
+from dtrain.tools.bench.records import Footprint, LinearFormat, RankJob
 from dtrain.tools.bench.training.vote_timing import Stopwatch, time_vote
 from dtrain.tools.ranks import failure_reason, open_result
 from dtrain.train.trainer import to_device
@@ -116,7 +116,7 @@ def prepare_training(
     """Builds the job's engine or peer around ``model``; the process group that it needs exists."""
     case = job.case
     if case.is_dtrain:
-        return _prepare_engine(case, config, model, batches, device)
+        return _prepare_engine(job, config, model, batches, device)
     return _prepare_peer(job, config, model.to(device), batches)
 
 
@@ -140,7 +140,7 @@ def run_config(job: RankJob) -> RunConfig:
 
 
 def _prepare_engine(
-    case: BenchmarkCase,
+    job: RankJob,
     config: RunConfig,
     model: nn.Module,
     batches: Iterator[dict[str, Tensor]],
@@ -148,14 +148,21 @@ def _prepare_engine(
 ) -> RankTraining:
     # Imported here, so that the peers' processes do not hold dtrain's engines in memory.
     from dtrain.distributed.setup import connect
+    from dtrain.telemetry.precision_files import PrecisionFiles
+    from dtrain.train.sampling import PrecisionSampling
     from dtrain.train.setup import make_engine
 
+    case = job.case
     engine = make_engine(config, model, connect(device))
+    sinks = [PrecisionFiles(Path(job.store).parent, 0)] if case.samples and engine.rank == 0 else []
+    sampling = PrecisionSampling(engine, TelemetryConfig(precision_every=int(case.samples)), sinks)
 
     def train() -> Iterator[Callable[[], float]]:
         for batch in batches:
-            engine.backward(engine(**batch))
-            yield partial(getattr, engine.step(), "loss")
+            with sampling.around_step():
+                engine.backward(engine(**batch))
+                outcome = engine.step()
+            yield partial(getattr, outcome, "loss")
 
     def state() -> dict[str, int]:
         return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}

@@ -45,7 +45,7 @@ def test_results_without_optional_keys_are_read(tmp_path: Path) -> None:
     del old["failures"], old["host"]["peers"]
     for timed in (old["cases"][0]["warmup"], *old["cases"][0]["rounds"]):
         del timed["cpu_ms"], timed["parts_ms"]
-    for key in ("loss_scale", "times_vote", "baseline"):
+    for key in ("loss_scale", "times_vote", "samples", "baseline"):
         del old["cases"][0]["case"][key]
     (tmp_path / "r.json").write_text(json.dumps(old))
     assert "| not measured " in describe(read_results(tmp_path / "r.json")).markdown()

@@ -1,0 +1,84 @@
+"""The table and the picture of a run's sampled steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtrain.errors import ConfigError
+from dtrain.precision.histogram import Histogram
+from dtrain.precision.report import GradientShares, ParameterPrecision, PrecisionReport, UpdateShares
+from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.telemetry.precision_files import PrecisionFiles
+from dtrain.tools.formats.cli import main
+from dtrain.tools.formats.histogram_picture import _layers, _median_exponent
+
+
+def report(step: int, num_small: int) -> PrecisionReport:
+    """``a.weight`` has ``num_small`` of 100 elements at 2^-30, ``b.weight`` none; the better scale is 2^14."""
+    parameters = []
+    for name, small in (("a.weight", num_small), ("b.weight", 0)):
+        histogram = Histogram.of(torch.tensor([2.0**-30] * small + [0.25] * (100 - small) + [0.0] * 100))
+        shares = GradientShares.of(histogram, 0.25, 2.0**14)
+        update = UpdateShares(200, 0.001, 0.5, 0.25)
+        parameters.append(ParameterPrecision(name, 200, "bf16", 0.25, histogram, shares, update))
+    return PrecisionReport(step, True, 1.0, 2.0**14, tuple(reversed(parameters)))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    files = PrecisionFiles(tmp_path, 0)
+    for step, num_small in ((10, 0), (20, 30)):
+        files.precision(PrecisionFindings(report(step, num_small)))
+    return tmp_path
+
+
+def test_table_is_of_the_newest_step(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["histogram", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "## Step 20, loss scale 1"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert rows[0][:6] == ["parameter", "computed in", "zeros", "FP16 flushes", "scale 16384 recovers", "E4M3 flushes"]
+    assert rows[2] == [
+        *("`a.weight`", "bf16", "50.00 %", "30.00 %", "30.00 %", "30.00 %", "0", "1.0e-03", "50.00 %", "25.00 %")
+    ]
+    assert [row[0] for row in rows[2:]] == ["`a.weight`", "`b.weight`"]
+
+
+def test_picture_is_drawn_of_the_chosen_parameters(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = run / "b.png"
+    assert main(["histogram", str(run), str(picture), "b.*"]) == 0
+    out = capsys.readouterr().out
+    assert "a.weight" not in out
+    assert out.endswith(f"{picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN", "c.*"], "'c.*' matches no parameter of the run"),
+        (["RUN/none"], "has no sampled step"),
+        (["RUN", "a", "b"], "takes one .png and one pattern; got a b"),
+        (["RUN", "RUN/none/x.png"], "there is no folder"),
+    ],
+)
+def test_mistakes_are_named(run: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
+        main(["histogram", *(word.replace("RUN", str(run)) for word in words)])
+
+
+def test_many_parameters_become_rows_by_module() -> None:
+    few = [f"blocks.{number}.up.weight" for number in range(20)]
+    assert _layers(few) == {name: [name] for name in few}
+    many = [f"blocks.{number}.{name}.weight" for number in range(12) for name in ("up", "gate", "down")]
+    assert _layers(many) == {f"blocks.{number}": many[3 * number : 3 * number + 3] for number in range(12)}
+
+
+def test_median_exponent() -> None:
+    half = Histogram.of(torch.tensor([2.0**-9, 2.0**-9, 1.0, 2.0, 0.0]))
+    assert _median_exponent([half]) == -9
+    assert _median_exponent([half, Histogram.of(torch.tensor([1.0]))]) == 0
+    assert _median_exponent([Histogram.of(torch.zeros(2))]) != _median_exponent([Histogram.of(torch.zeros(2))])  # NaN
