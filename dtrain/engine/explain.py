@@ -12,19 +12,32 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
 
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
+
+class ForwardEngine(Protocol):
+    """The part of :class:`dtrain.engine.step.StepEngine` that an explanation needs; see there."""
+
+    name: str
+    module: nn.Module
+    comm: Communicator
+    searches_backward: bool
+
+    def run_forward(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the model's forward under the contract, with random numbers seeded by ``key``."""
+
+    def discard_forward(self) -> None:
+        """Releases what the engine holds of a forward that gets no backward."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class SkipExplainer:
         engine: runs the forwards.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: ForwardEngine) -> None:
         self._engine = engine
         self._current: dict[int, list[ForwardCall]] = {}  # of the step under way, by micro-batch
         self._last: dict[int, list[ForwardCall]] = {}  # of the last step, until it is finalized
@@ -79,7 +92,7 @@ class SkipExplainer:
                     owner = (culprit.tensor or "").rpartition(".")[0] if culprit.tensor is not None else None
                     origin = self._agree(culprit.rank, partial(search.search_backward, loss_scale, owner))
         except _ExplanationError as error:
-            if self._engine.rank == 0:
+            if self._engine.comm.rank == 0:
                 logger.warning("the skip of step %d is not explained further: %s", culprit.step + 1, error)
             return culprit
         finally:
@@ -109,7 +122,7 @@ class _ExplanationError(Exception):
 class _Search:
     """Runs the forwards of a micro-batch again, and then their backward."""
 
-    def __init__(self, engine: StepEngine, calls: list[ForwardCall]) -> None:
+    def __init__(self, engine: ForwardEngine, calls: list[ForwardCall]) -> None:
         self._engine = engine
         self._calls = calls
         self._recorder = ModuleRecorder(engine.module)
