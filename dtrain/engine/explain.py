@@ -168,7 +168,9 @@ class _Search:
             if record.gradient is not None and not record.gradient.read("").is_finite:
                 return self._origin(record, None, gradient=record.gradient)
         records = [record for record in self._recorder.records if record.module == owner and record.is_output]
-        return self._origin(records[-1], None, place="weight gradient") if records else None
+        if not records:
+            return None
+        return self._origin(records[-1], None, gradient=records[-1].gradient, place="weight gradient")
 
     def _origin(
         self,
@@ -199,7 +201,7 @@ class _Search:
             record.module,
             record.class_name,
             record.caller,
-            None if place else values,
+            values,
             tuple(item.forward.read(f"input {item.name}") for item in _newest(before)),
             tuple(item.forward.read(item.name) for item in _first_call(after)),
             tuple(weight.read(name) for name, weight in self._recorder.weights.get(record.module, ())),

@@ -20,7 +20,7 @@ class Origin:
         class_name: its class.
         caller: path of the module whose forward called it; None for the model itself. What is wrong with an ``input``
             was computed there, outside of other modules.
-        values: the tensor itself, or its gradient.
+        values: the tensor itself, or its gradient; for a weight gradient, the gradient of what the module returned.
         inputs: what the module took in the forward.
         outputs: what it returned.
         weights: its own parameters.

@@ -1,4 +1,4 @@
-"""A small language model that goes wrong on samples with a marker: ``model.factory=tests.helpers.planted_overflow:build``.
+"""A factory of a small language model that goes wrong on samples with a marker.
 
 A sample with ``#`` overflows in the forward of ``blocks.1.square``. One with ``~`` has a root at 0 in
 ``blocks.1.root``, whose forward is finite and whose gradient is not.

@@ -13,6 +13,7 @@ from dtrain.tools.replay.run import REPORT_FILE
 from dtrain.tools.tables import Table, plural, show
 
 _NUM_GRADIENTS = 10
+_NUM_MICRO_BATCHES = 16
 _TEXT_LENGTH = 32
 
 
@@ -69,7 +70,7 @@ def micro_batch_table(report: ReplayReport) -> Table:
     world_size = report.world_size or report.ranks
 
     def text(record: MicroBatchRecord) -> str:
-        shown = "".join(char if char.isprintable() else " " for char in record.text[0])
+        shown = "".join(char if char.isprintable() and char != "|" else " " for char in record.text[0])
         return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 3]}..."
 
     columns = [
@@ -80,7 +81,11 @@ def micro_batch_table(report: ReplayReport) -> Table:
         ("first not finite in forward", lambda r: r.first_nonfinite or "-"),
         ("text", text),
     ]
-    return Table.of(f"Micro-batches of step {report.step}", columns, report.result.micro_batches)
+    # those that went wrong first
+    records = sorted(report.result.micro_batches, key=lambda r: (r.loss is not None and not r.first_nonfinite, r.index))
+    shown = sorted(records[:_NUM_MICRO_BATCHES], key=lambda r: r.index)
+    some = "" if len(shown) == len(records) else f"; {len(shown)} of {len(records)}"
+    return Table.of(f"Micro-batches of step {report.step}{some}", columns, shown)
 
 
 def gradient_table(report: ReplayReport) -> Table:
