@@ -40,6 +40,7 @@ VERBS = {  # its meaning and an example
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
     "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
+    "replay": ("reproduce a step of a run, and show where it went wrong", "runs/mine step=37"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
 }

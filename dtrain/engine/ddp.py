@@ -44,6 +44,7 @@ class DdpEngine(StepEngine):
     """
 
     name = "ddp"
+    searches_backward = True
 
     def __init__(self, request: EngineRequest) -> None:
         model = request.model

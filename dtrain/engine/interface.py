@@ -38,6 +38,9 @@ class Engine(ABC):
         data_cursor: samples consumed so far; advanced by the caller, saved, and compared in each vote.
         ema_decay: decay of the moving average of the weights; None: none is kept.
         library_config: configuration of the library below, as plain values; None if it takes none.
+        explain_skips: whether the culprit of a skipped step names the module where it went wrong
+            (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
+            the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Engine(ABC):
     data_cursor: int = 0
     ema_decay: float | None = None
     library_config: Mapping[str, Any] | None = None
+    explain_skips: bool = False
 
     def __init__(self) -> None:
         self._current = MicroBatch()

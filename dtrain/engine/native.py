@@ -51,6 +51,7 @@ class NativeEngine(StepEngine):
     """
 
     name = "native"
+    searches_backward = True
 
     def __init__(self, request: EngineRequest, sharded: ShardedModel) -> None:
         backward_names = [name for group in sharded.reducer.groups for name in group.trained]
@@ -98,6 +99,10 @@ class NativeEngine(StepEngine):
             with self.sharded.backward():
                 (loss * self.loss_scale.scale).backward()
         reducer.end_micro_batch()
+
+    def discard_forward(self) -> None:
+        if self.sharded.scheduler is not None:
+            self.sharded.scheduler.reshard()
 
     def finish_gradients(self) -> None:
         self.sharded.reducer.finish()

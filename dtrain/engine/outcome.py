@@ -2,7 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from dtrain.precision.module_values import ValueRange
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place where the first number that is not finite arose, found by running the culprit's micro-batch again.
+
+    Attributes:
+        place: ``output`` or ``input`` of a module, in the forward; ``output gradient`` or ``input gradient``, in the
+            backward; ``weight gradient``, if every gradient between modules is finite; or empty, if none was found.
+        module: path of the module; empty for the model itself.
+        class_name: its class.
+        caller: path of the module whose forward called it; None for the model itself. What is wrong with an ``input``
+            was computed there, outside of other modules.
+        values: the tensor itself, or its gradient; for a weight gradient, the gradient of what the module returned.
+        inputs: what the module took in the forward.
+        outputs: what it returned.
+        weights: its own parameters.
+        note: what else is known, such as which part was not searched.
+    """
+
+    place: str
+    module: str = ""
+    class_name: str = ""
+    caller: str | None = None
+    values: ValueRange | None = None
+    inputs: tuple[ValueRange, ...] = ()
+    outputs: tuple[ValueRange, ...] = ()
+    weights: tuple[ValueRange, ...] = ()
+    note: str = ""
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Origin:
+        """Returns the origin that ``dataclasses.asdict`` made plain."""
+        ranges = {key: tuple(ValueRange(**item) for item in values[key]) for key in ("inputs", "outputs", "weights")}
+        own = values["values"]
+        return Origin(**{**values, **ranges, "values": None if own is None else ValueRange(**own)})
+
+    def __str__(self) -> str:
+        if not self.place:
+            return self.note
+        name = f"'{self.module}' ({self.class_name})" if self.module else f"the model ({self.class_name})"
+        where = "" if self.caller is None else f" in {repr(self.caller) if self.caller else 'the model'}"
+        causes = {
+            "input": f", computed{where} outside of other modules" if where else "",
+            "output gradient": f", by the backward of what follows it{where}",
+            "input gradient": ", by its own backward",
+        }
+        around = self.outputs if self.place == "output gradient" else self.inputs
+        shown = [str(item) for item in (self.values, *around, *self.weights) if item is not None]
+        ranges = f": {', '.join(dict.fromkeys(shown))}" if shown else ""
+        note = f"; {self.note}" if self.note else ""
+        return f"first in the {self.place} of {name}{causes.get(self.place, '')}{ranges}{note}"
 
 
 @dataclass(frozen=True)
@@ -22,6 +78,7 @@ class Culprit:
         num_inf: infinite elements of its gradient, summed over ranks; 1 for an infinite loss.
         num_nan: the same for NaN.
         num_bad_losses: micro-batches on all ranks whose loss is not finite (forward loss).
+        origin: where in the model it arose, if the engine explains skips (``engine.explain_skips``).
     """
 
     rank: int
@@ -34,8 +91,12 @@ class Culprit:
     num_inf: int = 0
     num_nan: int = 0
     num_bad_losses: int = 0
+    origin: Origin | None = None
 
     def __str__(self) -> str:
+        return self._where_found() + (f"; {self.origin}" if self.origin is not None else "")
+
+    def _where_found(self) -> str:
         where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
         if self.phase == "forward loss":
             kind = "NaN" if self.num_nan else "Inf"

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dtrain.engine.arguments import checked_lr
 from dtrain.engine.checkpointing import Checkpointer
+from dtrain.engine.explain import SkipExplainer
 from dtrain.engine.measurement.sample import PrecisionSample, measured_step
 from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.observation import observe_forward
@@ -67,9 +68,11 @@ class StepEngine(StoredEngine):
         monitor: see above.
         sample: measures the step under way; None: nothing does.
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
+        searches_backward: whether a backward can be repeated without its gradients reaching a main grad.
     """
 
     forward_communicates = False
+    searches_backward = False
 
     def __init__(
         self, request: EngineRequest, backward_names: Sequence[str], monitor: GradientMonitor | None = None
@@ -93,6 +96,7 @@ class StepEngine(StoredEngine):
         )
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
+        self._explainer = SkipExplainer(self)
         self._has_old_gradients = False  # of the last step
         self._backward_failed = False  # a backward has begun and not ended
         self._is_averaged = False  # inside ``ema``
@@ -111,16 +115,24 @@ class StepEngine(StoredEngine):
         self._written.require_closed("__call__")
         if self.forward_communicates:
             self._finalize_step()  # [Note: finalize before the next collective]
-        keyed: Any = nullcontext()
-        if not self._evaluating and self.module.training:
-            keyed = keyed_rng(self.device, self._forward_key())
+        is_training = not self._evaluating and torch.is_grad_enabled()
+        is_first = not self._current.num_forwards
+        key = self._forward_key() if not self._evaluating and self.module.training else None
+        if self.explain_skips and is_training:
+            self._explainer.remember(self._micro_batch, key, args, kwargs, is_first=is_first)
         # a forward without gradients would show only half of the dtypes
         observes = self._is_unobserved and torch.is_grad_enabled()
         observed: Any = observe_forward(self.module, self.contract) if observes else nullcontext()
-        with keyed, self._autocast(), observed:
-            output = self._autocast.cast_output(self._forward(args, kwargs))
+        with observed:
+            output = self.run_forward(key, args, kwargs)
         self._is_unobserved = self._is_unobserved and not observes
         return output
+
+    def run_forward(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the model's forward under the contract; ``key`` seeds its random numbers, None leaves them."""
+        keyed: Any = nullcontext() if key is None else keyed_rng(self.device, key)
+        with keyed, self._autocast():
+            return self._autocast.cast_output(self._forward(args, kwargs))
 
     def _forward_key(self) -> int:
         """Returns a key of what is computed, not of who computes it: equal at any world size."""
@@ -211,6 +223,7 @@ class StepEngine(StoredEngine):
         self._losses.clear()
         self._stop_requested = False
         self._end_batch()
+        self._explainer.end_step()
         self._has_old_gradients = True
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
@@ -245,7 +258,8 @@ class StepEngine(StoredEngine):
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
         shards, is_only_backward = self.owned_shards(MAIN_GRAD), not self.monitor.is_enabled
-        return locate_culprit(decision, self.comm, shards, self.backward_names, is_only_backward=is_only_backward)
+        found = locate_culprit(decision, self.comm, shards, self.backward_names, is_only_backward=is_only_backward)
+        return self._explainer.explain(found, decision.hosts[0].loss_scale) if self.explain_skips else found
 
     def _finalize_step(self) -> None:
         self._finalizer.finalize_step()
@@ -254,6 +268,7 @@ class StepEngine(StoredEngine):
             self._has_old_gradients = False
             self.monitor.clear()
             self._clear_gradients()
+            self._explainer.forget()
 
     @property
     def is_synchronous(self) -> bool:
@@ -290,6 +305,9 @@ class StepEngine(StoredEngine):
 
         Records each gradient in ``monitor`` as it leaves this rank's backward. A dummy's loss may have no graph.
         """
+
+    def discard_forward(self) -> None:
+        """Releases what the engine holds of a forward that gets no backward."""
 
     @abstractmethod
     def finish_gradients(self) -> None:

@@ -131,18 +131,24 @@ class MetricsFile:
 
 
 class FailureFiles:
-    """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``)."""
+    """Writes ``failures/step-N.json`` for every skipped step N (counted from 1, as in ``metrics.jsonl``).
 
-    def __init__(self, run_dir: Path) -> None:
+    Args:
+        run_dir: the run directory.
+        world_size: number of ranks, which the culprit's rank is one of.
+    """
+
+    def __init__(self, run_dir: Path, world_size: int) -> None:
         self._folder = run_dir / FAILURES
+        self._world_size = world_size
 
     def step(self, metrics: StepMetrics) -> None:
         if metrics.applied:
             return
         self._folder.mkdir(exist_ok=True)
-        content = finite({**metrics.to_dict(), "evidence": metrics.evidence})
+        content = finite({**metrics.to_dict(), "world_size": self._world_size, "evidence": metrics.evidence})
         write_atomically(
-            self._folder / f"step-{metrics.step}.json", json.dumps(content, indent=2, allow_nan=False) + "\n"
+            self._folder / failure_file(metrics.step), json.dumps(content, indent=2, allow_nan=False) + "\n"
         )
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None: ...
@@ -150,6 +156,11 @@ class FailureFiles:
     def precision(self, findings: PrecisionFindings) -> None: ...
 
     def close(self, exit_code: int) -> None: ...
+
+
+def failure_file(step: int) -> str:
+    """Returns the name of the file of a skipped step in ``failures/``."""
+    return f"step-{step}.json"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

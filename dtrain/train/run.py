@@ -54,7 +54,8 @@ EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: the same command continues the run
 
-_DATA_FINGERPRINT = "data_fingerprint"  # in a checkpoint's extra
+DATA_FINGERPRINT = "data_fingerprint"
+"""Key in a checkpoint's extra."""
 
 
 def run_training(config: RunConfig, *, job: int | None = None) -> int:
@@ -131,6 +132,7 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
     engine = make_engine(config, model, comm, run_dir.contract)
+    engine.explain_skips = config.telemetry.precision_every > 0
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)
@@ -157,15 +159,15 @@ def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: TextDat
     if run_dir.load_from is None:
         return 0
     extra = engine.load(run_dir.load_from)
-    if extra.get(_DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
+    if extra.get(DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
         logger.warning("the data differs from the checkpoint's: from here the run sees other samples")
 
     decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
     # a checkpoint of a library user has no such entry
-    return int(extra.get(TOKENS, engine.applied_steps * _tokens_per_step(config)))
+    return int(extra.get(TOKENS, engine.applied_steps * tokens_per_step(config)))
 
 
-def _tokens_per_step(config: RunConfig) -> int:
+def tokens_per_step(config: RunConfig) -> int:
     return config.train.global_batch_size * config.model.max_seq_len
 
 
@@ -191,7 +193,7 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
             text = json.dumps(engine.library_config, indent=2) + "\n"
             write_atomically(run_dir.path / f"{engine.name}.json", text)
         sinks.append(MetricsFile(run_dir.path, step))
-        sinks.append(FailureFiles(run_dir.path))
+        sinks.append(FailureFiles(run_dir.path, engine.world_size))
         sinks.append(PrecisionFiles(run_dir.path, step))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
         sinks.append(Console(config.train.steps, step))
@@ -215,13 +217,13 @@ def _make_trainer(
         validation=lambda: validation_batches(
             dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
         ),
-        tokens_per_step=_tokens_per_step(config),
+        tokens_per_step=tokens_per_step(config),
         tokens_before=tokens,
     )
     saving = SaveOptions(
         run_dir.checkpoints,
         settings=config_to_dict(config),  # the checkpoint blanks the secrets
-        extra={_DATA_FINGERPRINT: dataset.fingerprint},
+        extra={DATA_FINGERPRINT: dataset.fingerprint},
         config=config.checkpoint,
     )
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)

@@ -146,23 +146,13 @@ class Trainer:
         batch = next(self._data.loader)
         with self._sampling.around_step():
             for micro in engine.accumulate(batch):
-                weight = self._weight(micro)
+                weight = micro_batch_weight(micro, self._data.loader, self._data.tokens_per_step)
                 engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
             if self._stop.requested:
                 engine.request_stop()
             outcome = self._retry_if_stopping(engine.step)
         engine.data_cursor = self._data.loader.cursor
         return outcome
-
-    def _weight(self, micro: dict[str, Tensor]) -> float:
-        """Returns a weight in proportion to the targets that count, so that the global loss is the mean over them.
-
-        Divided by a micro-batch's tokens, the same number on all ranks: if every target counts, weights are exactly 1,
-        and no gradient need be multiplied.
-        """
-        data = self._data
-        num_tokens = data.tokens_per_step * data.loader.micro_batch_size / data.loader.global_batch_size
-        return num_targets(micro["targets"]) / num_tokens
 
     def _retry_if_stopping(self, action: Callable[[], Outcome]) -> Outcome:
         """Calls ``action``, and once more if it raises the failure of an earlier save while any rank wants to stop.
@@ -285,6 +275,16 @@ class Trainer:
             val_losses=self._validated[1],
             tokens_per_s=self._data.tokens_per_step / step_s if step_s else None,
         )
+
+
+def micro_batch_weight(micro: dict[str, Tensor], loader: BatchLoader, tokens_per_step: int) -> float:
+    """Returns a weight in proportion to the targets that count, so that the global loss is the mean over them.
+
+    Divided by a micro-batch's tokens, the same number on all ranks: if every target counts, weights are exactly 1, and
+    no gradient need be multiplied.
+    """
+    num_tokens = tokens_per_step * loader.micro_batch_size / loader.global_batch_size
+    return num_targets(micro["targets"]) / num_tokens
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,191 @@
+"""Records of ``dtrain replay``: the job of its ranks, and what they found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtrain.engine.outcome import Culprit, Origin
+
+FOUND_FIELDS = ("phase", "rank", "micro_batch", "tensor", "start", "stop", "num_inf", "num_nan", "num_bad_losses")
+"""Fields of a culprit that the replay must find again."""
+
+
+@dataclass(frozen=True)
+class ReplayJob:
+    """The job of one rank.
+
+    Attributes:
+        folder: of the dump.
+        config: configuration of the run, as plain values.
+        step: counted from 1.
+        checkpoints: to try, in this order.
+        world_size: of the run; None: unknown.
+        data_fingerprint: of the run's data; None: unknown.
+        contract: the run's precision contract.
+        store: file at which several ranks meet.
+    """
+
+    folder: str
+    config: dict[str, Any]
+    step: int
+    checkpoints: tuple[str, ...]
+    world_size: int | None
+    data_fingerprint: str | None
+    contract: dict[str, Any]
+    store: str = ""
+    rank: int = 0
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step as the replay computed it; numbers that are not finite are None, as in ``metrics.jsonl``."""
+
+    step: int
+    loss: float | None
+    grad_norm: float | None
+    loss_scale: float
+    lr: float
+    applied: bool
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class MicroBatchRecord:
+    """A micro-batch of the replayed step.
+
+    Attributes:
+        index: global index.
+        samples: ids of its samples in the training data.
+        loss: None if it is not finite.
+        weight: of the loss in the mean.
+        text: of each sample.
+        first_nonfinite: the first tensor in the forward that is not finite; empty if none is.
+    """
+
+    index: int
+    samples: list[int]
+    loss: float | None
+    weight: float
+    text: list[str]
+    first_nonfinite: str
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """The reduced gradient of a parameter, unscaled.
+
+    Attributes:
+        min: least finite element; None without any.
+        max: largest finite element; None without any.
+        norm: L2 norm; None if it is not finite.
+        histogram: see :meth:`dtrain.precision.histogram.Histogram.to_dict`.
+    """
+
+    name: str
+    numel: int
+    min: float | None
+    max: float | None
+    num_inf: int
+    num_nan: int
+    norm: float | None
+    histogram: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What the ranks computed.
+
+    Attributes:
+        checkpoint: that was loaded; None: the replay began from the seed.
+        steps: all replayed steps, the last of which is the one asked for.
+        culprit: as a dictionary, in the ranks of the replay; None if the step was applied.
+        culprit_text: the same for people.
+        micro_batches: of the last step, in the order of their global index.
+        gradients: of the last step.
+    """
+
+    checkpoint: str | None
+    steps: list[ReplayedStep]
+    culprit: dict[str, Any] | None
+    micro_batches: list[MicroBatchRecord]
+    gradients: list[GradientRecord]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A number that differs from the one in ``metrics.jsonl``."""
+
+    step: int
+    field: str
+    logged: float | None
+    replayed: float | None
+
+    @property
+    def relative(self) -> float:
+        if self.logged is None or self.replayed is None:
+            return math.inf
+        return abs(self.replayed - self.logged) / max(abs(self.logged), 1e-30)
+
+
+@dataclass(frozen=True)
+class ReplayReport:
+    """A replay, compared with what the run has logged.
+
+    Attributes:
+        run: its directory.
+        step: see above.
+        ranks: of the replay.
+        world_size: of the run; None: unknown.
+        is_reproducible: whether the run promises the same bits on any number of ranks.
+        result: what the replay computed.
+        num_compared: logged steps that were replayed.
+        differences: of their numbers, in the order of steps.
+        culprit: in the ranks of the run.
+        recorded: culprit in ``failures/step-N.json``, in the same form; None without the file.
+        differing_fields: fields of the two that differ.
+        notes: what a reader should know.
+    """
+
+    run: str
+    step: int
+    ranks: int
+    world_size: int | None
+    is_reproducible: bool
+    result: ReplayResult
+    num_compared: int
+    differences: list[Difference]
+    culprit: dict[str, Any] | None
+    recorded: dict[str, Any] | None
+    differing_fields: list[str]
+    notes: list[str]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing differs; what is not reproducible may differ."""
+        return not self.is_reproducible or not (self.differences or self.differing_fields)
+
+
+def culprit_from_dict(values: Mapping[str, Any]) -> Culprit:
+    origin = values.get("origin")
+    return Culprit(**{**values, "origin": None if origin is None else Origin.from_dict(origin)})
+
+
+def on_other_ranks(culprit: Culprit, ranks: int, world_size: int | None) -> Culprit:
+    """Returns a culprit found on ``ranks`` ranks as ``world_size`` ranks would name it."""
+    if culprit.micro_batch is None or world_size is None:  # the owner of a shard of a sum
+        return culprit
+    index = culprit.micro_batch * ranks + culprit.rank
+    return replace(culprit, rank=index % world_size, micro_batch=index // world_size)
+
+
+def differing_fields(found: Culprit | None, recorded: Culprit | None) -> list[str]:
+    """Returns the fields in which two culprits of one number of ranks differ."""
+    if found is None or recorded is None:
+        return [] if found is recorded else ["culprit"]
+    # a reduced gradient's rank is the owner of a shard, which depends on the number of ranks
+    names = [name for name in FOUND_FIELDS if name != "rank" or recorded.micro_batch is not None]
+    return [name for name in names if getattr(found, name) != getattr(recorded, name)]

@@ -1,0 +1,183 @@
+"""Reads what a run has left behind: its configuration, its metrics, the culprit of a step, and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dtrain.checkpoint.directory import checkpoints_dir, committed_checkpoints, step_of
+from dtrain.checkpoint.format.integrity import load_manifest
+from dtrain.checkpoint.format.manifest import Manifest
+from dtrain.config.dump import config_from_dict
+from dtrain.config.schema import LaunchConfig, RunConfig, TrackerConfig
+from dtrain.distributed.logging import logger
+from dtrain.errors import CheckpointError, ConfigError
+from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, failure_file, read_metrics, read_summary
+from dtrain.train.run import DATA_FINGERPRINT
+from dtrain.train.run_dir import CHECKPOINTS, CONFIG_FILE, CONTRACT_FILE
+
+_OLD_CONFIGS = "config-until-step-*.yaml"
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run and the step of it to replay.
+
+    Attributes:
+        path: the run directory.
+        step: counted from 1, as in ``metrics.jsonl``.
+        config: in force at that step.
+        checkpoints: those before the step, the newest first.
+        metrics: the logged line of each step.
+        failure: ``failures/step-N.json`` of the step; None if it was applied.
+        world_size: number of ranks; None if no file names it.
+        data_fingerprint: of its data; None if no checkpoint names it.
+        contract: the precision contract; empty if unknown.
+        versions: of PyTorch and Python; empty if unknown.
+    """
+
+    path: Path
+    step: int
+    config: RunConfig
+    checkpoints: tuple[Path, ...]
+    metrics: Mapping[int, Mapping[str, Any]]
+    failure: Mapping[str, Any] | None
+    world_size: int | None
+    data_fingerprint: str | None
+    contract: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def read_run(path: Path, step: int) -> RecordedRun:
+    """Reads the files of the run at ``path``.
+
+    Raises:
+        ConfigError: it is no run directory, its configuration cannot be read, or it has not come to the step.
+    """
+    config = _read_config(path, step)
+    metrics = {line["step"]: line for line in _read_lines(path) if "loss_scale" in line}
+    _check_step(path, step, config, metrics)
+    # a file of an earlier attempt may lie beside the line of a step that was applied since
+    is_applied = step in metrics and metrics[step]["applied"]
+    failure = None if is_applied else _read_json(path / FAILURES / failure_file(step))
+    manifests = list(_manifests(path / CHECKPOINTS))
+    states = [manifest.state for manifest in manifests]
+    before = [manifest.state for manifest in manifests if manifest.step < step]
+    # the process that ran the step saved the next checkpoint
+    saved_next = [manifest.state for manifest in manifests if manifest.step >= step]
+    world_size = _world_size(path, failure, [*saved_next, *reversed(before)])
+    contract = _read_json(path / CONTRACT_FILE) or {}
+    if config.precision.name == "auto" and contract:  # this machine might choose another one
+        config = replace(config, precision=replace(config.precision, name=contract["precision"]))
+    fingerprints = [state["extra"][DATA_FINGERPRINT] for state in states if DATA_FINGERPRINT in state["extra"]]
+    return RecordedRun(
+        path,
+        step,
+        config,
+        _checkpoints_before(path, config, step),
+        metrics,
+        failure,
+        world_size,
+        fingerprints[0] if fingerprints else None,
+        before[-1].get("contract") or contract if before else contract,
+        states[0]["versions"] if states else {},
+    )
+
+
+def _read_config(path: Path, step: int) -> RunConfig:
+    """Returns the configuration that was in force at ``step``, on this machine's device and without a tracker."""
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; give the run directory of dtrain train")
+    # a resumed run keeps its earlier configurations
+    earlier = {int(old.stem.rpartition("-")[2]): old for old in path.glob(_OLD_CONFIGS)}
+    changes = sorted(number for number in earlier if number >= step)
+    file = earlier[changes[0]] if changes else path / CONFIG_FILE
+    if not file.is_file():
+        raise ConfigError(f"{path} holds no {CONFIG_FILE}; give the run directory of dtrain train")
+    try:
+        config = config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{file} is not the configuration of a training run ({type(error).__name__}: {reason})"
+        ) from None
+    for group in ("model", "data", "optim"):
+        for key in _blanked(group, vars(getattr(config, group))):
+            logger.warning("%s is blanked in %s, and is *** in the replay", key, file)
+    launch = LaunchConfig(
+        device=config.launch.device if config.launch.device == "cpu" else "auto",
+        threads_per_rank=config.launch.threads_per_rank,
+        timeout_s=config.launch.timeout_s,
+    )
+    return replace(config, launch=launch, tracker=TrackerConfig(), resume=config.resume)
+
+
+def _blanked(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _blanked(f"{key}.{name}", item)
+    elif value == "***":
+        yield key
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    file = path / METRICS_FILE
+    return read_metrics(file) if file.is_file() else []
+
+
+def _check_step(path: Path, step: int, config: RunConfig, metrics: Mapping[int, Any]) -> None:
+    summary = read_summary(path)
+    last = max([*metrics, summary.steps if summary is not None else 0, 0])
+    # a run that died has logged only some of its last steps
+    reached = last if summary is not None else min(last + config.train.log_every, config.train.steps)
+    if step > reached:
+        raise ConfigError(f"step={step}: {path} has come to step {last}, as its metrics show; choose one up to there")
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _manifests(directory: Path) -> Iterator[Manifest]:
+    for path in committed_checkpoints(directory):
+        try:
+            yield load_manifest(path)
+        except (CheckpointError, OSError):  # a load names what is wrong with it
+            continue
+
+
+def _world_size(path: Path, failure: Mapping[str, Any] | None, states: list[Mapping[str, Any]]) -> int | None:
+    if failure is not None and "world_size" in failure:
+        return int(failure["world_size"])
+    if states:
+        return int(states[0]["world_size"])
+    summary = read_summary(path)
+    return None if summary is None else summary.world_size
+
+
+def _checkpoints_before(path: Path, config: RunConfig, step: int) -> tuple[Path, ...]:
+    own = [found for found in committed_checkpoints(path / CHECKPOINTS) if step_of(found) < step]
+    if own or config.resume in ("auto", "none"):
+        return tuple(reversed(own))
+    # the run began from another run's checkpoint
+    other = Path(config.resume)
+    found = [other] if (other / "manifest.json").exists() else committed_checkpoints(checkpoints_dir(other))
+    if not found:
+        raise ConfigError(
+            f"{path} began from resume={config.resume}, where there is no checkpoint now; put it back, or replay a "
+            f"step after one of the run's own checkpoints"
+        )
+    return (found[-1],)

@@ -1,0 +1,165 @@
+"""``dtrain replay``: a failure of two ranks, reproduced on one from the nearest checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dtrain.__main__ import main
+from dtrain.data.sampling import sample_id
+from dtrain.precision.histogram import Histogram
+from tests.helpers.launch import train
+from tests.helpers.planted_overflow import BACKWARD, FACTORY, FORWARD, write_text
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+SEQ_LEN, NUM_SAMPLES, BATCH = 16, 180, 4
+OVERFLOW, ROOT = 37, 41  # steps of the planted faults
+SETTINGS = (
+    FACTORY,
+    "data=text",
+    "data.validation_percent=0",
+    "model.hidden_dim=16",
+    f"model.max_seq_len={SEQ_LEN}",
+    "model.dropout=0.1",
+    "schedule.warmup_steps=2",
+    "train.steps=42",
+    "train.micro_batch_size=1",
+    f"train.global_batch_size={BATCH}",
+    "train.log_every=1",
+    "train.save_every=20",
+    "train.eval_every=0",
+    "train.eval_batches=1",
+    "train.sample_tokens=0",
+    "precision=fp32",
+    "launch.threads_per_rank=1",
+    "checkpoint.keep_last=9",
+    "checkpoint.asynchronous=false",
+    "engine.zero_stage=3",
+)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reproducible run of two ranks that goes wrong on micro-batch 1 of rank 1, and on micro-batch 0 of rank 1."""
+    folder = tmp_path_factory.mktemp("replay")
+    markers = {(OVERFLOW - 1) * BATCH + 3: FORWARD, (ROOT - 1) * BATCH + 1: BACKWARD}
+    data = write_text(folder / "text.txt", SEQ_LEN, NUM_SAMPLES, 0, markers)
+    assert train(folder / "run", *SETTINGS, data, "engine.reproducible=true", world=2) == [0, 0]
+    return folder / "run"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _replay(rank: int, world: int, words: list[str], folder: str) -> tuple[int, str]:
+    os.chdir(folder)
+    log = os.open("output.txt", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    code = main(["replay", *words])
+    return code, Path("output.txt").read_text(encoding="utf-8")
+
+
+def replay(folder: Path, *words: str) -> tuple[int, str]:
+    """The exit code and output of ``dtrain replay WORDS`` in a forked process."""
+    folder.mkdir(exist_ok=True)
+    results: list[tuple[int, str]] = run_ranks(1, _replay, list(words), str(folder))
+    return results[0]
+
+
+def test_an_overflow_of_two_ranks_is_reproduced_on_one(run_dir: Path, tmp_path: Path) -> None:
+    before = content(run_dir)
+    code, output = replay(tmp_path, str(run_dir), f"step={OVERFLOW}")
+    assert code == 0, output
+    assert content(run_dir) == before, "nothing in the run has changed"
+    assert "replayed steps 21 to 37 of" in output
+    assert "from step-00000020 on 1 rank (the run had 2)" in output
+    assert "losses, gradient norms and loss scales of 17 logged steps: equal bit for bit" in output
+    assert f"culprit: the same as in failures/step-{OVERFLOW}.json" in output
+    assert "first in the output of 'blocks.1.square' (Square)" in output
+    dump = tmp_path / "runs" / f"replay-run-step-{OVERFLOW}"
+    report = json.loads((dump / "replay.json").read_text())
+    recorded = json.loads((run_dir / f"failures/step-{OVERFLOW}.json").read_text())["evidence"]
+    # the origin's ranges too, because the forward has the same bits
+    assert report["culprit"] == report["recorded"] == recorded
+    assert (recorded["rank"], recorded["micro_batch"], recorded["phase"]) == (1, 1, "forward loss")
+    assert (recorded["origin"]["module"], recorded["origin"]["place"]) == ("blocks.1.square", "output")
+    own = report["result"]["culprit"]
+    assert (own["rank"], own["micro_batch"]) == (0, 3), "in the ranks of the replay"
+    check_dump(dump)
+
+
+def check_dump(dump: Path) -> None:
+    records = [json.loads((dump / f"micro-batch-{index:03d}.json").read_text()) for index in range(BATCH)]
+    assert [record["loss"] is None for record in records] == [False, False, False, True]
+    assert records[3]["first_nonfinite"] == "output of 'blocks.1.square' (Square)"
+    for index, record in enumerate(records):
+        expected = [sample_id(0, (OVERFLOW - 1) * BATCH + index, NUM_SAMPLES)]
+        tensors = load_file(dump / f"micro-batch-{index:03d}.safetensors")
+        assert record["samples"] == tensors["sample_ids"].tolist() == expected
+        assert bytes(tensors["tokens"][0].tolist()).decode() == record["text"][0]
+        assert record["text"][0].startswith(FORWARD) == (index == 3)
+        assert torch.equal(tensors["tokens"][0, 1:], tensors["targets"][0, :-1])
+    found: dict[tuple[str, str], Any] = {(item["module"], item["side"]): item for item in records[0]["tensors"]}
+    assert found["blocks.1.linear", "output"]["gradient"]["numel"] == SEQ_LEN * 16
+    assert found["", "output"]["name"] == "output.loss"
+    assert found["", "output"]["min"] == records[0]["loss"]
+    assert records[0]["weights"]["head"][0]["name"] == "weight"
+    gradients = load_file(dump / "gradients.safetensors")
+    for item in json.loads((dump / "gradients.json").read_text()):
+        gradient = gradients[item["name"]]
+        assert item["num_nan"] == int(gradient.isnan().sum())
+        assert Histogram.from_dict(item["histogram"]) == Histogram.of(gradient)
+
+
+def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, tmp_path: Path) -> None:
+    code, output = replay(tmp_path, str(run_dir), f"step={ROOT}", "ranks=2", f"out={tmp_path / 'mine'}")
+    assert code == 0, output
+    assert "replayed step 41 of" in output
+    assert "1 logged step: equal bit for bit" in output
+    assert "local gradient of 'blocks.1.linear.bias'[0:16] not finite (16 NaN) on rank 1, micro-batch 0" in output
+    assert "first in the input gradient of 'blocks.1.root' (Root), by its own backward" in output
+    report = json.loads((tmp_path / "mine/replay.json").read_text())
+    assert report["culprit"] == report["recorded"]
+
+
+def test_a_damaged_checkpoint_is_left_and_the_one_before_used(run_dir: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run_dir, copied)
+    shutil.rmtree(copied / "checkpoints/step-00000020")
+    file = copied / "checkpoints/step-00000040/r0000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    before = content(copied)
+    code, output = replay(tmp_path / "at", str(copied), "step=41")
+    assert code == 0, output
+    assert content(copied) == before
+    assert "step-00000040 is not used: " in output
+    assert "replayed steps 1 to 41 of" in output
+    assert "from the seed on 1 rank" in output
+    assert "41 logged steps: equal bit for bit" in output
+
+
+def test_a_difference_is_told(run_dir: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run_dir, copied)
+    metrics = copied / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[21]["loss"] += 1e-6
+    assert lines[21]["step"] == 22
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, output = replay(tmp_path / "at", str(copied), "step=23")
+    assert code == 1, output
+    assert "1 losses of 3 logged steps differ; first: loss of step 22 is " in output
+    assert "step 23: applied" in output

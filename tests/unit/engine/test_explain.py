@@ -1,0 +1,311 @@
+"""A skipped step names the module where it went wrong, and the run stays the same bit for bit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dtrain
+from dtrain.engine.outcome import Culprit, Origin
+from dtrain.precision.float8.linear import Float8Linear
+from tests.helpers import planted_faults as planted
+from tests.helpers.host_reads import like_a_gpu
+
+ENGINES = [dtrain.Native(), dtrain.Native(zero_stage=3), dtrain.DDP(), dtrain.FSDP2()]
+FORWARD = [
+    ("module", "fp32", ("output", "square", "Square")),
+    ("between", "fp32", ("input", "middle", "Linear")),
+    ("linear", "fp16", ("output", "middle", "Linear")),
+]
+
+
+def explained(fault: str, **options: Any) -> Culprit:
+    """The culprit, after a check that nothing else depends on the explanation."""
+    results = []
+    for explains in (True, False):
+        engine = planted.start(fault, **options)
+        engine.explain_skips = explains
+        outcomes = planted.train(engine)
+        results.append((planted.culprit_of(outcomes), planted.bits(engine, outcomes)))
+    (culprit, with_explanation), (plain, without) = results
+    assert with_explanation == without
+    assert {**asdict(culprit), "origin": None} == asdict(plain)
+    return culprit
+
+
+def origin_of(culprit: Culprit) -> Origin:
+    assert culprit.origin is not None
+    return culprit.origin
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+@pytest.mark.parametrize(("fault", "precision", "expected"), FORWARD)
+def test_the_first_module_in_the_forward_is_named(
+    engine: Any, fault: str, precision: str, expected: tuple[str, str, str]
+) -> None:
+    scale = dtrain.LossScale("static", init=8.0)
+    culprit = explained(fault, engine=engine, precision=precision, loss_scale=scale)
+    origin = origin_of(culprit)
+    assert (culprit.phase, culprit.micro_batch) == ("forward loss", 1)
+    assert (origin.place, origin.module, origin.class_name) == expected
+    assert origin.values is not None
+    assert origin.values.num_inf > 0
+    if origin.place == "output":
+        assert all(values.is_finite for values in origin.inputs)
+    if expected[1] == "middle":
+        assert [weight.name for weight in origin.weights] == ["weight", "bias"]
+        assert all(weight.max is not None and 0 < weight.max < 1 for weight in origin.weights)
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=str)
+def test_the_first_module_in_the_backward_is_named_where_the_engine_can_search_it(engine: Any) -> None:
+    culprit = explained("root", engine=engine)
+    origin = origin_of(culprit)
+    assert (culprit.phase, culprit.tensor) == ("local gradient", "middle.bias")
+    if engine.name == "fsdp2":
+        assert (origin.place, origin.module) == ("", "")
+        assert str(culprit).endswith("; the forward is finite; engine=fsdp2 does not search the backward")
+        return
+    assert (origin.place, origin.module, origin.class_name) == ("input gradient", "root", "Root")
+    assert origin.values is not None
+    assert origin.values.num_inf + origin.values.num_nan == 4 * planted.DIM
+
+
+@pytest.mark.parametrize("engine", [dtrain.Native(), dtrain.Native(zero_stage=3), dtrain.DDP()], ids=str)
+def test_an_fp8_linear_is_named_with_the_range_of_its_weight(engine: Any) -> None:
+    rules = {"middle": "fp8"}
+    policy = dtrain.PrecisionPolicy.named("bf16", rules=rules)
+    assert isinstance(planted.start("float8", engine=engine, precision=policy).module.middle, Float8Linear)
+    origin = origin_of(explained("float8", engine=engine, precision=policy))
+    assert (origin.place, origin.module, origin.class_name) == ("output", "middle", "Float8Linear")
+    assert origin.weights[0].numel == planted.DIM**2
+    assert origin.weights[0].max is not None
+    assert 1 < origin.weights[0].max < 100
+
+
+def test_a_module_kept_in_fp32_is_named() -> None:
+    policy = dtrain.PrecisionPolicy.named("bf16", rules={"square": "fp32"})
+    origin = origin_of(explained("module", precision=policy))
+    assert (origin.place, origin.module) == ("output", "square")
+
+
+def test_a_gradient_that_overflows_by_the_loss_scale_is_named() -> None:
+    scale = dtrain.LossScale("static", init=2.0**40)
+    engine = planted.start("none", precision="fp16", loss_scale=scale)
+    engine.explain_skips = True
+    culprit = planted.train(engine)[0].culprit
+    assert culprit is not None
+    origin = origin_of(culprit)
+    assert (culprit.tensor, origin.place, origin.module) == ("head.bias", "output gradient", "head")
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """A body under a loss; ``body`` takes and returns [4, DIM]."""
+
+    def __init__(self, body: nn.Module, *, has_loss: bool = True) -> None:
+        super().__init__()
+        self.body, self.head, self.has_loss = body, nn.Linear(planted.DIM, 1), has_loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        loss = (self.head(self.body(x)).squeeze(-1) - y).square().mean()
+        return {"loss": loss} if self.has_loss else loss[None]
+
+
+class Overflowing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(planted.DIM, planted.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = torch.where((x == planted.TRIGGER).any(), 1e30, 1.0)
+        return self.linear(x) * large * large
+
+
+def small(body: nn.Module, **options: Any) -> Any:
+    engine = planted.start("", Small(body), **options)
+    engine.explain_skips = True
+    return engine
+
+
+class Masked(nn.Module):
+    """A mask of -Inf is no fault; the root at 0 behind it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask, self.root = nn.Linear(planted.DIM, planted.DIM), Mask(), planted.Root()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(torch.where(x == planted.TRIGGER, 1.0, x))
+        h = h + torch.softmax(self.mask(h), dim=-1)
+        return self.root(h, (x == planted.TRIGGER).any())
+
+
+class Mask(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.masked_fill(torch.arange(planted.DIM) % 2 == 0, -torch.inf)
+
+
+def test_a_mask_is_not_named() -> None:
+    engine = small(Masked())
+    assert origin_of(planted.culprit_of(planted.train(engine))).module == "body.root"
+
+
+class Log(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x == planted.TRIGGER, 0.0, 1 + x * x).log()
+
+
+def test_minus_infinity_before_the_first_nan_is_mentioned() -> None:
+    engine = small(nn.Sequential(Log(), nn.Linear(planted.DIM, planted.DIM)))
+    origin = origin_of(planted.culprit_of(planted.train(engine)))
+    assert (origin.place, origin.module) == ("output", "body.1")
+    assert "before it, -Inf in the output of 'body.0' (Log)" in str(origin)
+
+
+def test_bad_data_is_the_model_s_input() -> None:
+    engine = small(nn.Linear(planted.DIM, planted.DIM))
+    x, y = torch.full((4, planted.DIM), torch.nan), torch.zeros(4)
+    engine.backward(engine(x, y))
+    culprit = engine.step().culprit
+    origin = origin_of(culprit)
+    assert (origin.place, origin.module, origin.class_name, origin.caller) == ("input", "", "Small", None)
+    assert "first in the input of the model (Small): input 0 64 NaN" in str(culprit)
+
+
+def test_a_loss_outside_of_the_model_is_told() -> None:
+    engine = planted.start("", Small(nn.Linear(planted.DIM, planted.DIM), has_loss=False))
+    engine.explain_skips = True
+    x, y = next(planted.batches())[0]
+    engine.backward((engine(x, y).sum() * 0).log())
+    assert "the forward of the model is finite, so the loss went wrong after it" in str(engine.step().culprit)
+    engine.backward((engine(x, y).sum() * 0).sqrt())
+    assert "its loss is computed outside of the model, so the backward was not searched" in str(engine.step().culprit)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes its second half in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.root = nn.Linear(planted.DIM, planted.DIM), planted.Root()
+        self.out = nn.Linear(planted.DIM, planted.DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(torch.where(x == planted.TRIGGER, 1.0, x))
+        return checkpoint(self._second, h, (x == planted.TRIGGER).any(), use_reentrant=False)
+
+    def _second(self, h: Tensor, is_bad: Tensor) -> Tensor:
+        return self.out(self.root(h, is_bad))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_activation_checkpointing(stage: int) -> None:
+    engine = small(Checkpointed(), engine=dtrain.Native(zero_stage=stage))
+    origin = origin_of(planted.culprit_of(planted.train(engine)))
+    assert (origin.place, origin.module) == ("input gradient", "body.root")
+
+
+def test_a_compiled_module_is_named_as_a_whole() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Overflowing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    body = Doubled()
+    body._compiled_call_impl = body._call_impl  # as torch.compile does, without the compiler
+    engine = small(body)
+    origin = origin_of(planted.culprit_of(planted.train(engine)))
+    assert (origin.place, origin.module, origin.class_name) == ("output", "body", "Doubled")
+
+
+def test_several_forwards_of_a_micro_batch() -> None:
+    engine = small(nn.Sequential(Overflowing(), nn.Dropout(0.5)))
+    (x, y), _ = next(planted.batches())
+    bad = x.clone()
+    bad[0, 0] = planted.TRIGGER
+    for first, second in ((x, bad), (bad, x)):
+        engine.backward(engine(first, y)["loss"] + engine(second, y)["loss"])
+        assert origin_of(engine.step().culprit).module == "body.0"
+
+
+class Lottery(nn.Module):
+    """Overflows at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = torch.where(torch.rand(()) < 0.5, 1e30, 1.0)
+        return x * large * large
+
+
+def test_random_numbers_are_those_of_the_step() -> None:
+    engine = small(nn.Sequential(nn.Linear(planted.DIM, planted.DIM), Lottery()))
+    outcomes = [outcome for _ in range(3) for outcome in planted.train(engine)]
+    skipped = [outcome.culprit for outcome in outcomes if not outcome.applied]
+    assert len(skipped) > 4
+    assert {origin_of(culprit).module for culprit in skipped if culprit is not None} == {"body.1"}
+
+
+def test_an_error_in_the_explanation_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Once(Overflowing):
+        num_bad = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_bad = bool((x == planted.TRIGGER).any())
+            self.num_bad += is_bad
+            if is_bad and self.num_bad > 1:
+                raise RuntimeError("called again")
+            y: Tensor = super().forward(x)
+            return y
+
+    engine = small(Once())
+    logger = logging.getLogger("dtrain")
+    logger.addHandler(caplog.handler)
+    try:
+        culprit = planted.culprit_of(planted.train(engine))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert (culprit.phase, culprit.origin) == ("forward loss", None)
+    assert "the skip of step 2 is not explained further: rank 0: RuntimeError: called again" in caplog.text
+
+
+def test_a_step_that_is_read_late_is_explained_by_its_own_batch() -> None:
+    results = []
+    for explains in (True, False):
+        engine = planted.start("module")
+        like_a_gpu(engine)
+        engine.explain_skips = explains
+        outcomes = planted.train(engine)
+        results.append((planted.culprit_of(outcomes), planted.bits(engine, outcomes)))
+    (culprit, with_explanation), (_, without) = results
+    assert origin_of(culprit).module == "square"
+    assert with_explanation == without
+
+
+def test_switched_on_too_late_is_a_warning() -> None:
+    engine = planted.start("module")
+    like_a_gpu(engine)
+    batches = list(planted.batches())
+    for batch in batches[: planted.BAD[0] + 1]:
+        for x, y in engine.accumulate(batch):
+            engine.backward(engine(x, y))
+        outcome = engine.step()
+    engine.explain_skips = True
+    assert outcome.culprit is not None
+    assert outcome.culprit.origin is None
+
+
+def test_an_origin_survives_json() -> None:
+    culprit = explained("linear", precision="fp16", loss_scale=dtrain.LossScale("static", init=8.0))
+    origin = origin_of(culprit)
+    assert Origin.from_dict(asdict(origin)) == origin
