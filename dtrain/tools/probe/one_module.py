@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.config.precision import Float8
-from dtrain.errors import DtrainError
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy

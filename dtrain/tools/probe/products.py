@@ -6,7 +6,6 @@ every format's products are summed in FP32, and the result is rounded as an engi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.precision.float8.cast import E4M3, E5M2, cast, dequantize, quantize, scale_of
-from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, TF32, FloatFormat
+from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
 from dtrain.precision.float8.options import Recipe
+from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, TF32, FloatFormat
 from dtrain.precision.rounding import round_mantissa, rounded
 from dtrain.tools.probe.measures import Measure, Operand, count, energies
 
@@ -115,7 +114,7 @@ class Product:
         wide: list[Tensor | None] = [None, None, None]
         used = {}
         for index, (name, (left, dtype, right)) in enumerate(pairs.items()):
-            if name == "dgrad" and self.exact.dx is None or name == "wgrad" and self.exact.dw is None:
+            if (name == "dgrad" and self.exact.dx is None) or (name == "wgrad" and self.exact.dw is None):
                 continue
             sides = [_float8(left, dtype, recipe), _float8(right, E4M3, recipe)]
             used[name] = sides[0][2] + sides[1][2]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dtrain.config.precision import Float8, LossScale
 from dtrain.errors import DtrainError, ModelError
 from dtrain.precision.contract import resolve
-from dtrain.precision.float8.options import Recipe, resolve_float8
+from dtrain.precision.float8.options import Recipe
 from dtrain.precision.forward import find_loss
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.loss_scale import LossScaleState
@@ -163,11 +163,11 @@ class _Analyzer:
             _add(self.gradients, name, gradient)
             self._see(gradient)
         for call in recording.calls:
-            for gradient in filter(None.__ne__, call.gradients):
-                assert gradient is not None
-                self._see(gradient)
-                if call.name in self.products:
-                    _add(self.activation_gradients, call.name, gradient)
+            for dy in call.gradients:
+                if dy is not None:
+                    self._see(dy)
+                    if call.name in self.products:
+                        _add(self.activation_gradients, call.name, dy)
         self.scale = constant_scale(self.largest_gradient) or 1.0
 
     def _see(self, gradient: Tensor) -> None:
