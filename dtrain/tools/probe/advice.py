@@ -88,6 +88,8 @@ def advise(evidence: Evidence, retrain: Retrain) -> Advice:
     """
     adviser = _Adviser(evidence, retrain)
     choice = adviser.choose()
+    if choice is None:
+        adviser.explain_fp32()
     precision = choice.trial.format if choice else "fp32"
     rules, scale = (choice.rules, choice.loss_scale) if choice else ((), None)
     reasons = (*adviser.reasons, *_float8_reasons(evidence), *_scale_reasons(evidence, scale))
@@ -123,10 +125,10 @@ class _Adviser:
             or self._cured("bf16")
             or self._cured("fp16")
             or self._healthy("tf32")
-            or self._nothing()
         )
 
-    def _nothing(self) -> None:
+    def explain_fp32(self) -> None:
+        """Adds the reason why nothing is left but FP32."""
         tried = [trial.format for trial in self.evidence.trials if trial.format != "fp32"]
         self.reasons.append(
             f"fp32: no format that was tried ({', '.join(tried) or 'none'}) stays below two noise units"
@@ -211,7 +213,8 @@ class _Adviser:
             trials += 1
             if not self.evidence.is_off(trial):
                 kept, cured = fewer, trial
-        found = f"{self.evidence.describe(before)} without, {self.evidence.describe(cured)} with {_plural(len(kept), 'rule')}"
+        with_rules = f"{self.evidence.describe(cured)} with {_plural(len(kept), 'rule')}"
+        found = f"{self.evidence.describe(before)} without, {with_rules}"
         rules = tuple(Rule(s.pattern, s.instead, f"{s.describe()}; {format_name} {found}") for s in kept)
         return self._accept(_Choice(cured, rules, scale))
 
@@ -220,9 +223,9 @@ class _Adviser:
         own = [r for r in self.evidence.analysis.products if r.format == format_name and not r.module and r.cause]
         for r in own:
             self.reasons.append(
-                f"the model's own forward, outside of its modules, is sensitive in {format_name} ({_figures(r)}), and no "
-                f"rule reaches it: cast its inputs with .float() inside `with dtrain.full_precision():`, or move it into "
-                f"a module"
+                f"the model's own forward, outside of its modules, is sensitive in {format_name} ({_figures(r)}), and "
+                f"no rule reaches it: cast its inputs with .float() inside `with dtrain.full_precision():`, or move "
+                f"it into a module"
             )
 
 

@@ -163,11 +163,15 @@ class _Analyzer:
             _add(self.gradients, name, gradient)
             self._see(gradient)
         for call in recording.calls:
-            for dy in call.gradients:
-                if dy is not None:
+            handed = self.handovers.get(call.name)
+            for index, dy in enumerate(call.gradients):
+                if dy is None or not dy.dim():  # a loss is FP32
+                    continue
+                if call.name in self.products:
+                    _add(self.activation_gradients, call.name, dy)
                     self._see(dy)
-                    if call.name in self.products:
-                        _add(self.activation_gradients, call.name, dy)
+                elif handed and handed.outputs[index : index + 1] == (True,):
+                    self._see(dy)
         self.scale = constant_scale(self.largest_gradient) or 1.0
 
     def _see(self, gradient: Tensor) -> None:
@@ -274,10 +278,13 @@ class _Analyzer:
 
 
 def constant_scale(largest_gradient: float) -> float | None:
-    """Returns the largest power of two with scale x gradient x 8 at most 65,504; None for a gradient of 0."""
+    """Returns the largest power of two with scale x gradient x 8 at most 65,504; None for a gradient of 0.
+
+    The choice is that of the calibrated loss scale, whose limits a constant scale does not have.
+    """
     if not largest_gradient:
         return None
-    rule = LossScale("calibrated", calibration_steps=1)
+    rule = LossScale("calibrated", calibration_steps=1, min=2.0**-60, max=2.0**60)
     return LossScaleState.of(rule).update(False, largest_gradient).scale
 
 
