@@ -62,10 +62,11 @@ class OutlierChannel(nn.Module):
 
 
 class ExpLoss(nn.Module):
-    """Poisson's loss of log rates; exp overflows in FP16 from 11.09 on."""
+    """Poisson's deviance of log rates; exp overflows in FP16 from 11.09 on."""
 
-    def forward(self, log_rate: Tensor, counts: Tensor) -> Tensor:
-        return (torch.exp(log_rate) - counts * log_rate).mean() / 1e5
+    def forward(self, log_rate: Tensor, log_counts: Tensor) -> Tensor:
+        deviance = torch.exp(log_rate) - torch.exp(log_counts) * (1 + log_rate - log_counts)
+        return deviance.mean() / 1e5
 
 
 class Counts(nn.Module):
@@ -78,7 +79,7 @@ class Counts(nn.Module):
             self.last.bias += 11.5
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.loss(self.predict(x), torch.exp(y))
+        return self.loss(self.predict(x), y)
 
     def predict(self, x: Tensor) -> Tensor:
         return self.last(F.gelu(self.first(x)))

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8, LossScale
-from dtrain.errors import DtrainError, ModelError
+from dtrain.errors import ModelError
 from dtrain.precision.contract import resolve
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.forward import find_loss
@@ -36,15 +36,7 @@ from dtrain.precision.loss_scale import LossScaleState
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import fp32_class, is_compiled
 from dtrain.tools.probe.measures import Measure, Operand, count, energies, result
-from dtrain.tools.probe.one_module import (
-    Handovers,
-    calls_modules,
-    device_of,
-    in_format,
-    is_opaque,
-    observe_handovers,
-    with_rounded_inputs,
-)
+from dtrain.tools.probe.one_module import FormatSwitch, calls_modules, device_of, is_opaque, observe_handovers
 from dtrain.tools.probe.products import Operands, Product, is_product
 from dtrain.tools.probe.recording import (
     Call,
@@ -130,7 +122,7 @@ class _Analyzer:
         }
         self.largest_gradient = 0.0
         self.scale = 1.0
-        self.handovers: Handovers = {}
+        self.switch = FormatSwitch(model, {}, settings.float8)
         self.measures: dict[_Key, list[Measure]] = defaultdict(list)
         self.at_scale_1: dict[_Key, list[Measure]] = defaultdict(list)
         self.gradients: dict[str, Histogram] = {}
@@ -141,9 +133,13 @@ class _Analyzer:
             key = micro_batch_key(self.settings.seed, 0)
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 torch.manual_seed(key)
-                self.handovers = observe_handovers(
-                    self.model, lambda: self.settings.loss_of(self.model, micro_batches[0]), self.device
-                )
+                try:
+                    self.switch.handovers = observe_handovers(
+                        self.model, lambda: self.settings.loss_of(self.model, micro_batches[0]), self.device
+                    )
+                except Exception as error:  # of the user's model
+                    reason = f"the model fails in bf16: {_first_line(error)}"
+                    self.unexamined |= dict.fromkeys((n for n in self.modules if n not in self.products), reason)
         for index, micro_batch in enumerate(micro_batches):
             recording = record(
                 self.model,
@@ -163,7 +159,7 @@ class _Analyzer:
             _add(self.gradients, name, gradient)
             self._see(gradient)
         for call in recording.calls:
-            handed = self.handovers.get(call.name)
+            handed = self.switch.handovers.get(call.name)
             for index, dy in enumerate(call.gradients):
                 if dy is None or not dy.dim():  # a loss is FP32
                     continue
@@ -218,9 +214,8 @@ class _Analyzer:
                 continue
             try:
                 measure = self._measured_again(call, format_name)
-            except (DtrainError, RuntimeError, TypeError, NotImplementedError) as error:
-                text = (str(error) or type(error).__name__).splitlines()[0]
-                self.unexamined[call.name] = f"it fails in {format_name}: {text}"
+            except Exception as error:  # of the user's model
+                self.unexamined[call.name] = f"it fails in {format_name}: {_first_line(error)}"
                 return
             if format_name == "bf16":
                 bf16_noise = measure.noise
@@ -235,9 +230,9 @@ class _Analyzer:
         module = self.modules[call.name]
         inputs = floats_of((call.args, call.kwargs))
         slow = self.settings.fp16() if format_name == "fp16" else nullcontext()
-        with with_rounded_inputs(self.model, call.name, format_name, self.handovers):
+        with self.switch.with_rounded_inputs(call.name, format_name):
             exact = self._outputs(module, call)
-        with in_format(self.model, call.name, format_name, self.handovers), slow:
+        with self.switch.in_format(call.name, format_name), slow:
             computed = self._outputs(module, call)
         total = Measure(Operand(), 0.0, 0.0, 0.0, 0.0)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[format_name]
@@ -313,6 +308,10 @@ def _operands(module: nn.Module, call: Call) -> Operands:
     x = call.args[0] if call.args else next(iter(call.kwargs.values()))
     detached = bias.detach() if isinstance(bias, Tensor) else None
     return Operands(x, weight.detach(), detached, call.gradients[0], call.needs_dx, weight.requires_grad)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _collect(
