@@ -1,0 +1,1 @@
+"""Tells what low precision does to a model, and what to choose."""

@@ -1,0 +1,131 @@
+"""What the probe measures and says: products, flips, trials, noise and advice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtrain.precision.histogram import Histogram
+
+
+@dataclass(frozen=True)
+class ProductResult:
+    """One product of one module in one format, from one FP32 forward and backward.
+
+    module is the path of the module, '' for the model itself. product is 'fprop', 'dgrad' or
+    'wgrad', or 'forward' for a module that computes without being a product. cause is 'range',
+    'precision', or '' where no loss is worth naming. predicted is the predicted change of the
+    loss (root mean square over the micro-batches).
+    """
+
+    module: str
+    product: str
+    format: str
+    sqnr_db: float
+    underflow: float
+    saturation: float
+    cause: str
+    predicted: float
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What each format does to each module's own computation, before any training in it.
+
+    Attributes:
+        products: one result per module, product and format. Modules that no format changes are left out.
+        gradients: histogram of each parameter's unscaled FP32 gradient, over all micro-batches.
+        activation_gradients: histogram of the unscaled FP32 gradients of each product's output.
+        loss_scale: constant scale at which FP16's dgrad and wgrad were examined: the largest power of two with scale x
+            largest gradient x 8 at most 65,504. None if FP16 was not examined or no gradient was found.
+        unscaled: FP16's dgrad and wgrad at scale 1, for the modules whose figures differ from those in ``products``.
+        unexamined: why a module could not be examined, by module.
+        blocks_float8: why a Linear stays in BF16 under ``precision=fp8``, by module; empty unless FP8 was examined.
+        children: names of the modules inside each examined module that are examined too.
+        kinds: class name of each examined module.
+    """
+
+    products: tuple[ProductResult, ...]
+    gradients: Mapping[str, Histogram] = field(default_factory=dict)
+    activation_gradients: Mapping[str, Histogram] = field(default_factory=dict)
+    loss_scale: float | None = None
+    unscaled: tuple[ProductResult, ...] = ()
+    unexamined: Mapping[str, str] = field(default_factory=dict)
+    blocks_float8: Mapping[str, str] = field(default_factory=dict)
+    children: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The change of the loss with one module alone in the format: predicted and measured."""
+
+    module: str
+    format: str
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of precision.rules, and why it is advised."""
+
+    pattern: str
+    format: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The standard deviation of an FP32 run's final loss, from rounding and from the seed."""
+
+    rounding: float
+    seed: float
+
+    @property
+    def unit(self) -> float:
+        """Returns both noises together, the unit in which gaps are told."""
+        return math.hypot(self.rounding, self.seed)
+
+    @property
+    def detection_limit(self) -> float:
+        """Returns the gap below which a difference cannot be told from noise."""
+        return 2 * self.unit
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One short training in one format, beside FP32's.
+
+    ms_per_step is None where the format is emulated: its time says nothing. cosine is that of the
+    first gradients with FP32's; gap is the final loss less FP32's; failure says why a training
+    ended early.
+    """
+
+    format: str
+    rules: dict[str, str]
+    losses: list[float]
+    ms_per_step: float | None
+    memory: int
+    cosine: float
+    skipped: int
+    loss_scale: float
+    gap: float
+    failure: str | None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The recommended precision, its rules, and one line to paste.
+
+    loss_scale is a constant scale where one is advised (FP16), else None. untested lists what no
+    part of the probe has tried.
+    """
+
+    precision: str
+    rules: tuple[Rule, ...]
+    loss_scale: float | None
+    line: str
+    reasons: tuple[str, ...]
+    untested: tuple[str, ...]
