@@ -1,7 +1,12 @@
 """What the probe measures and says: products, flips, trials, noise and advice."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtrain.precision.histogram import Histogram
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,34 @@ class ProductResult:
     saturation: float
     cause: str
     predicted: float
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What each format does to each module's own computation, before any training in it.
+
+    Attributes:
+        products: one result per module, product and format. Modules that no format changes are left out.
+        gradients: histogram of each parameter's unscaled FP32 gradient, over all micro-batches.
+        activation_gradients: histogram of the unscaled FP32 gradients of each product's output.
+        loss_scale: constant scale at which FP16's dgrad and wgrad were examined: the largest power of two with scale x
+            largest gradient x 8 at most 65,504. None if FP16 was not examined or no gradient was found.
+        unscaled: FP16's dgrad and wgrad at scale 1, for the modules whose figures differ from those in ``products``.
+        unexamined: why a module could not be examined, by module.
+        blocks_float8: why a Linear stays in BF16 under ``precision=fp8``, by module; empty unless FP8 was examined.
+        children: names of the modules inside each examined module that are examined too.
+        kinds: class name of each examined module.
+    """
+
+    products: tuple[ProductResult, ...]
+    gradients: Mapping[str, Histogram] = field(default_factory=dict)
+    activation_gradients: Mapping[str, Histogram] = field(default_factory=dict)
+    loss_scale: float | None = None
+    unscaled: tuple[ProductResult, ...] = ()
+    unexamined: Mapping[str, str] = field(default_factory=dict)
+    blocks_float8: Mapping[str, str] = field(default_factory=dict)
+    children: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

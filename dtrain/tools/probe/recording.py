@@ -1,0 +1,170 @@
+"""Records what the modules of a model compute in one FP32 forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.precision.forward import find_loss
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        args, kwargs: detached inputs.
+        versions: version counters of the inputs' tensors when the call ended.
+        random_state: states of the generators when the call began.
+        gradients: of the loss to each floating tensor of the output; None until backward, or if none reaches it.
+        needs_dx: whether the first input needs a gradient.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    random_state: list[Tensor]
+    gradients: list[Tensor | None]
+    needs_dx: bool
+
+    @property
+    def was_overwritten(self) -> bool:
+        """Whether an input has been changed in place since."""
+        return self.versions != _versions((self.args, self.kwargs))
+
+
+@dataclass
+class Recording:
+    """The calls of one micro-batch in the order of the forward, and its gradients by parameter."""
+
+    calls: list[Call] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+
+
+def record(
+    model: nn.Module, modules: dict[str, nn.Module], loss_of: Callable[[], Tensor], device: torch.device, key: int
+) -> Recording:
+    """Runs forward and backward of one micro-batch, and records the calls of ``modules``; ``.grad`` stays as it is.
+
+    Args:
+        loss_of: runs the forward and returns the loss.
+        key: of the random numbers.
+    """
+    recording = Recording()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with keyed_rng(device, key), torch.enable_grad():
+        with _recorded(modules, recording.calls, device):
+            loss = loss_of()
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    recording.loss = float(loss)
+    recording.gradients = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+    return recording
+
+
+@contextmanager
+def _recorded(modules: dict[str, nn.Module], calls: list[Call], device: torch.device) -> Iterator[None]:
+    handles = []
+    for name, module in modules.items():
+        began: list[tuple[list[Tensor], Any]] = []  # a stack: a module may call itself
+
+        def enter(module: nn.Module, args: Any, kwargs: Any, began: Any = began) -> None:
+            # such as nn.ReLU(inplace=True)
+            copies = pytree.tree_map(_clone, (args, kwargs)) if getattr(module, "inplace", False) else None
+            began.append((random_state(device), copies))
+
+        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name, began: Any = began) -> None:
+            state, copies = began.pop()
+            needs_dx = any(isinstance(a, Tensor) and a.requires_grad for a in args[:1])
+            args, kwargs = copies or pytree.tree_map(_detach, (args, kwargs))
+            call = Call(name, args, kwargs, _versions((args, kwargs)), state, [], needs_dx)
+            for index, tensor in enumerate(floats_of(output)):
+                call.gradients.append(None)
+                if tensor.requires_grad:
+                    tensor.register_hook(_keep(call.gradients, index))
+            calls.append(call)
+
+        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        handles.append(module.register_forward_hook(leave, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keep(gradients: list[Tensor | None], index: int) -> Callable[[Tensor], None]:
+    def hook(gradient: Tensor) -> None:
+        gradients[index] = gradient.detach()
+
+    return hook
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _clone(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _versions(values: Any) -> list[int]:
+    return [value._version for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def floats_of(output: Any) -> list[Tensor]:
+    """Returns the floating tensors in a module's output, which may be an object with a loss."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    loss = find_loss(output)
+    return leaves or ([] if loss is None else [loss])
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Returns the states of torch's generators that a forward on ``device`` draws from."""
+    return [generator.get_state() for generator in _generators(device)]
+
+
+@contextmanager
+def same_random_numbers(device: torch.device, states: Collection[Tensor]) -> Iterator[None]:
+    """Inside, the generators continue from ``states``; then from where they were."""
+    generators = _generators(device)
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+def micro_batch_key(seed: int, index: int) -> int:
+    """Returns the key of the random numbers of a micro-batch; the same in every forward of the probe."""
+    return rng_key(seed, 0, index)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores the buffers of ``model`` (the running statistics of norms) at the end."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
