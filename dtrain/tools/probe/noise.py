@@ -41,15 +41,6 @@ def noise_of(reference: float, perturbed: Sequence[float], seeds: Sequence[float
     return Noise(statistics.stdev([reference, *perturbed]), statistics.stdev([reference, *seeds]))
 
 
-def in_units(gap: float, noise: Noise) -> float:
-    """Returns the size of ``gap`` in units of ``noise``; infinite if there is no noise, or if ``gap`` is NaN."""
-    if math.isnan(gap):
-        return math.inf
-    if not noise.unit:
-        return math.inf if gap else 0.0
-    return abs(gap) / noise.unit
-
-
 def perturb_by_an_ulp(model: nn.Module, seed: int) -> None:
     """Moves every trained weight of ``model`` on the CPU to a neighboring number of its dtype, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +76,7 @@ def cosine(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> 
     """Returns the cosine of two gradients, each of all tensors by name; NaN if one is zero or not finite."""
     dot = squares = reference_squares = 0.0
     for name, expected in reference.items():
-        ours: Any = gradients[name].double().flatten()
+        ours: Any = gradients[name].to(expected.device).double().flatten()
         theirs: Any = expected.double().flatten()
         dot += float(ours @ theirs)
         squares += float(ours @ ours)

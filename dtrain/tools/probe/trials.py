@@ -172,6 +172,10 @@ class FormatTraining:
         """Returns the gradient of the last step by parameter, before clipping, times the loss scale."""
         return dict(self.engine.full_state(MAIN_GRAD))
 
+    def first_cosine(self, reference: Mapping[str, Tensor]) -> float:
+        """Returns the cosine of the gradients of the step just taken with ``reference``; NaN after a failure."""
+        return math.nan if self.failure is not None else cosine(self.gradients(), reference)
+
     def plain_model(self) -> nn.Module:
         """Returns a new module of the user's own, in FP32 on the device, with this training's masters and buffers."""
         config = self._config
@@ -203,9 +207,14 @@ class FormatTraining:
             cosine=first_cosine,
             skipped=self.skipped,
             loss_scale=self.engine.loss_scale.scale,
-            gap=math.inf if self.failure is not None else final_loss(self.losses) - reference,
+            gap=math.inf if self.failure is not None else self.final_loss - reference,
             failure=self.failure,
         )
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss over the last quarter of the steps."""
+        return final_loss(self.losses)
 
 
 def failed_trial(config: RunConfig, error: Exception) -> Trial:
@@ -214,28 +223,35 @@ def failed_trial(config: RunConfig, error: Exception) -> Trial:
     return Trial(config.precision.name, rules, [], None, 0, math.nan, 0, 1.0, math.inf, failure_reason(error))
 
 
-def first_cosine(training: FormatTraining, reference: Mapping[str, Tensor]) -> float:
-    """Returns the cosine of the gradients of the step just taken with ``reference``; NaN after a failure."""
-    return math.nan if training.failure is not None else cosine(training.gradients(), reference)
+def train(training: FormatTraining, steps: Sequence[MicroBatches], first_gradients: Mapping[str, Tensor]) -> float:
+    """Takes all ``steps``; returns the cosine of the first gradient with ``first_gradients``."""
+    training.step(steps[0])
+    found = training.first_cosine(first_gradients)
+    for micro_batches in steps[1:]:
+        training.step(micro_batches)
+    return found
 
 
-def interleave(trainings: Sequence[FormatTraining], steps: Sequence[MicroBatches]) -> dict[str, float]:
+def interleave(
+    trainings: Sequence[FormatTraining], steps: Sequence[MicroBatches]
+) -> tuple[dict[str, Tensor], list[float]]:
     """Trains all formats on ``steps``, one step of each in turn, so that a busy machine slows all alike.
 
     Returns:
-        The cosine of the first gradient with that of the first training, by format.
+        The first gradient of the first training, on the host, and each training's cosine with it.
     """
-    cosines: dict[str, float] = {}
+    first_gradients: dict[str, Tensor] = {}
+    cosines: list[float] = []
     for number, micro_batches in enumerate(steps, start=1):
         for training in trainings:
             training.step(micro_batches)
         if number == 1:
-            reference = trainings[0].gradients()
-            cosines = {training.name: first_cosine(training, reference) for training in trainings}
+            first_gradients = {name: gradient.cpu() for name, gradient in trainings[0].gradients().items()}
+            cosines = [training.first_cosine(first_gradients) for training in trainings]
         if number % max(1, len(steps) // 4) == 0:
-            losses = ", ".join(
-                f"{training.name} {training.losses[-1]:.4f}" if training.failure is None else f"{training.name} failed"
-                for training in trainings
-            )
-            logger.info("  step %d/%d: loss %s", number, len(steps), losses)
-    return cosines
+            logger.info("  step %d of %d: %s", number, len(steps), ", ".join(map(_progress, trainings)))
+    return first_gradients, cosines
+
+
+def _progress(training: FormatTraining) -> str:
+    return f"{training.name} {'failed' if training.failure is not None else f'{training.losses[-1]:.4f}'}"

@@ -1,0 +1,235 @@
+"""Result of ``dtrain probe``, its tables, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dtrain.precision.formats import FP16
+from dtrain.precision.histogram import Histogram, share
+from dtrain.telemetry.envelope import KEY, Envelope
+from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.tools.probe.advice import Evidence
+from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
+from dtrain.tools.tables import Table
+
+VERSION = 1
+"""Of the JSON. A reader of another version must not guess."""
+
+NUM_LISTED = 10
+"""Products of a format that a table lists, worst first."""
+
+
+@dataclass(frozen=True)
+class NoiseRun:
+    """An FP32 training that measures noise: ``change`` says how it differs from the reference."""
+
+    change: str
+    losses: list[float]
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Result of one run of ``dtrain probe``.
+
+    Attributes:
+        date: local time, ISO 8601.
+        device: name of the device.
+        num_parameters: trained parameters.
+        config: the resolved configuration.
+        batch: what a step consists of, in words.
+        trials: FP32's first, then the other formats', without rules of the advice.
+        noise_runs: the trainings behind ``noise``.
+        flips: modules that were run alone in a format.
+        retrained: trials that the search for the advice added.
+        left_out: formats that this machine cannot try, with the reason.
+        seconds: time of each stage.
+    """
+
+    command: str
+    date: str
+    device: str
+    num_parameters: int
+    config: dict[str, Any]
+    batch: str
+    trials: list[Trial]
+    noise: Noise
+    noise_runs: list[NoiseRun]
+    analysis: Analysis
+    flips: list[Flip]
+    retrained: list[Trial]
+    advice: Advice
+    left_out: dict[str, str]
+    seconds: dict[str, float]
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the advice rests on; it has the unit in which gaps are told."""
+        return Evidence(self.trials, self.noise, self.analysis, self.flips, self.device)
+
+    def worst(self, format_name: str) -> list[ProductResult]:
+        """Returns the products of a format, those with the largest predicted change of the loss first."""
+        found = [result for result in self.analysis.products if result.format == format_name]
+        return sorted(found, key=lambda result: (not math.isnan(result.predicted), result.predicted), reverse=True)
+
+
+@dataclass(frozen=True)
+class ConstantScale:
+    """The constant loss scale of FP16 that the histogram of all gradients supports.
+
+    Attributes:
+        scale: a power of two.
+        margin: factor at least by which gradients can grow before they overflow at that scale.
+        top_exponent: the largest gradient is below 2^(top_exponent + 1).
+        flushed_unscaled: share of the nonzero gradients that FP16 flushes to zero without a scale.
+        flushed: the same share at ``scale``.
+    """
+
+    scale: float
+    margin: float
+    top_exponent: int
+    flushed_unscaled: float
+    flushed: float
+
+    @staticmethod
+    def of(analysis: Analysis) -> ConstantScale | None:
+        """Returns the scale of ``analysis`` with its evidence; None if FP16 was not examined."""
+        total = all_gradients(analysis)
+        if analysis.loss_scale is None or total is None or total.top_exponent is None:
+            return None
+        scale, top = analysis.loss_scale, total.top_exponent
+        return ConstantScale(
+            scale,
+            FP16.max / (scale * math.ldexp(1.0, top + 1)),
+            top,
+            share(total.flushed(FP16), total.num_nonzero),
+            share(total.flushed(FP16, scale), total.num_nonzero),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"FP16: constant loss scale {self.scale:g}. The largest gradient is below 2^{self.top_exponent + 1}, so that "
+            f"gradients can grow by {self.margin:.2g} before they overflow. FP16 flushes "
+            f"{self.flushed_unscaled:.2%} of the gradients to zero without a scale, {self.flushed:.2%} at this one"
+        )
+
+
+def all_gradients(analysis: Analysis) -> Histogram | None:
+    """Returns the histogram of the gradients of all weights and of all products' outputs; None if there are none."""
+    histograms = [*analysis.gradients.values(), *analysis.activation_gradients.values()]
+    if not histograms:
+        return None
+    total = histograms[0]
+    for histogram in histograms[1:]:
+        total = total + histogram
+    return total
+
+
+def trial_table(report: ProbeReport) -> Table:
+    """Returns the table of formats."""
+    columns = ("format", "ms/step", "memory", "loss", "gap", "in noise", "cosine", "skipped", "loss scale", "result")
+    rows = [_trial_row(report, trial) for trial in [*report.trials, *report.retrained]]
+    title = f"Formats: {report.num_parameters:,} parameters on {report.device}, {report.batch}"
+    return Table(title, columns, rows)
+
+
+def _trial_row(report: ProbeReport, trial: Trial) -> tuple[str, ...]:
+    evidence, is_reference = report.evidence, trial is report.trials[0]
+    failed = trial.failure is not None
+    rules = f" with {len(trial.rules)} rules" if trial.rules else ""
+    if is_reference:
+        result = "reference"
+    elif failed:
+        result = f"fails: {trial.failure}"
+    elif not evidence.is_off(trial):
+        result = "within noise"
+    else:
+        result = "worse than noise" if trial.gap >= evidence.limit else "skips too much"
+    return (
+        trial.format + rules,
+        "" if trial.ms_per_step is None else f"{trial.ms_per_step:.1f}",
+        f"{trial.memory / 1e6:,.1f} MB" if trial.memory else "",
+        "-" if failed else f"{_reference_loss(report) + trial.gap:.4f}",
+        "-" if failed or is_reference else f"{trial.gap:+.4f}",
+        "-" if failed or is_reference else f"{evidence.units(trial.gap):+.2f}",
+        f"{trial.cosine:.6f}" if math.isfinite(trial.cosine) else "-",
+        str(trial.skipped),
+        f"{trial.loss_scale:g}",
+        result,
+    )
+
+
+def _reference_loss(report: ProbeReport) -> float:
+    from dtrain.tools.probe.noise import final_loss  # brings torch
+
+    return final_loss(report.trials[0].losses)
+
+
+def noise_lines(report: ProbeReport) -> list[str]:
+    """Returns what one unit of noise is, and what cannot be detected."""
+    noise, evidence = report.noise, report.evidence
+    num_seeds = sum(run.change.startswith("seed") for run in report.noise_runs)
+    return [
+        f"One unit of noise is {evidence.limit / 2:.2g} in the loss: FP32 with {num_seeds} other seeds varies by "
+        f"{noise.seed:.2g}, with weights an ulp away by {noise.rounding:.2g} (standard deviations).",
+        f"Detection limit: a gap below {evidence.limit:.2g} (2 units) cannot be told from noise.",
+    ]
+
+
+def product_table(report: ProbeReport, format_name: str) -> Table:
+    """Returns the products of a format with the largest predicted change of the loss."""
+    results = report.worst(format_name)
+    columns = ("module", "product", "SQNR", "to zero", "overflow", "cause", "predicted change of the loss")
+    rows = [
+        (
+            result.module or "(the model)",
+            result.product,
+            f"{result.sqnr_db:.1f} dB",
+            f"{result.underflow:.2%}",
+            f"{result.saturation:.2%}",
+            result.cause or "-",
+            f"{result.predicted:.1e}",
+        )
+        for result in results[:NUM_LISTED]
+    ]
+    return Table(f"{format_name}: the {len(rows)} worst of {len(results)} products", columns, rows)
+
+
+def flip_table(report: ProbeReport) -> Table:
+    """Returns the modules that were run alone in a format."""
+    rows = [
+        (flip.format, flip.module or "(the model)", f"{flip.predicted:.1e}", f"{flip.measured:.1e}")
+        for flip in report.flips
+    ]
+    columns = ("format", "module alone", "predicted change of the loss", "measured")
+    return Table("Check: modules alone in a format, forward only", columns, rows)
+
+
+def write_report(path: Path, report: ProbeReport) -> None:
+    """Writes ``report`` atomically as JSON; numbers that are not finite become null."""
+    values = {"version": VERSION, **to_plain(report)}
+    write_atomically(path, json.dumps(finite(values), indent=1, allow_nan=False) + "\n")
+
+
+def to_plain(report: ProbeReport) -> dict[str, Any]:
+    """Returns ``report`` as plain values, with histograms by exponent and the envelope of the gradients."""
+    analysis = report.analysis
+    histograms = {
+        name: {key: histogram.to_dict() for key, histogram in getattr(analysis, name).items()}
+        for name in ("gradients", "activation_gradients")
+    }
+    scale = ConstantScale.of(analysis)
+    values = {key: value for key, value in asdict(report).items() if key != "analysis"}
+    plain = {key: value for key, value in vars(analysis).items() if key not in histograms}
+    plain["products"] = [asdict(result) for result in analysis.products]
+    plain["unscaled"] = [asdict(result) for result in analysis.unscaled]
+    return {
+        **values,
+        "unit": report.evidence.limit / 2,
+        "analysis": {**plain, **histograms},
+        "constant_loss_scale": None if scale is None else asdict(scale),
+        KEY: Envelope.of(analysis.gradients).to_dict(),
+    }
