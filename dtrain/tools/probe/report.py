@@ -1,4 +1,4 @@
-"""Result of ``dtrain probe``, its tables, and its JSON."""
+"""Result of ``dtrain probe``, and its JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from dtrain.telemetry.envelope import KEY, Envelope
 from dtrain.telemetry.metrics import finite, write_atomically
 from dtrain.tools.probe.advice import Evidence
 from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
-from dtrain.tools.tables import Table
 
 VERSION = 1
 """Of the JSON. A reader of another version must not guess."""
-
-NUM_LISTED = 10
-"""Products of a format that a table lists, worst first."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +107,8 @@ class ConstantScale:
 
     def __str__(self) -> str:
         return (
-            f"FP16: constant loss scale {self.scale:g}. The largest gradient is below 2^{self.top_exponent + 1}, so that "
-            f"gradients can grow by {self.margin:.2g} before they overflow. FP16 flushes "
+            f"FP16: constant loss scale {self.scale:g}. The largest gradient is below 2^{self.top_exponent + 1}, so "
+            f"that gradients can grow {self.margin:.3g} times before they overflow. FP16 flushes "
             f"{self.flushed_unscaled:.2%} of the gradients to zero without a scale, {self.flushed:.2%} at this one"
         )
 
@@ -126,86 +122,6 @@ def all_gradients(analysis: Analysis) -> Histogram | None:
     for histogram in histograms[1:]:
         total = total + histogram
     return total
-
-
-def trial_table(report: ProbeReport) -> Table:
-    """Returns the table of formats."""
-    columns = ("format", "ms/step", "memory", "loss", "gap", "in noise", "cosine", "skipped", "loss scale", "result")
-    rows = [_trial_row(report, trial) for trial in [*report.trials, *report.retrained]]
-    title = f"Formats: {report.num_parameters:,} parameters on {report.device}, {report.batch}"
-    return Table(title, columns, rows)
-
-
-def _trial_row(report: ProbeReport, trial: Trial) -> tuple[str, ...]:
-    evidence, is_reference = report.evidence, trial is report.trials[0]
-    failed = trial.failure is not None
-    rules = f" with {len(trial.rules)} rules" if trial.rules else ""
-    if is_reference:
-        result = "reference"
-    elif failed:
-        result = f"fails: {trial.failure}"
-    elif not evidence.is_off(trial):
-        result = "within noise"
-    else:
-        result = "worse than noise" if trial.gap >= evidence.limit else "skips too much"
-    return (
-        trial.format + rules,
-        "" if trial.ms_per_step is None else f"{trial.ms_per_step:.1f}",
-        f"{trial.memory / 1e6:,.1f} MB" if trial.memory else "",
-        "-" if failed else f"{_reference_loss(report) + trial.gap:.4f}",
-        "-" if failed or is_reference else f"{trial.gap:+.4f}",
-        "-" if failed or is_reference else f"{evidence.units(trial.gap):+.2f}",
-        f"{trial.cosine:.6f}" if math.isfinite(trial.cosine) else "-",
-        str(trial.skipped),
-        f"{trial.loss_scale:g}",
-        result,
-    )
-
-
-def _reference_loss(report: ProbeReport) -> float:
-    from dtrain.tools.probe.noise import final_loss  # brings torch
-
-    return final_loss(report.trials[0].losses)
-
-
-def noise_lines(report: ProbeReport) -> list[str]:
-    """Returns what one unit of noise is, and what cannot be detected."""
-    noise, evidence = report.noise, report.evidence
-    num_seeds = sum(run.change.startswith("seed") for run in report.noise_runs)
-    return [
-        f"One unit of noise is {evidence.limit / 2:.2g} in the loss: FP32 with {num_seeds} other seeds varies by "
-        f"{noise.seed:.2g}, with weights an ulp away by {noise.rounding:.2g} (standard deviations).",
-        f"Detection limit: a gap below {evidence.limit:.2g} (2 units) cannot be told from noise.",
-    ]
-
-
-def product_table(report: ProbeReport, format_name: str) -> Table:
-    """Returns the products of a format with the largest predicted change of the loss."""
-    results = report.worst(format_name)
-    columns = ("module", "product", "SQNR", "to zero", "overflow", "cause", "predicted change of the loss")
-    rows = [
-        (
-            result.module or "(the model)",
-            result.product,
-            f"{result.sqnr_db:.1f} dB",
-            f"{result.underflow:.2%}",
-            f"{result.saturation:.2%}",
-            result.cause or "-",
-            f"{result.predicted:.1e}",
-        )
-        for result in results[:NUM_LISTED]
-    ]
-    return Table(f"{format_name}: the {len(rows)} worst of {len(results)} products", columns, rows)
-
-
-def flip_table(report: ProbeReport) -> Table:
-    """Returns the modules that were run alone in a format."""
-    rows = [
-        (flip.format, flip.module or "(the model)", f"{flip.predicted:.1e}", f"{flip.measured:.1e}")
-        for flip in report.flips
-    ]
-    columns = ("format", "module alone", "predicted change of the loss", "measured")
-    return Table("Check: modules alone in a format, forward only", columns, rows)
 
 
 def write_report(path: Path, report: ProbeReport) -> None:

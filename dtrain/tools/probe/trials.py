@@ -34,11 +34,9 @@ _UNTIMED_STEPS = 3  # of a trial: kernels are chosen and memory is allocated
 
 
 def is_emulated(config: RunConfig, device: torch.device) -> bool:
-    """Whether a training computes in a format that ``device`` has no instructions for, so that its time says nothing."""
+    """Whether ``device`` has no instructions for a format of the training, so that its time says nothing."""
     precision = config.precision
-    return any(
-        _is_emulated(name, precision.float8, device) for name in {precision.name, *precision.rules.values()}
-    )
+    return any(_is_emulated(name, precision.float8, device) for name in {precision.name, *precision.rules.values()})
 
 
 def _is_emulated(name: str, float8: Float8, device: torch.device) -> bool:
@@ -78,9 +76,7 @@ class FormatTraining:
         failure: why the training cannot go on.
     """
 
-    def __init__(
-        self, config: RunConfig, vocab_size: int, device: torch.device, *, perturbed: bool = False
-    ) -> None:
+    def __init__(self, config: RunConfig, vocab_size: int, device: torch.device, *, perturbed: bool = False) -> None:
         self.name = config.precision.name
         self.losses: list[float] = []
         self.skipped = 0
