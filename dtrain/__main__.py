@@ -37,6 +37,7 @@ VERBS = {  # its meaning and an example
     "train": ("train a model", "precision=bf16 train.steps=1000"),
     "plan": ("show what a run would do", "precision precision=fp8 model=llama-1b"),
     "parity": ("compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
+    "probe": ("try the number formats on your model, and advise", "model.factory=my_model:build steps=20"),
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
     "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
@@ -76,7 +77,7 @@ def _usage() -> str:
     lines = [f"  {name:{widths[0]}}  {meaning:{widths[1]}}  dtrain {name} {example}" for name, meaning, example in rows]
     listed = "\n".join(lines)
     notes = (
-        "train, plan, parity, bench and accept take key=value; the other verbs take arguments.\n"
+        "train, plan, parity, probe, bench and accept take key=value; the other verbs take arguments.\n"
         "More on a verb: dtrain VERB --help. Version: dtrain --version."
     )
     return f"usage: dtrain VERB ...\n\n{listed}\n\n{notes}"

@@ -74,6 +74,10 @@ class ParityError(DtrainError):
     """The engines could not be compared because the reference run failed."""
 
 
+class ProbeError(DtrainError):
+    """The number formats could not be compared because FP32, their reference, failed."""
+
+
 class CheckpointError(DtrainError):
     """A checkpoint could not be written, or no valid one could be read; the message names the file."""
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from dtrain.config.capabilities import check_engine
 from dtrain.config.fields import in_keys
-from dtrain.config.precision import Float8
+from dtrain.config.precision import Float8, LossScale, PrecisionConfig
+from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.config.tool_schema import (
@@ -54,11 +55,14 @@ def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
 
 
 def check_suite(config: Any) -> None:
-    """Checks the configuration of a suite of ``dtrain bench``, of ``dtrain parity``, or of ``dtrain accept``.
+    """Checks the configuration of a command other than ``dtrain train``.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
+    if isinstance(config, ProbeConfig):
+        _check_probe(config)
+        return
     optim = getattr(config, "optim", None)
     if optim is not None and optim.name != "adamw":
         raise ConfigError(f"optim={optim.name} is for dtrain train; this command compares with AdamW: take optim=adamw")
@@ -91,6 +95,30 @@ def _check_parity(config: ParitySuiteConfig) -> None:
     _check_list("parity.engines", engines or [], tuple(GROUP_OPTIONS["engine"]))
     for engine in engines or ["native"]:  # the others may not run here
         check_parity_engine(config, engine)
+
+
+def _check_probe(config: ProbeConfig) -> None:
+    formats, precision = config.formats or PROBED_FORMATS, config.precision
+    if "fp8" in precision.rules.values() and "fp16" in formats:
+        raise ConfigError(
+            "precision.rules has fp8, which excludes a trial in fp16: FP8 products return BF16; set formats=[bf16,fp8]"
+        )
+    try:
+        trials = [config.training(name) for name in formats]
+        for trial in trials:
+            check_config(trial, world_size=1)
+    except ConfigError as error:
+        text = str(error)
+        for record, key in ((PrecisionConfig, "precision."), (LossScale, "precision.loss_scale.")):
+            text = str(in_keys(ConfigError(text), record, key))
+        raise ConfigError(re.sub(r"\btrain\.steps\b", "steps", text)) from None
+    for name, default in (("loss_scale", LossScale()), ("float8", Float8())):
+        given = getattr(precision, name)
+        if given != default and not any(getattr(trial.precision, name) == given for trial in trials):
+            user = {"loss_scale": "fp16", "float8": "fp8"}[name]
+            raise ConfigError(
+                f"precision.{name} is set, but no trial of formats={list(formats)} uses it; add {user}, or remove it"
+            )
 
 
 def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:

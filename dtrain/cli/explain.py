@@ -19,7 +19,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from dtrain.config.commands import PRIMARIES, TRAIN, Primary
+from dtrain.config.commands import PRIMARIES, PROBE, TRAIN, Primary
 from dtrain.config.fields import type_name
 from dtrain.config.precision import unsupported_format_reason
 from dtrain.config.schema import GROUP_OPTIONS
@@ -88,6 +88,8 @@ def _hydra(error: Exception, primary: Primary[Any]) -> str:
     unmatched = re.match(r"Could not override '([^'@]+)'\. No match in the defaults list", message)
     if unmatched:
         groups = [item.name for item in fields(primary.schema)]
+        if unmatched[1] == "precision" and primary is PROBE:
+            return "dtrain probe tries every precision of formats=[...]; 'precision' has only the keys below it"
         return f"no group '{unmatched[1]}' to override{nearest(unmatched[1], groups)}"
     return _one_line(message)
 

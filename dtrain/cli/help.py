@@ -31,7 +31,7 @@ def documented_keys(primary: Primary[Any]) -> list[KeyGroup]:
     """The keys of a command by group; the first group has the keys at the root."""
     options = {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in config_folder().iterdir()}
     options |= {name: list(records) for name, records in GROUP_OPTIONS.items()}  # in the order of the schema
-    options["precision"] = list(SETTINGS["precision"])
+    options["precision"] = list(SETTINGS["precision"]) if primary.chooses_precision else []
     groups = list_keys(primary.schema, options)
     if primary is TRAIN:
         free = [Key(name, "null", _FREE_GROUP_DOCS[name], ", ".join(options[name])) for name in FREE_GROUPS]

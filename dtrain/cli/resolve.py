@@ -15,7 +15,7 @@ from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Generic, get_type_hints
+from typing import Any, Generic
 
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -108,7 +108,7 @@ def _read(argv: Sequence[str], primary: Primary[Root], command: str = "") -> _Re
     loader = open_loader(args.config_path, args.config_dir)
     args.overrides = [_with_plain_keys(override) for override in args.overrides]
     parsed = _parse_overrides(loader, primary, args.overrides, multirun=args.multirun)
-    if "precision" in get_type_hints(primary.schema):
+    if primary.chooses_precision:
         args.overrides += _precision_override(loader, parsed)
     if args.help:
         config = _compose(_Request(primary, loader, args.config_name or primary.name, args.overrides))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_type_hints
 
+from dtrain.config.precision import PrecisionConfig
+from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import (
     AcceptConfig,
@@ -33,9 +35,15 @@ class Primary(Generic[Root]):
     def command(self) -> str:
         return self.name.replace("-", " ")
 
+    @property
+    def chooses_precision(self) -> bool:
+        """Whether ``precision=NAME`` is a choice of this command."""
+        return get_type_hints(self.schema).get("precision") is PrecisionConfig
+
 
 TRAIN = Primary("train", RunConfig)
 PARITY = Primary("parity", ParitySuiteConfig)
+PROBE = Primary("probe", ProbeConfig)
 ACCEPT = Primary("accept", AcceptConfig)
 BENCH_ENGINE = Primary("bench-engine", EngineSuiteConfig)
 BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
@@ -48,6 +56,7 @@ BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
     PARITY,
+    PROBE,
     ACCEPT,
     BENCH_ENGINE,
     BENCH_PRECISION,

@@ -126,6 +126,15 @@ def has_float8_tensor_cores(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def has_bf16_products(device: torch.device) -> bool:
+    """Whether ``device`` multiplies BF16 matrices in hardware (Ampere and later; CPUs with AMX or AVX-512 BF16)."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 @cache
 def has_row_scales_on_cpu() -> bool:
     """Whether ``torch._scaled_mm`` takes one scale per row on a CPU, which it did not before PyTorch 2.13."""

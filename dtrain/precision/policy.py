@@ -18,6 +18,7 @@ from dtrain.config.precision import Float8, PrecisionConfig, check_rules, float8
 from dtrain.errors import ConfigError, ModelError
 from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.options import resolve_float8
+from dtrain.precision.hardware import has_bf16_products
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that an FP32 master represents exactly. A frozen parameter of another dtype keeps its dtype."""
@@ -185,10 +186,10 @@ def _choose(device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         major, minor = torch.cuda.get_device_capability(device)
-        if major >= 8:  # Ampere, the first with BF16 Tensor Cores
+        if has_bf16_products(device):
             return "bf16", f"{name} (compute capability {major}.{minor}) has BF16 Tensor Cores"
         return "fp16", f"{name} (compute capability {major}.{minor}) has no BF16 Tensor Cores; FP16 with loss scaling"
-    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+    if has_bf16_products(device):
         return "bf16", "this CPU multiplies BF16 matrices in hardware"
     return "fp32", "this CPU has no BF16 matrix instructions"
 

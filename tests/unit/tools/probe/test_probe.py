@@ -1,0 +1,154 @@
+"""``dtrain probe`` as a whole: mistakes on the command line, a tiny run, and the files that it writes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.__main__ import main
+from dtrain.config.dump import from_plain
+from dtrain.precision.histogram import Histogram
+from dtrain.telemetry.envelope import Envelope
+from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
+from dtrain.tools.probe.records import Analysis, Noise, Trial
+from dtrain.tools.probe.report import ConstantScale
+from dtrain.tools.probe.sections import rank_correlation
+from tests.helpers.probed_models import FACTORY, ODD_NAME
+from tests.unit.tools.probe.tiny import TINY
+
+MISTAKES = {
+    "formats=[bf17]": "formats has 'bf17'; expected some of fp32, tf32, bf16, fp16, fp8; did you mean 'bf16'?",
+    "formats=[fp16,fp16]": "formats has 'fp16' twice; list each once",
+    "formats=[]": "formats is empty; list some, or leave it null for all that this machine can try",
+    "formats=[tf32]": "formats has tf32: precision=tf32 needs an NVIDIA GPU of Ampere or later, this is cpu; use fp32",
+    "steps=7": "steps=7 is too small; it must be at least 8",
+    "seeds=1": "seeds=1 is too small; it must be at least 2",
+    "run_dir=": "run_dir is empty; name a folder, or leave it null for runs/probe-<date>_<time>",
+    "precision=bf16": "dtrain probe tries every precision of formats=[...]; 'precision' has only the keys below it",
+    "train.steps=9": "unknown key 'train.steps'; did you mean 'steps'?",
+    "train.global_batch_size=5": "train.global_batch_size=5 does not divide by train.micro_batch_size=2 x 1 rank; the "
+    "nearest that do: 4 or 6",
+    "schedule.warmup_steps=9": "schedule.warmup_steps=9 is more than steps=8; set schedule.warmup_steps to at most 8",
+    "precision.rules={head: fp8}": "precision.rules has fp8, which excludes a trial in fp16: FP8 products return BF16; "
+    "set formats=[bf16,fp8]",
+    "precision.rules={nothing: fp32}": "precision rule 'nothing' matches no module",
+    "precision.loss_scale.mode=static formats=[bf16]": "precision.loss_scale is set, but no trial of formats=['bf16'] "
+    "uses it; add fp16, or remove it",
+    "precision.loss_scale.margin=2": "precision.loss_scale.margin=2.0 is not used with precision=fp16 and "
+    "precision.loss_scale.mode=auto; remove it, or set precision.loss_scale.mode=calibrated",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES)
+def test_one_line_names_the_mistake_before_any_training(
+    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [arguments] if "{" in arguments else arguments.split()
+    assert main(["probe", *TINY, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"dtrain: {MISTAKES[arguments]}")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_launcher_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["probe", *TINY]) == 2
+    assert "one process; start it without a launcher" in capsys.readouterr().err
+
+
+def test_precision_in_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTRAIN_PRECISION", "bf16")
+    assert main(["probe", "--help"]) == 0
+
+
+def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["probe", *TINY, "optim=sgd", "optim.lr=1e30", "optim.max_grad_norm=null", f"run_dir={tmp_path}"]
+    assert main([*argv, "formats=[bf16]"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("dtrain: FP32, the reference, fails at step ")
+    assert "lower optim.lr" in error
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a probe of a user's model that overflows FP16, and what it printed."""
+    folder = tmp_path_factory.mktemp("probe")
+    with pytest.MonkeyPatch.context() as patch, (folder / "out").open("w+", encoding="utf-8") as out:
+        patch.setattr("sys.stdout", out)
+        argv = ["probe", *TINY, FACTORY, "model.args.kind=overflow", "optim=lion", f"run_dir={folder}"]
+        assert main(argv) == 0
+    return folder, (folder / "out").read_text(encoding="utf-8")
+
+
+def test_the_last_line_can_be_pasted(probed: tuple[Path, str]) -> None:
+    _, printed = probed
+    assert re.fullmatch(r"precision=\w+( .*)?", printed.splitlines()[-1])
+    assert "Detection limit: " in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| fp16 ") and "fails" in line]
+    assert len(rows) == 1
+    assert "forward loss is" in rows[0]
+
+
+def test_json_holds_all_records(probed: tuple[Path, str]) -> None:
+    folder, printed = probed
+    values: dict[str, Any] = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
+    assert values["version"] == 1
+    trials = [from_plain(Trial, entry) for entry in values["trials"]]
+    assert [trial.format for trial in trials] == ["fp32", "bf16", "fp16", "fp8"]
+    assert [len(trial.losses) for trial in trials] == [8, 8, 0, 8]
+    assert values["trials"][2]["gap"] is None  # JSON has no infinity
+    bf16 = trials[1]
+    assert bf16.gap == pytest.approx(sum(bf16.losses[-2:]) / 2 - sum(trials[0].losses[-2:]) / 2)
+    noise = from_plain(Noise, values["noise"])
+    assert values["unit"] == pytest.approx(noise.unit)
+    assert [run["change"] for run in values["noise_runs"]] == ["weights an ulp away", "seed 1", "seed 2"]
+    assert values["advice"]["line"] == printed.splitlines()[-1]
+    assert set(values["seconds"]) == {"trials", "noise", "analysis", "advice"}
+    analysis = values["analysis"]
+    assert {entry["module"] for entry in analysis["products"]} >= {f"layers.{ODD_NAME}", "head"}
+    gradients = {name: Histogram.from_dict(entry) for name, entry in analysis["gradients"].items()}
+    assert {name: histogram.total for name, histogram in gradients.items()}["head.weight"] == 2 * 257 * 16
+    assert Envelope.read(folder / REPORT_FILE) == Envelope.of(gradients)
+
+
+def test_page_is_self_contained_and_escaped(probed: tuple[Path, str]) -> None:
+    folder, _ = probed
+    page = (folder / PAGE_FILE).read_text(encoding="utf-8")
+    picture = (folder / PICTURE_FILE).read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert base64.b64encode(picture).decode() in page
+    assert ODD_NAME not in page
+    assert escape(ODD_NAME) in page
+    assert "<script" not in page
+    assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)", page)
+    advice = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["advice"]
+    assert escape(advice["line"]) in page
+
+
+def test_constant_scale_with_its_evidence() -> None:
+    gradients = torch.tensor([2.0**-30] * 2 + [2.0**-20] * 5 + [0.75 * 2.0**-5] + [0.0] * 4)
+    analysis = Analysis((), {"weight": Histogram.of(gradients)}, loss_scale=2.0**17)
+    scale = ConstantScale.of(analysis)
+    assert scale is not None
+    assert (scale.top_exponent, scale.flushed_unscaled, scale.flushed) == (-6, 0.25, 0.0)
+    assert scale.margin == pytest.approx(65504 / 2**12)
+    assert "grow 16 times" in str(scale)
+    assert ConstantScale.of(Analysis(())) is None
+
+
+def test_rank_correlation() -> None:
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, math.inf]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)
+    assert rank_correlation([1, 2], [1, 2]) is None
+    assert rank_correlation([1, 1, 1], [1, 2, 3]) is None

@@ -1,0 +1,205 @@
+"""Trials of single formats, and the noise that their gaps are compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.cli.resolve import read_suite
+from dtrain.config.commands import PROBE
+from dtrain.config.precision import LossScale
+from dtrain.config.probe import ProbeConfig
+from dtrain.config.schema import RunConfig
+from dtrain.data import TextDataset, load_dataset
+from dtrain.precision import hardware
+from dtrain.tools.probe import noise, trials
+from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, load_steps, noise_of, perturb_by_an_ulp
+from dtrain.tools.probe.trials import FormatTraining, interleave, is_emulated, train
+from tests.helpers.probed_models import FACTORY
+from tests.unit.tools.probe.tiny import TINY
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def config() -> ProbeConfig:
+    found = read_suite([*TINY, FACTORY, "model.dropout=0.2"], PROBE)
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def dataset(config: ProbeConfig) -> TextDataset:
+    return load_dataset(config.data, config.model.max_seq_len)
+
+
+@pytest.fixture(scope="module")
+def steps(config: ProbeConfig, dataset: TextDataset) -> list[MicroBatches]:
+    return load_steps(config.training("fp32"), dataset)
+
+
+def start(config: RunConfig, dataset: TextDataset, **options: Any) -> FormatTraining:
+    return FormatTraining(config, dataset.vocab_size, CPU, **options)
+
+
+def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
+    return replace(config, precision=replace(config.precision, loss_scale=LossScale(**scale)))
+
+
+def with_kind(config: RunConfig, kind: str) -> RunConfig:
+    return replace(config, model=replace(config.model, args={"kind": kind}))
+
+
+# -- trials ------------------------------------------------------------------------------------------------------------
+
+
+def test_formats_start_equal_and_train_on_the_same_samples(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    names = ("fp32", "fp32", "bf16", "fp16", "fp8")
+    trainings = [start(config.training(name), dataset) for name in names]
+    _, cosines = interleave(trainings, steps)
+    first, second, *others = trainings
+    assert len(first.losses) == config.steps
+    assert first.losses == second.losses
+    assert cosines[:2] == pytest.approx([1.0, 1.0], abs=1e-12)
+    assert all(0.98 < found < 1.0 for found in cosines[2:])
+    for other in others:
+        assert other.losses != first.losses
+        assert other.losses == pytest.approx(first.losses, rel=0.02)
+
+
+def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    low = start(at_scale(config.training("fp16"), mode="static", init=256.0), dataset)
+    high = start(at_scale(config.training("fp16"), mode="dynamic", init=2.0**24), dataset)
+    first, _ = interleave([low, high], steps)
+    assert low.skipped == 0
+    assert 0 < high.skipped < 20
+    assert high.losses == pytest.approx(low.losses, rel=2e-3)
+    assert high.losses[0] == low.losses[0]
+    assert high.engine.attempted_steps == high.engine.applied_steps == len(steps)
+    again = start(config.training("fp16"), dataset)
+    assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_overflow_at_a_constant_scale_is_a_skip(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    training = start(at_scale(config.training("fp16"), mode="static", init=2.0**30), dataset)
+    for micro_batches in steps:
+        training.step(micro_batches)
+    trial = training.trial(0.0, math.nan)
+    assert (trial.skipped, trial.failure, trial.ms_per_step) == (len(steps), None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
+)
+def test_a_model_that_fails_in_fp16_is_a_failed_trial(
+    kind: str, reason: str, config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    names = ("fp32", "bf16", "fp16")
+    trainings = [start(with_kind(config.training(name), kind), dataset) for name in names]
+    _, cosines = interleave(trainings, steps)
+    found = [training.trial(trainings[0].final_loss, c) for training, c in zip(trainings, cosines, strict=True)]
+    assert [trial.failure is None for trial in found] == [True, True, False]
+    failed = found[2]
+    assert failed.failure is not None
+    assert failed.failure.startswith("step 1: ")
+    assert reason in failed.failure
+    assert (failed.gap, failed.losses) == (math.inf, [])
+    assert math.isnan(failed.cosine)
+
+
+def test_the_trained_model_is_the_users_own_in_fp32(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    training = start(config.training("bf16"), dataset)
+    for micro_batches in steps[:2]:
+        training.step(micro_batches)
+    model = training.plain_model()
+    masters = training.engine.master_state()
+    assert {name for name, _ in model.named_parameters()} == set(masters)
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, masters[name])
+    assert int(dict(model.named_buffers())["calls"]) == 4  # two steps of two micro-batches
+
+
+def test_memory_and_time_are_those_of_the_engine(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    training = start(config.training("fp32"), dataset)
+    for micro_batches in steps:
+        training.step(micro_batches)
+    trial = training.trial(training.final_loss, 1.0)
+    assert trial.memory == sum(training.engine.memory().values())
+    assert trial.ms_per_step is not None
+    assert trial.ms_per_step > 0
+    assert trial.gap == 0.0
+
+
+def test_emulated_formats(config: ProbeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    rule = config.training("bf16", {"head": "fp8"})
+    runs = [*map(config.training, ("fp32", "bf16", "fp16", "fp8")), rule]
+    assert [is_emulated(run, CPU) for run in runs] == [False, False, True, True, True]
+    monkeypatch.setattr(hardware, "has_bf16_products", lambda device: False)
+    monkeypatch.setattr(trials, "has_bf16_products", lambda device: False)
+    assert is_emulated(config.training("bf16"), CPU)
+
+
+# -- noise -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_quarter_is_compared() -> None:
+    assert final_loss([9.0] * 6 + [1.0, 2.0]) == 1.5
+    assert final_loss([9.0, 3.0]) == 3.0
+
+
+def test_noise_is_the_standard_deviation_with_the_reference() -> None:
+    found = noise_of(2.0, [2.0 + 2.0**-9], [1.0, 3.0])
+    assert found.rounding == pytest.approx(2.0**-9 / math.sqrt(2))
+    assert found.seed == pytest.approx(1.0)
+    assert found.detection_limit == pytest.approx(2 * math.hypot(1.0, 2.0**-9 / math.sqrt(2)))
+
+
+def test_weights_move_by_an_ulp() -> None:
+    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 2))
+    model[1].requires_grad_(False)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    perturb_by_an_ulp(model, seed=3)
+    after = [parameter.detach() for parameter in model.parameters()]
+    for old, new in zip(before[:2], after[:2], strict=True):
+        up, down = (torch.nextafter(old, torch.full_like(old, limit)) for limit in (math.inf, -math.inf))
+        assert bool(((new == up) | (new == down)).all())
+        assert bool((new == up).any())
+        assert bool((new == down).any())
+    assert all(map(torch.equal, before[2:], after[2:]))
+
+
+def test_other_seeds_end_on_the_same_samples(config: ProbeConfig, dataset: TextDataset) -> None:
+    run = config.training("fp32")
+    steps, others = load_steps(run, dataset), load_steps(replace(run, seed=run.seed + 1), dataset)
+    mixed = noise.with_last_quarter_of(others, steps)
+    same = [
+        all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(mixed, steps, strict=True)
+    ]
+    assert same == [False] * 6 + [True] * 2
+
+
+def test_cosine_of_all_tensors_together() -> None:
+    a = {"x": torch.tensor([[3.0]]), "y": torch.tensor([0.0, 4.0])}
+    b = {"y": torch.tensor([1.0, 0.0]), "x": torch.tensor([[1.0]])}
+    assert cosine(a, b) == pytest.approx(3 / (5 * math.sqrt(2)))
+    assert cosine({name: 1e-30 * value for name, value in a.items()}, a) == pytest.approx(1.0)
+    assert math.isnan(cosine({name: value * math.inf for name, value in a.items()}, b))
+    assert math.isnan(cosine({name: 0 * value for name, value in a.items()}, b))
