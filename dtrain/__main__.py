@@ -42,6 +42,7 @@ VERBS = {  # its meaning and an example
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
+    "experiment": ("repeat the experiments of the paper on mixed precision", "loss-scaling"),
 }
 
 
