@@ -77,6 +77,11 @@ VECTORS: dict[str, Callable[[tuple[int, int], FloatFormat, Generator], tuple[Ten
     "positive": positive,
     "worst case": worst_case,
 }
+_MEANINGS = {
+    "random signs": "errors cancel",
+    "positive": "errors add up",
+    "worst case": "1, then terms too small to count",
+}
 
 
 def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> AccumulationResult:
@@ -119,7 +124,9 @@ def _matmuls(x: Tensor, y: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 def _errors(x: Tensor, y: Tensor, sums: Sequence[Tensor], lengths: Sequence[int]) -> list[float]:
     products = x.double() * y.double()
     exact, magnitude = products.cumsum(dim=1), products.abs().cumsum(dim=1)
-    relative = [(total.double() - exact[:, n - 1]).abs() / magnitude[:, n - 1] for total, n in zip(sums, lengths, strict=True)]
+    relative = [
+        (total.double() - exact[:, n - 1]).abs() / magnitude[:, n - 1] for total, n in zip(sums, lengths, strict=True)
+    ]
     return [error.max().item() for error in relative]
 
 
@@ -127,8 +134,8 @@ def finding(result: AccumulationResult) -> str:
     length = 4096 if 4096 in result.lengths else result.lengths[-1]
     fp16, fp32 = (result.error("positive", floats.name, length) for floats in (FP16, FP32))
     return (
-        f"Summed in FP16, a dot product of {length:,} positive terms is off by {fp16:.0%}; summed in FP32 by {fp32:.0e}, "
-        f"and every error is within its bound"
+        f"Summed in FP16, a dot product of {length:,} positive terms is off by {fp16:.0%}; "
+        f"summed in FP32 by {fp32:.0e}, and every error is within its bound"
     )
 
 
@@ -152,6 +159,7 @@ def draw(result: AccumulationResult) -> Figure:
     panels = figure.subplots(1, len(VECTORS), sharey=True)
     for axes, vectors in zip(panels, VECTORS, strict=True):
         _draw_case(axes, result, vectors)
+        axes.set_title(f"{vectors}: {_MEANINGS[vectors]}", fontsize=10.5)
     panels[0].set_ylabel("error / sum of the magnitudes,\nlargest of the trials")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
@@ -162,13 +170,15 @@ def draw(result: AccumulationResult) -> Figure:
 def _draw_case(axes: Axes, result: AccumulationResult, vectors: str) -> None:
     for floats in SUMS:
         case, color = result.of(vectors, floats.name), STYLES[floats][0]
-        axes.plot(result.lengths, _visible(case.errors), "-o", markersize=3, color=color, label=f"sums in {floats.name}")
+        axes.plot(
+            result.lengths, _visible(case.errors), "-o", markersize=3, color=color, label=f"sums in {floats.name}"
+        )
         bounds = [(n, bound) for n, bound in zip(result.lengths, case.bounds, strict=True) if bound is not None]
         axes.plot(*zip(*bounds, strict=True), "--", linewidth=1, color=color)
     case = result.of(vectors, MATMUL)
     axes.plot(result.lengths, _visible(case.errors), ":s", markersize=3, color=GREY, label="matmul of fp16 tensors")
     axes.plot([], [], "--", color="black", linewidth=1, label="bound n u / (1 - n u)")
-    axes.set(xscale="log", yscale="log", xlabel="length n of the vectors", title=vectors, ylim=(1e-8, 3))
+    axes.set(yscale="log", xlabel="length n of the vectors", ylim=(1e-8, 3))
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
 

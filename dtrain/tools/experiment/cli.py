@@ -31,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
     except SystemExit as stop:  # argparse has printed the reason
         return 2 if stop.code else 0
     name: str | None = arguments.name
+    if name is None and arguments.file is not None:
+        raise ConfigError(f"--from needs the name of an experiment before it: {', '.join(EXPERIMENTS)}")
     if name is None:
         print(_listing())
         return 0
@@ -63,6 +65,7 @@ def _run(name: str, out: Path | None, file: Path | None, command: str) -> None:
         result = from_plain(experiment.result, record.result)
     folder.mkdir(parents=True, exist_ok=True)
     if file is None:
+        torch.set_num_threads(1)  # the networks are so small that threads would wait for each other
         date, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
         result = experiment.run()
         wall_s = round(time.perf_counter() - start, 1)

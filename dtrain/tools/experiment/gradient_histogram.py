@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dtrain.engine.interface import Engine
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 from dtrain.precision.histogram import NUM_BINS, Histogram, count_magnitudes, share
-from dtrain.tools.experiment.networks import SmallNetwork, convnet, language_model, locator
+from dtrain.tools.experiment.networks import SmallNetwork, convnet, detector, language_model
 from dtrain.tools.experiment.records import Experiment
 from dtrain.tools.experiment.train import Observer, Variant, train
 from dtrain.tools.format_styles import GREY, STYLES
@@ -81,7 +81,7 @@ class ActivationGradients(Observer):
 
 
 def run(networks: Sequence[SmallNetwork] | None = None, steps: int = 300, seed: int = 0) -> GradientHistogramResult:
-    networks = networks or (locator(), language_model(), convnet())
+    networks = networks or (detector(), language_model(), convnet())
     return GradientHistogramResult(steps, seed, [_measure(network, steps, seed) for network in networks])
 
 

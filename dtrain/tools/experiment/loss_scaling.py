@@ -9,7 +9,7 @@ from statistics import fmean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dtrain.tools.experiment.networks import LOCATOR_VARIANCE, locator
+from dtrain.tools.experiment.networks import DETECTOR_VARIANCE, detector
 from dtrain.tools.experiment.records import Experiment
 from dtrain.tools.experiment.train import LossCurve, Variant, train
 from dtrain.tools.format_styles import PRECISION_COLORS
@@ -59,17 +59,17 @@ def run(
 
 
 def _train(precision: str, scale: str | float, steps: int, seed: int) -> ScaledTraining:
-    curve = train(locator(), Variant(precision, scale), steps, seed=seed)
-    losses = [loss / LOCATOR_VARIANCE for loss in curve.losses]
-    relative = LossCurve(losses, curve.final / LOCATOR_VARIANCE, curve.skipped, curve.loss_scale)
+    curve = train(detector(), Variant(precision, scale), steps, seed=seed)
+    losses = [loss / DETECTOR_VARIANCE for loss in curve.losses]
+    relative = LossCurve(losses, curve.final / DETECTOR_VARIANCE, curve.skipped, curve.loss_scale)
     return ScaledTraining(precision, scale if isinstance(scale, str) else f"{scale:g}", seed, relative)
 
 
 def finding(result: LossScalingResult) -> str:
     unscaled, dynamic = result.final("fp16", "none"), result.final("fp16", "dynamic")
     return (
-        f"Without loss scaling the detector learns nothing in FP16: its loss ends at {unscaled / result.fp32:.0f} times "
-        f"FP32's; with the dynamic loss scale at {dynamic / result.fp32:.2f} times"
+        f"In FP16 without loss scaling the detector learns nothing: its loss ends at {unscaled / result.fp32:.0f} "
+        f"times FP32's; with the dynamic loss scale at {dynamic / result.fp32:.2f} times"
     )
 
 

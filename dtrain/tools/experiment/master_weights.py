@@ -30,7 +30,7 @@ _WINDOW = 20
 
 
 @dataclass(frozen=True)
-class Training:
+class MasterComparison:
     """A network trained at one learning rate with and without masters.
 
     Attributes:
@@ -56,9 +56,9 @@ class Training:
 @dataclass(frozen=True)
 class MasterWeightsResult:
     steps: int
-    trainings: list[Training]
+    trainings: list[MasterComparison]
 
-    def of(self, network: str, precision: str, lr: float) -> list[Training]:
+    def of(self, network: str, precision: str, lr: float) -> list[MasterComparison]:
         """Returns the trainings of all seeds."""
         key = (network, precision, lr)
         return [item for item in self.trainings if (item.network, item.precision, item.lr) == key]
@@ -123,13 +123,13 @@ def run(
     return MasterWeightsResult(steps, trainings)
 
 
-def _compare(network: SmallNetwork, precision: str, steps: int, seed: int) -> Training:
+def _compare(network: SmallNetwork, precision: str, steps: int, seed: int) -> MasterComparison:
     variant, observer = Variant(precision), WithoutMasters()
     untrained = train(network, Variant(), 0, seed=seed).final
     with_masters = train(network, variant, steps, seed=seed)
     without = train(network, variant, steps, seed=seed, observer=observer)
     lost = share(observer.lost, observer.updates)
-    return Training(network.name, precision, network.optimizer.lr, seed, untrained, with_masters, without, lost)
+    return MasterComparison(network.name, precision, network.optimizer.lr, seed, untrained, with_masters, without, lost)
 
 
 def finding(result: MasterWeightsResult) -> str:
@@ -154,7 +154,7 @@ def tables(result: MasterWeightsResult) -> list[Table]:
     return [Table(f"Updates applied to the weights, {result.steps} steps of AdamW", columns, rows)]
 
 
-def _mean(trainings: Sequence[Training], name: str) -> float:
+def _mean(trainings: Sequence[MasterComparison], name: str) -> float:
     return fmean(getattr(item, name) for item in trainings)
 
 

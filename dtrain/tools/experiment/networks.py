@@ -107,14 +107,14 @@ def _noisy(shapes: Tensor, noise: float, generator: Generator) -> Tensor:
     return (shapes.float() + noise * torch.randn(shapes.shape, generator=generator))[:, None]
 
 
-# -- locator: a detector's regression, in SI units ---------------------------------------------------------------------
+# -- detector: finds one object, in SI units ---------------------------------------------------------------------------
 
 _PIXEL = 0.25e-3
 """Meters: the image is four millimeters wide."""
 _DISCS = 16
 
 
-class Locator(nn.Module):
+class Detector(nn.Module):
     """Finds the center and the radius of a disc in an image, in meters: convolutions without norms, as in VGG."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ class Locator(nn.Module):
         return _PIXEL * pixels.float()
 
 
-def locator() -> SmallNetwork:
+def detector() -> SmallNetwork:
     """The loss is in square meters: about 1e-7. AdamW's eps is far below such gradients."""
-    return SmallNetwork("locator", Locator, _draw_discs, F.mse_loss, AdamW(lr=2e-3, eps=1e-12, weight_decay=0.0))
+    return SmallNetwork("detector", Detector, _draw_discs, F.mse_loss, AdamW(lr=2e-3, eps=1e-12, weight_decay=0.0))
 
 
 def _draw_discs(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -151,8 +151,8 @@ def _draw_discs(generator: Generator) -> tuple[Tensor, Tensor]:
     return _noisy(discs, 0.3, generator), _PIXEL * targets
 
 
-LOCATOR_VARIANCE = _PIXEL**2 * (2 * 8**2 / 12 + 2**2 / 12) / 3
-"""Mean variance of the locator's targets: the loss of the best constant answer."""
+DETECTOR_VARIANCE = _PIXEL**2 * (2 * 8**2 / 12 + 2**2 / 12) / 3
+"""Mean variance of the detector's targets: the loss of the best constant answer."""
 
 
 # -- regression: a multilayer perceptron ------------------------------------------------------------------------------

@@ -93,9 +93,7 @@ def _initialize(network: SmallNetwork, variant: Variant, seed: int) -> Engine:
         _perturb(model, Generator().manual_seed(variant.perturbation))
     float8 = Float8(choice="all") if variant.precision == "fp8" else None
     policy = PrecisionPolicy.named(variant.precision, float8=float8)
-    return initialize(
-        model, optimizer=network.optimizer, precision=policy, loss_scale=variant.loss_scale, seed=seed
-    )
+    return initialize(model, optimizer=network.optimizer, precision=policy, loss_scale=variant.loss_scale, seed=seed)
 
 
 def _perturb(model: nn.Module, generator: Generator) -> None:
@@ -105,9 +103,7 @@ def _perturb(model: nn.Module, generator: Generator) -> None:
             weight.copy_(torch.nextafter(weight, sign * torch.inf))
 
 
-def _batches(
-    network: SmallNetwork, seed: int, count: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(network: SmallNetwork, seed: int, count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     generator = Generator().manual_seed(seed)
     for _ in range(count):
         inputs, targets = network.draw(generator)
