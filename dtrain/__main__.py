@@ -44,6 +44,7 @@ VERBS = {  # its meaning and an example
     "replay": ("reproduce a step of a run, and show where it went wrong", "runs/mine step=37"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
+    "experiment": ("repeat the experiments of the paper on mixed precision", "loss-scaling"),
 }
 
 

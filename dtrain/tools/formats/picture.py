@@ -12,18 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, LEAST_GRADIENT, TF32, FloatFormat
+from dtrain.precision.formats import FORMATS, LEAST_GRADIENT, FloatFormat
+from dtrain.tools.format_styles import GREY, STYLES
 
-# color, dash and width. The palette of Okabe and Ito, which color-blind readers can distinguish.
-# TF32 and FP16 have the same error where their ranges overlap: the wide line stays visible behind the dashed one
-STYLES = {
-    FP32: ("#0072B2", "-", 1.8),
-    TF32: ("#56B4E9", "-", 5.0),
-    BF16: ("#009E73", "-", 1.8),
-    FP16: ("#D55E00", "--", 1.8),
-    FP8_E4M3: ("#CC79A7", "-", 1.8),
-    FP8_E5M2: ("#E69F00", "-.", 1.8),
-}
 _EXPONENTS = range(-152, 132)
 _LOST = 1.0  # relative error of a number rounded to 0
 _TOP = 30.0  # height at which an error of Inf is drawn
@@ -39,8 +30,8 @@ def draw(path: Path) -> None:
         axes.set_xlim(1e-47, 1e41)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)
-        axes.axvline(LEAST_GRADIENT, color="#7f7f7f", linewidth=1.2, linestyle=":")
-        axes.axvline(9e4, color="#7f7f7f", linewidth=1.2, linestyle=":")
+        axes.axvline(LEAST_GRADIENT, color=GREY, linewidth=1.2, linestyle=":")
+        axes.axvline(9e4, color=GREY, linewidth=1.2, linestyle=":")
     ranges.set_xlabel("magnitude of the number")
     ranges.xaxis.set_major_locator(LogLocator(numticks=10))
     ranges.xaxis.set_minor_locator(NullLocator())

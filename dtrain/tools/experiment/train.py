@@ -1,0 +1,121 @@
+"""Trains a small network with the native engine: the loop that all experiments share."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+from dtrain.config.precision import Float8
+from dtrain.engine.initialize import initialize
+from dtrain.engine.interface import Engine
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.tools.experiment.networks import SmallNetwork
+
+_EVAL_SEED = 2**40
+_EVAL_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs between two trainings of one network.
+
+    Attributes:
+        loss_scale: a mode, or a number.
+        perturbation: if not 0, every initial weight is moved to the next FP32 number, up or down as this number draws.
+    """
+
+    precision: str = "fp32"
+    loss_scale: str | float = "auto"
+    perturbation: int = 0
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """One training.
+
+    Attributes:
+        losses: of each step's batch.
+        final: mean loss over held-out batches after the last step, the same batches for every training.
+        skipped: number of skipped steps.
+        loss_scale: after the last step.
+    """
+
+    losses: list[float]
+    final: float
+    skipped: int
+    loss_scale: float
+
+    def smoothed(self, window: int) -> tuple[list[int], list[float]]:
+        """Returns steps, and the means over the ``window`` steps up to each."""
+        ends = range(window, len(self.losses) + 1)
+        return list(ends), [statistics.fmean(self.losses[end - window : end]) for end in ends]
+
+
+class Observer:
+    """Methods that a training calls; these do nothing."""
+
+    def start(self, engine: Engine) -> None:
+        """Called before the first step."""
+
+    def step(self, engine: Engine) -> None:
+        """Called after each step."""
+
+
+def train(
+    network: SmallNetwork, variant: Variant, steps: int, *, seed: int, observer: Observer | None = None
+) -> LossCurve:
+    """Trains on batches that depend only on ``seed``, which also draws the initial weights; 0 steps only evaluate."""
+    observer = observer or Observer()
+    engine = _initialize(network, variant, seed)
+    observer.start(engine)
+    losses, skipped = [], 0
+    for inputs, targets in _batches(network, seed, steps, engine.device):
+        engine.backward(network.loss(engine(inputs), targets))
+        outcome = engine.step()
+        losses.append(outcome.loss)
+        skipped += not outcome.applied
+        observer.step(engine)
+    curve = LossCurve(losses, _evaluate(network, engine), skipped, engine.loss_scale.scale)
+    _report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
+    return curve
+
+
+def _initialize(network: SmallNetwork, variant: Variant, seed: int) -> Engine:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = network.build()
+    if variant.perturbation:
+        _perturb(model, Generator().manual_seed(variant.perturbation))
+    float8 = Float8(choice="all") if variant.precision == "fp8" else None
+    policy = PrecisionPolicy.named(variant.precision, float8=float8)
+    return initialize(model, optimizer=network.optimizer, precision=policy, loss_scale=variant.loss_scale, seed=seed)
+
+
+def _perturb(model: nn.Module, generator: Generator) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            sign = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
+            weight.copy_(torch.nextafter(weight, sign * torch.inf))
+
+
+def _batches(network: SmallNetwork, seed: int, count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = Generator().manual_seed(seed)
+    for _ in range(count):
+        inputs, targets = network.draw(generator)
+        yield inputs.to(device), targets.to(device)
+
+
+def _evaluate(network: SmallNetwork, engine: Engine) -> float:
+    with engine.eval():
+        batches = _batches(network, _EVAL_SEED, _EVAL_BATCHES, engine.device)
+        return statistics.fmean(network.loss(engine(inputs), targets).item() for inputs, targets in batches)
+
+
+def _report(line: str) -> None:
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)

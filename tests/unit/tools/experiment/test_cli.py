@@ -1,0 +1,68 @@
+"""``dtrain experiment``: its list, its mistakes, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dtrain.__main__ import main
+from dtrain.tools.experiment import cli
+from dtrain.tools.experiment.accumulation import run
+from dtrain.tools.experiment.records import Experiment
+
+
+def test_without_a_name_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment"]) == 0
+    shown = capsys.readouterr().out
+    for name, question in cli.EXPERIMENTS.items():
+        assert f"  {name} " in shown
+        assert question in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["loss-scalng"], "unknown experiment 'loss-scalng'; did you mean 'loss-scaling'?"),
+        (["accumulation", "--from", "nowhere.json"], "nowhere.json is not a result of dtrain experiment"),
+        (["accumulation", "--from", "pyproject.toml"], "pyproject.toml is not a result of dtrain experiment"),
+        (["--from", "pyproject.toml"], "--from needs the name of an experiment"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiment", *words]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.fixture
+def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Experiment[object] = cli.load("accumulation")
+    short = Experiment(
+        whole.result, whole.paper, partial(run, longest=64, trials=4), whole.finding, whole.tables, whole.draw
+    )
+    monkeypatch.setattr(cli, "load", lambda name: short)
+
+
+@pytest.mark.usefixtures("short_accumulation")
+def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert main(["experiment", "accumulation", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "| worst case   | fp16" in shown
+    assert "The paper: " in shown
+    assert (out / "experiment-accumulation.png").read_bytes().startswith(b"\x89PNG")
+    file = out / "experiment-accumulation.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["command"] == f"dtrain experiment accumulation --out {out}"
+    assert record["host"]["torch"]
+    assert record["result"]["lengths"] == [2, 4, 8, 16, 32, 64]
+    again = tmp_path / "again"
+    assert main(["experiment", "accumulation", "--from", str(file), "--out", str(again)]) == 0
+    assert [path.name for path in again.iterdir()] == ["experiment-accumulation.png"]
+    assert capsys.readouterr().out.partition("results in")[0] == shown.partition("results in")[0]
+    assert main(["experiment", "formats", "--from", str(file), "--out", str(again)]) == 2
+    assert "is a result of 'accumulation'" in capsys.readouterr().err
