@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 from dtrain.precision.histogram import Histogram, share
 from dtrain.precision.report import PrecisionReport, own_scale, power_below
-from dtrain.tools.formats.histogram import chosen_names
 from dtrain.tools.format_styles import STYLES
+from dtrain.tools.formats.histogram import chosen_names
 
 _MOST_LAYERS = 24  # rows of the map that remain readable
 
