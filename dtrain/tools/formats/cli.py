@@ -59,9 +59,7 @@ def _histogram(run: Path, words: Sequence[str]) -> None:
     pictures = [_picture_file(word, "histogram") for word in words if word.endswith(".png")]
     patterns = [word for word in words if not word.endswith(".png")]
     if len(pictures) > 1 or len(patterns) > 1:
-        raise ConfigError(
-            f"dtrain formats histogram takes one .png and one pattern; got {' '.join(words)}"
-        )
+        raise ConfigError(f"dtrain formats histogram takes one .png and one pattern; got {' '.join(words)}")
     pattern = patterns[0] if patterns else "*"
     reports = histogram.read_run(run)
     show([histogram.worst_table(reports[-1], pattern)])
