@@ -38,19 +38,22 @@ def count_magnitudes(x: Tensor) -> Tensor:
 
 def add_magnitudes(counts: Tensor, x: Tensor) -> None:
     """Adds what :func:`count_magnitudes` returns to ``counts``, int64 [512]."""
-    on_gpu = x.device.type == "cuda"
-    flat = x.detach().reshape(-1)
+    chunk, num_lanes = (_GPU_CHUNK, _GPU_LANES) if x.device.type == "cuda" else (_CHUNK, 1)
+    for part in x.detach().reshape(-1).split(chunk):
+        _add_chunk(counts, part, num_lanes)
+
+
+def _add_chunk(counts: Tensor, part: Tensor, num_lanes: int) -> None:
+    bits = part.float().view(torch.int32) & 0x7FFFFFFF
+    bins = (bits >> 23).mul_(2).add_((bits & 0x7FFFFF).clamp_(max=1)).long()
+    target = counts
+    if num_lanes > 1:
+        bins += torch.arange(bins.numel(), device=bins.device).remainder_(num_lanes).mul_(NUM_BINS)
+        target = counts.new_zeros(num_lanes * NUM_BINS)
     # not bincount, for which the host would read the largest bin
-    for part in flat.split(_GPU_CHUNK if on_gpu else _CHUNK):
-        bits = part.float().view(torch.int32) & 0x7FFFFFFF
-        bins = (bits >> 23).mul_(2).add_((bits & 0x7FFFFF).clamp_(max=1)).long()
-        target = counts
-        if on_gpu:
-            bins += torch.arange(bins.numel(), device=x.device).remainder_(_GPU_LANES).mul_(NUM_BINS)
-            target = counts.new_zeros(_GPU_LANES * NUM_BINS)
-        target.scatter_add_(0, bins, torch.ones_like(bins))
-        if on_gpu:
-            counts += target.view(_GPU_LANES, NUM_BINS).sum(0)
+    target.scatter_add_(0, bins, torch.ones_like(bins))
+    if num_lanes > 1:
+        counts += target.view(num_lanes, NUM_BINS).sum(0)
 
 
 @dataclass(frozen=True)

@@ -170,3 +170,23 @@ def test_no_option_makes_the_host_wait_or_forgets_a_wait(name: str) -> None:
         rank.collectives.require_waited()
         held, formula = rank.engine.memory(), rank.engine.memory_formula()
         assert all(held[kind] >= formula[kind] for kind in formula)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp8, row-wise", "ddp, fp8"])
+def test_measured_step_does_not_make_the_host_wait(name: str) -> None:
+    options = {
+        "bf16": {"world_size": 8, "zero_stage": 3},
+        "fp8": {"world_size": 8, "zero_stage": 3, "precision": "fp8"},
+        "fp8, row-wise": {"world_size": 8, "precision": "fp8", "float8": Float8("rowwise", choice="all")},
+        "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},
+    }[name]
+    with fake_engine(**options) as rank:
+        rank.step(1)
+        rank.collectives.clear()
+        with rank.engine.measure_precision(["blocks.*"]):
+            rank.step(2)
+        measured = list(rank.collectives.issued)
+        rank.collectives.clear()
+        rank.step(2)
+        assert rank.collectives.issued == measured, "a measured step communicates as any other"
+        rank.collectives.require_waited()

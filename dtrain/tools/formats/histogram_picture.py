@@ -133,7 +133,8 @@ def _draw_map(figure: Figure, axes: Axes, reports: Sequence[PrecisionReport], la
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     flushed = math.log2(FP16.min_normal / reports[-1].loss_scale)
-    if image.norm.vmin is not None and image.norm.vmin < flushed < (image.norm.vmax or flushed):
+    lowest, highest = bar.ax.get_ylim()
+    if lowest < flushed < highest:
         bar.ax.axhline(flushed, color="#D55E00", linewidth=2)
         bar.set_label(f"line: FP16 keeps all bits above (scale {reports[-1].loss_scale:g})", fontsize=8)
 

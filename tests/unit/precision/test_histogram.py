@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.precision.formats import FP8_E4M3, FP8_E5M2, FP16, FloatFormat
-from dtrain.precision.histogram import NUM_BINS, Histogram, count_magnitudes, share
+from dtrain.precision.histogram import NUM_BINS, Histogram, _add_chunk, count_magnitudes, share
 
 FORMATS = (FP16, FP8_E4M3, FP8_E5M2)
 numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -88,6 +88,13 @@ def test_tensors_larger_than_a_chunk_are_counted_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr("dtrain.precision.histogram._CHUNK", 100)
     assert torch.equal(count_magnitudes(x), whole)
     assert whole.shape == (NUM_BINS,)
+
+
+def test_bins_in_lanes_have_the_same_counts() -> None:
+    """As on a GPU, where neighbors add to different copies of a bin."""
+    x, counts = ordinary(6)[:1001], torch.ones(NUM_BINS, dtype=torch.int64)
+    _add_chunk(counts, x, 128)
+    assert torch.equal(counts, count_magnitudes(x) + 1)
 
 
 def test_a_scale_that_is_no_power_of_two_is_refused() -> None:

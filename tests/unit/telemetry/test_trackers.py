@@ -14,13 +14,17 @@ import pytest
 from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
+from dtrain.precision.report import PrecisionReport
 from dtrain.telemetry import trackers
 from dtrain.telemetry.metrics import StepMetrics
+from dtrain.telemetry.precision import PrecisionFindings
 
 STEP = StepMetrics(
     step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
     tokens_per_s=100.0, step_ms=5.0,
 )  # fmt: skip
+
+FOUND = PrecisionFindings(PrecisionReport(step=4, applied=True, loss_scale=1.0, better_scale=8.0, parameters=()))
 
 
 @pytest.fixture
@@ -79,11 +83,12 @@ from dataclasses import replace
 from pathlib import Path
 from dtrain.config.schema import WandbConfig
 from dtrain.telemetry.trackers import open_tracker
-from tests.unit.telemetry.test_trackers import STEP
+from tests.unit.telemetry.test_trackers import FOUND, STEP
 [tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
 for step in (1, 2):
     tracker.step(replace(STEP, step=step))
 tracker.validation(2, {"val_loss": 2.5})
+tracker.precision(FOUND)
 tracker.close(0)
 """
 
@@ -96,7 +101,8 @@ def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
     runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     logs = [path.read_bytes() for run in runs for path in run.glob("*.wandb")]
     assert logs
-    assert all(b"train/grad_norm" in log and b"val/loss" in log and b"seed" in log for log in logs)
+    expected = (b"train/grad_norm", b"val/loss", b"seed", b"precision/better_scale")
+    assert all(name in log for log in logs for name in expected)
     everything = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(b"canary-5d1f" in content for content in everything)
 
@@ -146,11 +152,13 @@ def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:
         for step in range(start + 1, 5):
             tracker.step(replace(STEP, step=step, loss=float(10 * start + step)))
         tracker.validation(4, {"val_loss": 2.5})
+        tracker.precision(FOUND)
         tracker.close(0)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 23.0), (4, 24.0)]
     assert events.Scalars("val/loss")[-1].value == 2.5
+    assert [(e.step, e.value) for e in events.Scalars("precision/better_scale")] == [(4, 8.0)]
 
 
 def test_a_missing_tensorboard_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
