@@ -367,6 +367,7 @@ class Rank:
     chunk_squares = ShardedModel.chunk_squares
     canonical_sum = ShardedModel.canonical_sum
     _locate_culprit = StepEngine._locate_culprit
+    explain_skips = False
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device = rank, trial, CPU

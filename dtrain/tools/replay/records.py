@@ -116,7 +116,7 @@ class ReplayResult:
 
 
 @dataclass(frozen=True)
-class Difference:
+class NumberDifference:
     """A number that differs from the one in ``metrics.jsonl``."""
 
     step: int
@@ -157,7 +157,7 @@ class ReplayReport:
     is_reproducible: bool
     result: ReplayResult
     num_compared: int
-    differences: list[Difference]
+    differences: list[NumberDifference]
     culprit: dict[str, Any] | None
     recorded: dict[str, Any] | None
     differing_fields: list[str]

@@ -21,7 +21,8 @@ def show_report(report: ReplayReport, out: Path, seconds: float) -> None:
     print("\n".join(summary_lines(report, seconds)), end="\n\n")
     show([micro_batch_table(report), gradient_table(report)])
     files = f"{REPORT_FILE}, {micro_batch_file(0)}.{{json,safetensors}} ..., {GRADIENTS}.{{json,safetensors}}"
-    print(f"{out}: {files}", flush=True)
+    is_below = out.is_relative_to(Path.cwd())
+    print(f"{out.relative_to(Path.cwd()) if is_below else out}: {files}", flush=True)
 
 
 def summary_lines(report: ReplayReport, seconds: float) -> Iterator[str]:
@@ -70,7 +71,7 @@ def micro_batch_table(report: ReplayReport) -> Table:
     world_size = report.world_size or report.ranks
 
     def text(record: MicroBatchRecord) -> str:
-        shown = "".join(char if char.isprintable() and char != "|" else " " for char in record.text[0])
+        shown = " ".join("".join(c if c.isprintable() and c != "|" else " " for c in record.text[0]).split())
         return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 3]}..."
 
     columns = [

@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError
 from dtrain.tools.ranks import run_ranks
 from dtrain.tools.replay.dump import write_json
 from dtrain.tools.replay.records import (
-    Difference,
+    NumberDifference,
     ReplayedStep,
     ReplayJob,
     ReplayReport,
@@ -116,13 +116,13 @@ def compare(source: RecordedRun, result: ReplayResult, ranks: int) -> ReplayRepo
     )
 
 
-def _differences(step: ReplayedStep, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[Difference]:
+def _differences(step: ReplayedStep, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[NumberDifference]:
     logged = metrics.get(step.step)
     if logged is not None:
         for name in _COMPARED:
             replayed = getattr(step, name)
             if logged[name] != replayed:  # None is a number that is not finite
-                yield Difference(step.step, name, logged[name], replayed)
+                yield NumberDifference(step.step, name, logged[name], replayed)
 
 
 def _notes(source: RecordedRun, result: ReplayResult) -> Iterator[str]:
