@@ -8,14 +8,23 @@ unnecessary dropped. Nothing is switched; the user decides.
 from __future__ import annotations
 
 import glob
-import json
 import math
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Rule, Trial
+from dtrain.tools.probe.evidence import (
+    Evidence,
+    change_text,
+    figures,
+    float8_reasons,
+    line_of,
+    plural,
+    scale_reasons,
+    scale_text,
+    untested,
+)
+from dtrain.tools.probe.records import Advice, ProductResult, Rule, Trial
 
 MAX_RETRAINS = 12
 """Trainings that the search for rules may take for one format."""
@@ -30,45 +39,6 @@ class Retrain(Protocol):
     def __call__(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
         """Returns the trial of a format under ``rules``; ``loss_scale`` is a constant one, None the run's own."""
         ...
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """All that the probe has measured: trials without rules, FP32's among them, and the analysis of the modules."""
-
-    trials: Sequence[Trial]
-    noise: Noise
-    analysis: Analysis
-    flips: Sequence[Flip] = ()
-    device_name: str = "this device"
-
-    def trial(self, format_name: str) -> Trial | None:
-        """Returns the trial of a format, or None if it was not tried."""
-        return next((trial for trial in self.trials if trial.format == format_name and not trial.rules), None)
-
-    @property
-    def limit(self) -> float:
-        """Smallest gap that counts: the detection limit, but at least FP32's rounding of the loss."""
-        fp32 = self.trial("fp32")
-        loss = abs(fp32.losses[-1]) if fp32 and fp32.losses else 1.0
-        return max(self.noise.detection_limit, 2.0**-20 * loss)
-
-    def units(self, gap: float) -> float:
-        """Returns a gap in units of noise."""
-        return gap / (self.limit / 2)
-
-    def is_off(self, trial: Trial) -> bool:
-        """Whether a trial failed, skipped more than it trained, or ended at least two units of noise above FP32."""
-        skips_too_much = trial.skipped > max(8, len(trial.losses))
-        return trial.failure is not None or skips_too_much or not trial.gap < self.limit
-
-    def describe(self, trial: Trial) -> str:
-        """Returns how a trial ended, in units of noise."""
-        if trial.failure is not None:
-            return f"fails ({trial.failure})"
-        if not math.isfinite(trial.gap):
-            return "ends with a loss that is not finite"
-        return f"ends {self.units(trial.gap):+.1f} noise units from FP32"
 
 
 @dataclass(frozen=True)
@@ -92,23 +62,10 @@ def advise(evidence: Evidence, retrain: Retrain) -> Advice:
         adviser.explain_fp32()
     precision = choice.trial.format if choice else "fp32"
     rules, scale = (choice.rules, choice.loss_scale) if choice else ((), None)
-    reasons = (*adviser.reasons, *_float8_reasons(evidence), *_scale_reasons(evidence, scale))
-    return Advice(precision, rules, scale, line_of(precision, rules, scale), reasons, _untested(evidence, scale))
-
-
-def line_of(precision: str, rules: Sequence[Rule], loss_scale: float | None) -> str:
-    """Returns the keys of ``dtrain train``, quoted for a shell."""
-    keys = [f"precision={precision}"]
-    if rules:
-        entries = ", ".join(f"{json.dumps(rule.pattern)}: {rule.format}" for rule in rules)
-        keys.append(f"precision.rules={{{entries}}}")
-    if loss_scale is not None:
-        keys += ["precision.loss_scale.mode=static", f"precision.loss_scale.init={_number(loss_scale)}"]
-    return " ".join(map(shlex.quote, keys))
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else repr(value)
+    all_rules = dict(choice.trial.rules) if choice else {}  # with those that the user gave
+    all_rules |= {rule.pattern: rule.format for rule in rules}
+    reasons = (*adviser.reasons, *float8_reasons(evidence), *scale_reasons(evidence, scale))
+    return Advice(precision, rules, scale, line_of(precision, all_rules, scale), reasons, untested(evidence, scale))
 
 
 class _Adviser:
@@ -159,7 +116,7 @@ class _Adviser:
         if scale is not None:
             constant = self.retrain(format_name, {}, scale)
             if not self.evidence.is_off(constant):
-                return self._accept(_Choice(constant, (), scale), f" at the constant loss scale {_number(scale)}")
+                return self._accept(_Choice(constant, (), scale), f" at the constant loss scale {scale_text(scale)}")
         if self.evidence.is_off(trial):
             self._rejected[format_name] = trial
             self.reasons.append(f"{format_name} without rules {self.evidence.describe(trial)}")
@@ -171,7 +128,7 @@ class _Adviser:
 
     def _accept(self, choice: _Choice, how: str = "") -> _Choice:
         trial, units = choice.trial, self.evidence.units
-        rules = f" with {_plural(len(choice.rules), 'rule')}" if choice.rules else ""
+        rules = f" with {plural(len(choice.rules), 'rule')}" if choice.rules else ""
         cosine = f", cosine of the first gradients {trial.cosine:.4f}" if math.isfinite(trial.cosine) else ""
         self.reasons.append(
             f"{trial.format}{rules}{how} {self.evidence.describe(trial)} (gaps below 2 cannot be told from noise)"
@@ -202,7 +159,7 @@ class _Adviser:
             cured = None if self.evidence.is_off(trial) else trial
         self._point_to_code(format_name)
         if cured is None:
-            tried = f" with up to {_plural(len(kept), 'rule')}" if kept else ""
+            tried = f" with up to {plural(len(kept), 'rule')}" if kept else ""
             self.reasons.append(f"{format_name}{tried} stays two noise units or more from FP32")
             return None
         for suspect in kept[:-1] if len(kept) > 1 else ():
@@ -213,7 +170,7 @@ class _Adviser:
             trials += 1
             if not self.evidence.is_off(trial):
                 kept, cured = fewer, trial
-        with_rules = f"{self.evidence.describe(cured)} with {_plural(len(kept), 'rule')}"
+        with_rules = f"{self.evidence.describe(cured)} with {plural(len(kept), 'rule')}"
         found = f"{self.evidence.describe(before)} without, {with_rules}"
         rules = tuple(Rule(s.pattern, s.instead, f"{s.describe()}; {format_name} {found}") for s in kept)
         return self._accept(_Choice(cured, rules, scale))
@@ -223,7 +180,7 @@ class _Adviser:
         own = [r for r in self.evidence.analysis.products if r.format == format_name and not r.module and r.cause]
         for r in own:
             self.reasons.append(
-                f"the model's own forward, outside of its modules, is sensitive in {format_name} ({_figures(r)}), and "
+                f"the model's own forward, outside of its modules, is sensitive in {format_name} ({figures(r)}), and "
                 f"no rule reaches it: cast its inputs with .float() inside `with dtrain.full_precision():`, or move "
                 f"it into a module"
             )
@@ -250,8 +207,8 @@ class _Suspect:
 
     def describe(self) -> str:
         worst = max(self.results, key=lambda r: (_size(r.predicted), -r.sqnr_db))
-        measured = "" if self.measured is None else f", {_change(self.measured)} measured alone"
-        return f"{self.kind} '{self.name}': {_figures(worst)}{measured}"
+        measured = "" if self.measured is None else f", {change_text(self.measured)} measured alone"
+        return f"{self.kind} '{self.name}': {figures(worst)}{measured}"
 
 
 def _ranked(evidence: Evidence, format_name: str) -> list[_Suspect]:
@@ -291,23 +248,6 @@ def _size(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _figures(r: ProductResult) -> str:
-    if r.sqnr_db == -math.inf:
-        return f"{r.product} in {r.format} is not finite (range)"
-    parts = [f"{r.product} in {r.format} has {r.sqnr_db:.0f} dB"]
-    if r.cause:
-        parts[0] += f" ({r.cause})"
-    if r.underflow >= 5e-4:
-        parts.append(f"{r.underflow:.1%} of its operands become zero")
-    if r.saturation >= 5e-4:
-        parts.append(f"{r.saturation:.1%} overflow")
-    return ", ".join([*parts, f"predicted change of the loss {_change(r.predicted)}"])
-
-
-def _change(value: float) -> str:
-    return f"{value:.1e}" if math.isfinite(value) else "not finite"
-
-
 def _is_faster(fp8: Trial, bf16: Trial) -> bool:
     if fp8.ms_per_step is None or bf16.ms_per_step is None:
         return True  # nothing to compare: FP8 is real, BF16 is not
@@ -316,65 +256,3 @@ def _is_faster(fp8: Trial, bf16: Trial) -> bool:
 
 def _times(fp8: Trial, bf16: Trial) -> str:
     return f"{fp8.ms_per_step:.3g} against {bf16.ms_per_step:.3g} ms a step"
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _float8_reasons(evidence: Evidence) -> list[str]:
-    """Names the Linears that FP8 leaves out by itself."""
-    if evidence.trial("fp8") is None:
-        return []
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in evidence.analysis.blocks_float8.items():
-        if reason.startswith("too small"):
-            by_reason.setdefault(reason, []).append(name)
-    return [
-        f"stay in bf16 under precision=fp8 without any rule ({reason}): {', '.join(names)}"
-        for reason, names in by_reason.items()
-    ]
-
-
-def _scale_reasons(evidence: Evidence, scale: float | None) -> list[str]:
-    """Says what FP16 loses without a loss scale, and what a constant one recovers."""
-    analysis = evidence.analysis
-    if analysis.loss_scale is None:
-        return []
-    scaled = {(r.module, r.product): r for r in analysis.products if r.format == "fp16"}
-    lost = [
-        (r, scaled[r.module, r.product])
-        for r in analysis.unscaled
-        if r.cause == "range" and (r.module, r.product) in scaled
-    ]
-    if not lost:
-        return []
-    r, at_scale = max(lost, key=lambda pair: pair[0].predicted)
-    verb = "is" if scale is not None else "would be"
-    return [
-        f"without a loss scale FP16 loses gradients by range in {_plural(len(lost), 'product')}, most in '{r.module}' "
-        f"({r.product}: {r.underflow:.0%} of its operands become zero, {r.sqnr_db:.0f} dB); at the constant scale "
-        f"{_number(analysis.loss_scale)}, the largest power of two with a margin of 8 over the largest gradient, it "
-        f"{verb} {at_scale.underflow:.0%} and {at_scale.sqnr_db:.0f} dB"
-    ]
-
-
-def _untested(evidence: Evidence, scale: float | None) -> tuple[str, ...]:
-    steps = max((len(trial.losses) for trial in evidence.trials), default=0)
-    items = [
-        f"more than {steps} steps: gaps below {evidence.limit:.2g} in the loss ({evidence.limit / 2:.2g} is one noise "
-        f"unit), and those that grow later",
-        "other learning rates, schedules, batch sizes and data",
-        "several ranks, and reduction of gradients in 16 bits",
-        f"other devices and kernels than those of {evidence.device_name}",
-    ]
-    if scale is not None:
-        items.append(
-            "whether gradients outgrow the constant loss scale later; precision.loss_scale.mode=dynamic follows"
-        )
-    emulated = [t.format for t in evidence.trials if t.ms_per_step is None]
-    if emulated:
-        items.append(f"the speed of {', '.join(emulated)}, emulated here")
-    for name, reason in evidence.analysis.unexamined.items():
-        items.append(f"'{name}' by itself: {reason}")
-    return tuple(items)
