@@ -19,12 +19,12 @@ from dtrain.tools.probe.evidence import (
     figures,
     float8_reasons,
     line_of,
-    plural,
     scale_reasons,
     scale_text,
     untested,
 )
-from dtrain.tools.probe.records import Advice, ProductResult, Rule, Trial
+from dtrain.tools.probe.records import Advice, AdvisedRule, ProductResult, Trial
+from dtrain.tools.tables import plural
 
 MAX_RETRAINS = 12
 """Trainings that the search for rules may take for one format."""
@@ -46,7 +46,7 @@ class _Choice:
     """A format with the rules and the scale under which it is safe, and its trial."""
 
     trial: Trial
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[AdvisedRule, ...] = ()
     loss_scale: float | None = None
 
 
@@ -79,8 +79,8 @@ class _Adviser:
             self._float8()
             or self._healthy("bf16")
             or self._healthy("fp16")
-            or self._cured("bf16")
-            or self._cured("fp16")
+            or self._with_rules("bf16")
+            or self._with_rules("fp16")
             or self._healthy("tf32")
         )
 
@@ -101,7 +101,7 @@ class _Adviser:
         if bf16 is not None and bf16.ms_per_step is not None and not _is_faster(fp8, bf16):
             self.reasons.append(f"fp8 is not faster than bf16 here ({_times(fp8, bf16)})")
             return None
-        choice = self._healthy("fp8") or self._cured("fp8")
+        choice = self._healthy("fp8") or self._with_rules("fp8")
         if choice and bf16 is not None and not _is_faster(choice.trial, bf16):
             self.reasons.append(f"fp8 with its rules is not faster than bf16 ({_times(choice.trial, bf16)})")
             return None
@@ -139,41 +139,42 @@ class _Adviser:
 
     # -- the search for rules ---------------------------------------------------------------------------------------
 
-    def _cured(self, format_name: str) -> _Choice | None:
+    def _with_rules(self, format_name: str) -> _Choice | None:
         """Returns the format with the fewest rules found under which it is safe."""
         before = self._rejected.get(format_name)
         if before is None:
             return None
         scale = self._scale(format_name)
         remaining = _ranked(self.evidence, format_name)
-        kept: list[_Suspect] = []
+        kept: list[_Candidate] = []
         trials = 0
-        cured: Trial | None = None
-        while remaining and cured is None and trials < MAX_RETRAINS:
+        safe: Trial | None = None
+        while remaining and safe is None and trials < MAX_RETRAINS:
             # twice as many each time: the worst alone first, and few trainings if there are many
-            more = remaining[: max(1, len(kept))]
-            remaining = [s for s in remaining[len(more) :] if not any(s.is_inside(other) for other in more)]
-            kept = [s for s in kept if not any(s.is_inside(other) for other in more)] + more
+            number = max(1, len(kept))
+            kept = _outermost([*kept, *remaining[:number]])
+            names = {candidate.name for candidate in kept}
+            remaining = [candidate for candidate in remaining[number:] if not candidate.is_inside(names)]
             trial = self.retrain(format_name, _patterns(kept), scale)
             trials += 1
-            cured = None if self.evidence.is_off(trial) else trial
+            safe = None if self.evidence.is_off(trial) else trial
         self._point_to_code(format_name)
-        if cured is None:
+        if safe is None:
             tried = f" with up to {plural(len(kept), 'rule')}" if kept else ""
             self.reasons.append(f"{format_name}{tried} stays two noise units or more from FP32")
             return None
-        for suspect in kept[:-1] if len(kept) > 1 else ():
+        for candidate in kept[:-1] if len(kept) > 1 else ():
             if trials >= MAX_RETRAINS:
                 break
-            fewer = [other for other in kept if other is not suspect]
+            fewer = [other for other in kept if other is not candidate]
             trial = self.retrain(format_name, _patterns(fewer), scale)
             trials += 1
             if not self.evidence.is_off(trial):
-                kept, cured = fewer, trial
-        with_rules = f"{self.evidence.describe(cured)} with {plural(len(kept), 'rule')}"
+                kept, safe = fewer, trial
+        with_rules = f"{self.evidence.describe(safe)} with {plural(len(kept), 'rule')}"
         found = f"{self.evidence.describe(before)} without, {with_rules}"
-        rules = tuple(Rule(s.pattern, s.instead, f"{s.describe()}; {format_name} {found}") for s in kept)
-        return self._accept(_Choice(cured, rules, scale))
+        rules = tuple(AdvisedRule(s.pattern, s.instead, f"{s.describe()}; {format_name} {found}") for s in kept)
+        return self._accept(_Choice(safe, rules, scale))
 
     def _point_to_code(self, format_name: str) -> None:
         """Names what no rule reaches: code of the model itself, outside of the modules that it calls."""
@@ -187,7 +188,7 @@ class _Adviser:
 
 
 @dataclass(frozen=True)
-class _Suspect:
+class _Candidate:
     """A module that may get a rule, with its results."""
 
     name: str
@@ -199,11 +200,13 @@ class _Suspect:
 
     @property
     def pattern(self) -> str:
-        return glob.escape(self.name)
+        # Hydra's mappings have no way to write a quote in a key
+        return glob.escape(self.name).replace('"', "?").replace("'", "?")
 
-    def is_inside(self, other: _Suspect) -> bool:
-        """Whether the rule of ``other`` covers this module."""
-        return self.name.startswith(f"{other.name}.")
+    def is_inside(self, names: Collection[str]) -> bool:
+        """Whether a rule for one of ``names`` covers this module."""
+        parts = self.name.split(".")
+        return any(".".join(parts[:end]) in names for end in range(1, len(parts)))
 
     def describe(self) -> str:
         worst = max(self.results, key=lambda r: (_size(r.predicted), -r.sqnr_db))
@@ -211,7 +214,7 @@ class _Suspect:
         return f"{self.kind} '{self.name}': {figures(worst)}{measured}"
 
 
-def _ranked(evidence: Evidence, format_name: str) -> list[_Suspect]:
+def _ranked(evidence: Evidence, format_name: str) -> list[_Candidate]:
     """Returns the modules that a rule could keep out of the format, worst first."""
     analysis = evidence.analysis
     results: dict[str, list[ProductResult]] = {}
@@ -224,7 +227,7 @@ def _ranked(evidence: Evidence, format_name: str) -> list[_Suspect]:
             if r.format == "bf16" and r.module not in own:
                 results.setdefault(r.module, []).append(r)
     measured = {f.module: f.measured for f in evidence.flips if f.format == format_name}
-    suspects = []
+    candidates = []
     for name, found in results.items():
         if not name:  # a rule for the model itself would keep all of it out
             continue
@@ -232,12 +235,18 @@ def _ranked(evidence: Evidence, format_name: str) -> list[_Suspect]:
         score = _size(forward) + _total(r.predicted for r in found if r.product not in _FORWARD)
         instead = "bf16" if found[0].format == "fp8" else "fp32"
         kind = analysis.kinds.get(name, "module")
-        suspects.append(_Suspect(name, kind, instead, score, tuple(found), measured.get(name)))
-    return sorted(suspects, key=lambda s: s.score, reverse=True)
+        candidates.append(_Candidate(name, kind, instead, score, tuple(found), measured.get(name)))
+    return sorted(candidates, key=lambda s: s.score, reverse=True)
 
 
-def _patterns(suspects: Iterable[_Suspect]) -> dict[str, str]:
-    return {s.pattern: s.instead for s in suspects}
+def _outermost(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Returns the candidates that no other one's rule covers."""
+    names = {candidate.name for candidate in candidates}
+    return [candidate for candidate in candidates if not candidate.is_inside(names)]
+
+
+def _patterns(candidates: Iterable[_Candidate]) -> dict[str, str]:
+    return {s.pattern: s.instead for s in candidates}
 
 
 def _total(values: Iterable[float]) -> float:

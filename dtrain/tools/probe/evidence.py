@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtrain.tools.probe.records import Analysis, Flip, Noise, ProductResult, Trial
+from dtrain.tools.tables import plural
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,6 @@ def figures(r: ProductResult) -> str:
 def change_text(value: float) -> str:
     """Returns a change of the loss in words."""
     return f"{value:.1e}" if math.isfinite(value) else "not finite"
-
-
-def plural(number: int, noun: str) -> str:
-    """Returns a number with its noun."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def float8_reasons(evidence: Evidence) -> list[str]:

@@ -6,6 +6,7 @@ every format's products are summed in FP32, and the result is rounded as an engi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +59,7 @@ class Exact:
     dw: Tensor | None
 
 
-class Product:
+class ProductCall:
     """One call of a product module, in FP32 and in any format."""
 
     def __init__(self, module: nn.Module, operands: Operands) -> None:
@@ -143,6 +144,8 @@ class Product:
             factor = 1.0 if name == "fprop" else 1.0 / scale
             gradient = _preconditioned(reference) if name == "wgrad" else gradients[name]
             signal, noise, change = energies(reference, computed * factor, gradient)
+            if math.isnan(signal):  # FP32 itself overflows
+                continue
             wide_noise = noise
             if unlimited is not computed:
                 wide_noise = energies(reference, unlimited * factor)[1]

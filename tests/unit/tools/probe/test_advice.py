@@ -167,6 +167,14 @@ def test_code_of_the_model_itself_gets_a_sentence_and_nothing_curable_gets_fp32(
     assert "fp32: no format that was tried (fp16) stays below two noise units" in advice.reasons
 
 
+def test_a_name_with_quotes_is_matched_without_them() -> None:
+    analysis = Analysis((result("it's", "bf16", 1.0), result("[0]", "bf16", 0.9)))
+    world = World({"bf16": {"it?s", "[[]0]"}})
+    advice = advise(Evidence([trial("fp32"), trial("bf16", 1.0)], NOISE, analysis), world)
+    assert rules(advice) == {"it?s": "fp32", "[[]0]": "fp32"}
+    assert compose(shlex.split(advice.line)).precision.rules == rules(advice)
+
+
 def test_tf32_before_fp32() -> None:
     trials = [trial("fp32"), trial("tf32"), trial("bf16", 1.0)]
     advice, _ = ask(Evidence(trials, NOISE, Analysis((result("a", "bf16", 1.0),))), {"bf16": {"b"}})
@@ -191,7 +199,7 @@ def test_noise_of_zero_leaves_fp32s_own_rounding() -> None:
     assert ask(evidence)[0].precision == "bf16"
 
 
-@pytest.mark.parametrize("pattern", ["a.b", "a b", "it's", "[x]", 'say "x"', "0", "a,b:c"])
+@pytest.mark.parametrize("pattern", ["a.b", "a b", "it?s", "[[]x]", "0", "a,b:c", "*.attn"])
 def test_lines_are_accepted(pattern: str) -> None:
     line = line_of("fp16", {pattern: "fp32"}, 0.125)
     precision = compose(shlex.split(line)).precision
