@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
