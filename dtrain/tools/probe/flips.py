@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from dtrain.engine.rng import keyed_rng
+from dtrain.precision.forward import set_matmul_precision
+from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.probe.one_module import FormatSwitch, device_of, observe_handovers
 from dtrain.tools.probe.products import is_product
 from dtrain.tools.probe.recording import micro_batch_key, unchanged
 from dtrain.tools.probe.records import Analysis, Flip
-from dtrain.tools.probe.sensitivity import MicroBatch, Settings
+from dtrain.tools.probe.sensitivity import MicroBatch, ProbeSettings
+from dtrain.train.setup import torch_settings_restored
 
 _FORWARD = ("fprop", "forward")
 
@@ -25,7 +28,7 @@ def flip(
     analysis: Analysis,
     format_name: str,
     num: int | None = 5,
-    settings: Settings | None = None,
+    settings: ProbeSettings | None = None,
 ) -> tuple[Flip, ...]:
     """Runs the worst and the best ``num`` modules alone in the format, worst first; None: all of them.
 
@@ -34,7 +37,7 @@ def flip(
     ``analysis`` is that of the same model, micro-batches and settings. Only forwards run, so the predictions are those
     of the forward products.
     """
-    settings = settings or Settings()
+    settings = settings or ProbeSettings()
     if format_name == "tf32":
         return ()
     ranked = sorted(
@@ -45,14 +48,15 @@ def flip(
     chosen = ranked if num is None or len(ranked) <= 2 * num else [*ranked[:num], *ranked[-num:]]
     if not chosen:
         return ()
-    with unchanged(model), torch.no_grad():
+    with torch_settings_restored(), unchanged(model), torch.no_grad():
+        set_matmul_precision(PrecisionPolicy.named("fp32"))
         flipper = _Flipper(model, micro_batches, format_name, settings)
         return tuple(Flip(r.module, format_name, r.predicted, flipper.measure(r.module)) for r in chosen)
 
 
 class _Flipper:
     def __init__(
-        self, model: nn.Module, micro_batches: Sequence[MicroBatch], format_name: str, settings: Settings
+        self, model: nn.Module, micro_batches: Sequence[MicroBatch], format_name: str, settings: ProbeSettings
     ) -> None:
         self.model, self.micro_batches, self.format, self.settings = model, micro_batches, format_name, settings
         self.device = device_of(model)

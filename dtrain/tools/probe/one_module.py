@@ -229,14 +229,12 @@ def _handing_over(
 
 def cast_flagged(values: Any, flags: Sequence[bool], cast: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``values`` with ``cast`` applied to the FP32 tensors whose flag is set."""
-    leaves, structure = pytree.tree_flatten(values)
-    if len(leaves) != len(flags):  # another call than the observed one
+    flat, structure = pytree.tree_flatten(values)
+    if len(flat) != len(flags):  # another call than the observed one
         return values
-    cast_leaves = [
-        cast(leaf) if flag and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
-        for leaf, flag in zip(leaves, flags, strict=True)
-    ]
-    return pytree.tree_unflatten(cast_leaves, structure)
+    is_fp32 = [isinstance(value, Tensor) and value.dtype == torch.float32 for value in flat]
+    chosen = [cast(value) if all(both) else value for value, *both in zip(flat, flags, is_fp32, strict=True)]
+    return pytree.tree_unflatten(chosen, structure)
 
 
 def _to_fp32(value: Any) -> Any:

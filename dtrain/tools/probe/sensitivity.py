@@ -30,14 +30,14 @@ from dtrain.config.precision import Float8, LossScale
 from dtrain.errors import ModelError
 from dtrain.precision.contract import resolve
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.forward import find_loss
+from dtrain.precision.forward import find_loss, set_matmul_precision
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import fp32_class, is_compiled
 from dtrain.tools.probe.measures import Measure, Operand, count, energies, result
 from dtrain.tools.probe.one_module import FormatSwitch, calls_modules, device_of, is_opaque, observe_handovers
-from dtrain.tools.probe.products import Operands, Product, is_product
+from dtrain.tools.probe.products import Operands, ProductCall, is_product
 from dtrain.tools.probe.recording import (
     Call,
     Recording,
@@ -48,6 +48,7 @@ from dtrain.tools.probe.recording import (
     unchanged,
 )
 from dtrain.tools.probe.records import Analysis, ProductResult
+from dtrain.train.setup import torch_settings_restored
 
 FORMATS = ("tf32", "bf16", "fp16", "fp8")
 """Formats that can be examined."""
@@ -69,7 +70,7 @@ def model_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProbeSettings:
     """How to examine a model.
 
     Attributes:
@@ -88,7 +89,7 @@ class Settings:
 
 
 def analyze(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], formats: Sequence[str], settings: Settings | None = None
+    model: nn.Module, micro_batches: Sequence[MicroBatch], formats: Sequence[str], settings: ProbeSettings | None = None
 ) -> Analysis:
     """Examines every module of an FP32 model in every format of ``formats``; the model is as before afterwards.
 
@@ -96,19 +97,20 @@ def analyze(
         model: on its device, in the mode in which it trains.
         micro_batches: keyword arguments of the model, one mapping for each micro-batch; at least one.
         formats: of :data:`FORMATS`; others (``fp32``) are left out. With ``fp8``, only Linears that
-            ``precision=fp8`` puts into FP8 have results in it; the others compute in BF16 there.
+            ``precision=fp8`` puts into FP8 have results in it. The others compute in BF16 there, which is examined too.
     """
-    with unchanged(model), torch.no_grad():
-        return _Analyzer(model, tuple(name for name in FORMATS if name in formats), settings or Settings()).run(
-            micro_batches
-        )
+    wanted = {*formats, *(("bf16",) if "fp8" in formats else ())}
+    with torch_settings_restored(), unchanged(model), torch.no_grad():
+        set_matmul_precision(PrecisionPolicy.named("fp32"))  # the modes of the process may be those of a trial in TF32
+        chosen = tuple(name for name in FORMATS if name in wanted)
+        return _Analyzer(model, chosen, settings or ProbeSettings()).run(micro_batches)
 
 
 _Key = tuple[str, str, str]  # module, product, format
 
 
 class _Analyzer:
-    def __init__(self, model: nn.Module, formats: tuple[str, ...], settings: Settings) -> None:
+    def __init__(self, model: nn.Module, formats: tuple[str, ...], settings: ProbeSettings) -> None:
         self.model, self.formats, self.settings = model, formats, settings
         self.device = device_of(model)
         self.modules, self.unexamined = _examined(model)
@@ -190,7 +192,7 @@ class _Analyzer:
             if call.name not in self.products:
                 self._run_again(call, found)
                 continue
-            product = Product(self.modules[call.name], _operands(self.modules[call.name], call))
+            product = ProductCall(self.modules[call.name], _operands(self.modules[call.name], call))
             for format_name in self.formats:
                 if format_name == "fp8" and call.name not in self.float8:
                     continue

@@ -21,7 +21,7 @@ from dtrain.precision.float8.options import Recipe
 from dtrain.precision.histogram import Histogram
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.records import Analysis, ProductResult
-from dtrain.tools.probe.sensitivity import Settings, analyze, constant_scale
+from dtrain.tools.probe.sensitivity import ProbeSettings, analyze, constant_scale
 
 FORMATS = ("tf32", "bf16", "fp16", "fp8")
 
@@ -103,8 +103,9 @@ def test_products_against_a_module_in_the_dtype(name: str) -> None:
 def test_fp8_against_a_float8_linear(recipe: str) -> None:
     model = seeded(lambda: Net(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))))
     x = randn(16, 32)
-    analysis = analyze(model, [{"x": x}], ["fp8"], Settings(float8=Float8(recipe)))
-    assert {r.module for r in analysis.products} == {"body.1"}  # neither the first nor the last product
+    analysis = analyze(model, [{"x": x}], ["fp8"], ProbeSettings(float8=Float8(recipe)))
+    assert {r.module for r in analysis.products if r.format == "fp8"} == {"body.1"}  # neither the first nor the last
+    assert {r.module for r in analysis.products if r.format == "bf16"} == {"body.0", "body.1", "body.2"}
     assert analysis.blocks_float8 == {"body.0": "first product", "body.2": "last product"}
     hidden = model.body[0](x).detach().requires_grad_()
     exact = model.body[1]
@@ -368,6 +369,6 @@ def test_the_worst_and_the_best_are_flipped(
     transformer: tuple[nn.Module, list[dict[str, Tensor]], Analysis],
 ) -> None:
     model, micro_batches, analysis = transformer
-    everything = flip(model, micro_batches[:1], analysis, "bf16", None, Settings(fp16=nullcontext))
+    everything = flip(model, micro_batches[:1], analysis, "bf16", None, ProbeSettings(fp16=nullcontext))
     some = flip(model, micro_batches[:1], analysis, "bf16", 2)
     assert [f.module for f in some] == [everything[i].module for i in (0, 1, -2, -1)]
