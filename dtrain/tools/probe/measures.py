@@ -64,18 +64,13 @@ class Measure:
         )
 
 
-def count(x: Tensor, quantized: Tensor, largest: float | Tensor = math.inf) -> Operand:
-    """Compares ``x`` with its rounded values; elements above ``largest``, or that became Inf, are saturated."""
-    finite = x.isfinite()
-    nonzero = finite & (x != 0)
+def count(x: Tensor, quantized: Tensor) -> Operand:
+    """Compares ``x`` with its rounded values; finite elements that became Inf are saturated."""
     counts = torch.stack(
-        (
-            nonzero.sum(),
-            (nonzero & (quantized == 0)).sum(),
-            (finite & (~quantized.isfinite() | (x.abs() > largest))).sum(),
-        )
+        (x.count_nonzero(), quantized.count_nonzero(), quantized.isinf().sum(), x.isinf().sum())
     ).tolist()
-    return Operand(counts[0], counts[1], x.numel(), counts[2])
+    # a rounded zero is zero, and Inf stays Inf
+    return Operand(counts[0], counts[0] - counts[1], x.numel(), counts[2] - counts[3])
 
 
 def energies(exact: Tensor, computed: Tensor, gradient: Tensor | None = None) -> tuple[float, float, float]:
@@ -85,13 +80,8 @@ def energies(exact: Tensor, computed: Tensor, gradient: Tensor | None = None) ->
     """
     error = computed - exact
     change = (gradient * error).sum(dtype=torch.float64) if gradient is not None else error.new_zeros(())
-    values = torch.stack(
-        (
-            exact.square().sum(dtype=torch.float64),
-            error.square().sum(dtype=torch.float64),
-            change.double(),
-        )
-    ).tolist()
+    signal, noise = (torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in (exact, error))
+    values = torch.stack((signal, noise, change.double())).tolist()
     if not math.isfinite(values[0]):  # FP32 itself overflows: nothing to compare with
         return math.nan, math.nan, math.nan
     return (values[0], values[1], values[2]) if math.isfinite(values[1]) else (values[0], math.inf, math.inf)

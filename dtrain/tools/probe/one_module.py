@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,8 @@ def observe_handovers(model: nn.Module, forward: Callable[[], object], device: t
         found.setdefault(names[module], Handover(_reduced((args, kwargs)), _reduced(output)))
 
     with ExitStack() as stack:
-        contract, autocast = stack.enter_context(installed(model, PrecisionPolicy.named("bf16"), device))
+        contract = resolve(PrecisionPolicy.named("bf16"), model)
+        autocast = stack.enter_context(installed(model, contract, device))
         for name, parameter in model.named_parameters():
             stack.enter_context(_data_in(parameter, contract.replica_dtypes[name]))
         for module in names:
@@ -80,17 +81,15 @@ def _data_in(parameter: nn.Parameter, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def installed(model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> Iterator[tuple[Contract, Autocast]]:
-    """Inside, the forward of ``model`` follows ``policy`` under the yielded ``Autocast``; then it is as before.
+def installed(model: nn.Module, contract: Contract, device: torch.device) -> Iterator[Autocast]:
+    """Inside, the forward of ``model`` follows ``contract`` under the yielded ``Autocast``; then it is as before.
 
     Parameters keep their dtype.
     """
-    policy = policy.on(device)
     modules = list(model.modules())
     before = [(type(m), {key: m.__dict__[key] for key in _REPLACED if key in m.__dict__}) for m in modules]
     try:
-        contract = resolve(policy, model)
-        yield contract, Autocast(contract, model, device)
+        yield Autocast(contract, model, device)
     finally:
         for module, (cls, attributes) in zip(modules, before, strict=True):
             if type(module) is not cls:
@@ -124,34 +123,58 @@ def rules_of(model: nn.Module, name: str, format_name: str) -> dict[str, str]:
     return rules
 
 
-@contextmanager
-def in_format(
-    model: nn.Module, name: str, format_name: str, handovers: Handovers, *, float8: Float8 | None = None
-) -> Iterator[None]:
-    """Inside, the module ``name`` computes in ``format_name`` (``bf16``, ``fp16``, ``fp8``), and the rest in FP32."""
-    module, device = model.get_submodule(name), device_of(model)
-    rules = rules_of(model, name, format_name)
-    if format_name == "fp8":  # its products return BF16, so the policy must be BF16
-        policy = PrecisionPolicy.named("bf16", rules={"*": "fp32", **rules}, float8=float8)
-    else:
-        policy = PrecisionPolicy.named("fp32", rules=rules)
-    dtype = torch.bfloat16 if format_name == "fp8" else DTYPES[format_name]
-    with ExitStack() as stack:
-        _, autocast = stack.enter_context(installed(model, policy, device))
-        if format_name != "fp8" and not isinstance(module, nn.RNNBase):
-            stack.enter_context(_replicas(module, dtype))
-        stack.enter_context(_handing_over(module, name, model, handovers, lambda x: x.to(dtype)))
-        # FP8 products choose by the dtype of the autocast around them, which their region sets
-        stack.enter_context(autocast.backward() if format_name == "fp8" else autocast())
-        yield
+class FormatSwitch:
+    """Switches one module of a model to another format, and back.
+
+    Args:
+        model: an FP32 model, whose modules do not change meanwhile.
+        handovers: of the model.
+        float8: options of FP8 products.
+    """
+
+    def __init__(self, model: nn.Module, handovers: Handovers, float8: Float8) -> None:
+        self.model, self.handovers, self.float8 = model, handovers, float8
+        self.device = device_of(model)
+        self._contracts: dict[tuple[str, str], Contract] = {}  # resolving takes longer than most modules
+
+    @contextmanager
+    def in_format(self, name: str, format_name: str) -> Iterator[None]:
+        """Inside, the module ``name`` computes in ``format_name`` (``bf16``, ``fp16``, ``fp8``), the rest in FP32."""
+        module = self.model.get_submodule(name)
+        dtype = _dtype(format_name)
+        with ExitStack() as stack:
+            autocast = stack.enter_context(installed(self.model, self._contract(name, format_name), self.device))
+            if format_name != "fp8" and not isinstance(module, nn.RNNBase):
+                stack.enter_context(_replicas(module, dtype))
+            stack.enter_context(self._handing_over(name, lambda x: x.to(dtype)))
+            # not the BF16 autocast of an FP8 policy: all but the module is FP32, also code outside of the model
+            stack.enter_context(autocast.backward())
+            yield
+
+    @contextmanager
+    def with_rounded_inputs(self, name: str, format_name: str) -> Iterator[None]:
+        """Inside, the module computes in FP32 on what :meth:`in_format` hands it: the reference for it."""
+        dtype = _dtype(format_name)
+        with self._handing_over(name, lambda x: x.to(dtype).float()):
+            yield
+
+    def _contract(self, name: str, format_name: str) -> Contract:
+        key = name, format_name
+        if key not in self._contracts:
+            rules = rules_of(self.model, name, format_name)
+            if format_name == "fp8":  # its products return BF16, so the policy must be BF16
+                policy = PrecisionPolicy.named("bf16", rules={"*": "fp32", **rules}, float8=self.float8)
+            else:
+                policy = PrecisionPolicy.named("fp32", rules=rules)
+            self._contracts[key] = resolve(policy.on(self.device), self.model)
+        return self._contracts[key]
+
+    def _handing_over(self, name: str, cast: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
+        return _handing_over(self.model.get_submodule(name), name, self.model, self.handovers, cast)
 
 
-@contextmanager
-def with_rounded_inputs(model: nn.Module, name: str, format_name: str, handovers: Handovers) -> Iterator[None]:
-    """Inside, the module ``name`` computes in FP32 on what :func:`in_format` hands it: the reference for it."""
-    dtype = torch.bfloat16 if format_name == "fp8" else DTYPES[format_name]
-    with _handing_over(model.get_submodule(name), name, model, handovers, lambda x: x.to(dtype).float()):
-        yield
+def _dtype(format_name: str) -> torch.dtype:
+    return torch.bfloat16 if format_name == "fp8" else DTYPES[format_name]
 
 
 @contextmanager
@@ -206,14 +229,12 @@ def _handing_over(
 
 def cast_flagged(values: Any, flags: Sequence[bool], cast: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``values`` with ``cast`` applied to the FP32 tensors whose flag is set."""
-    leaves, structure = pytree.tree_flatten(values)
-    if len(leaves) != len(flags):  # another call than the observed one
+    flat, structure = pytree.tree_flatten(values)
+    if len(flat) != len(flags):  # another call than the observed one
         return values
-    cast_leaves = [
-        cast(leaf) if flag and isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
-        for leaf, flag in zip(leaves, flags, strict=True)
-    ]
-    return pytree.tree_unflatten(cast_leaves, structure)
+    is_fp32 = [isinstance(value, Tensor) and value.dtype == torch.float32 for value in flat]
+    chosen = [cast(value) if all(both) else value for value, *both in zip(flat, flags, is_fp32, strict=True)]
+    return pytree.tree_unflatten(chosen, structure)
 
 
 def _to_fp32(value: Any) -> Any:

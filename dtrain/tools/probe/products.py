@@ -6,7 +6,8 @@ every format's products are summed in FP32, and the result is rounded as an engi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +19,7 @@ from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, TF32, FloatFormat
 from dtrain.precision.rounding import round_mantissa, rounded
-from dtrain.tools.probe.measures import Measure, Operand, count, energies
+from dtrain.tools.probe.measures import WORTH_NAMING_DB, Measure, Operand, count, decibels, energies
 
 FLOATS = {"tf32": TF32, "bf16": BF16, "fp16": FP16}
 _FLOAT8 = {E4M3: FP8_E4M3, E5M2: FP8_E5M2}
@@ -58,13 +59,64 @@ class Exact:
     dw: Tensor | None
 
 
-class Product:
+Results = list[Tensor | None]
+"""y, dx and dW; None for those that the call does not need."""
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """Products in a format.
+
+    Attributes:
+        counts: what rounding lost in the operands of each product.
+        may_be_range: whether unlimited range could remove most of the error.
+        without_limit: computes the products with the format's mantissa and unlimited range.
+    """
+
+    counts: Mapping[str, Operand]
+    results: Results
+    may_be_range: bool
+    without_limit: Callable[[], Results]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """An operand of an FP8 product: exact, in FP8, and with its mantissa but unlimited range."""
+
+    exact: Tensor
+    quantized: Tensor
+    unlimited: Tensor
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> _Matrix:
+        exact = rounded(matrix, BF16)  # as the modules before and after hand it over
+        quantized = dequantize(quantize(exact, dtype, rowwise=recipe.rowwise))
+        return _Matrix(exact, quantized, round_mantissa(exact, _FLOAT8[dtype].mantissa_bits), dtype)
+
+    def transposed(self, recipe: Recipe) -> _Matrix:
+        if recipe.rowwise:  # with other scales
+            return _Matrix.of(self.exact.t(), self.dtype, recipe)
+        return _Matrix(self.exact.t(), self.quantized.t(), self.unlimited.t(), self.dtype)
+
+    def count(self) -> Operand:
+        return count(self.exact, self.quantized)
+
+    def loses_range(self) -> bool:
+        """Whether the format's range adds half as much error, or more, to that of its mantissa."""
+        noise, of_mantissa = ((t - self.exact).square().sum() for t in (self.quantized, self.unlimited))
+        return bool(noise > 1.5 * of_mantissa)
+
+
+class ProductCall:
     """One call of a product module, in FP32 and in any format."""
 
     def __init__(self, module: nn.Module, operands: Operands) -> None:
         self._module = module
         self._operands = operands
-        self.exact = Exact(*self._multiply(operands.x, operands.weight, operands.bias, operands.dy))
+        y, dx, dw = self._multiply(operands.x, operands.weight, operands.bias, operands.dy)
+        assert y is not None
+        self.exact = Exact(y, dx, dw)
 
     @property
     def gain(self) -> float:
@@ -79,60 +131,69 @@ class Product:
             recipe: options of FP8 products.
             scale: loss scale, by which gradients are multiplied before they are rounded.
         """
-        if format_name == "fp8":
-            return self._measure_float8(recipe)
-        return self._measure_elementwise(FLOATS[format_name], scale)
+        given = self._float8(recipe) if format_name == "fp8" else self._elementwise(FLOATS[format_name], scale)
+        measures = dict(self._compare(given.counts, given.results, given.results, scale))
+        is_large = any(decibels(m.signal, m.noise) < WORTH_NAMING_DB for m in measures.values())
+        if is_large and given.may_be_range:  # only then the cause is in question
+            measures = dict(self._compare(given.counts, given.results, given.without_limit(), scale))
+        return measures
 
-    def _measure_elementwise(self, floats: FloatFormat, scale: float) -> dict[str, Measure]:
+    def _elementwise(self, floats: FloatFormat, scale: float) -> _Computed:
         given = self._operands
-        operands = (given.x, given.weight, given.bias, None if given.dy is None else given.dy * scale)
-        quantized = [None if t is None else rounded(t, floats) for t in operands]
-        unlimited = [None if t is None else round_mantissa(t.float(), floats.mantissa_bits) for t in operands]
-        counts = [Operand() if t is None else count(t, q) for t, q in zip(operands, quantized, strict=True)]  # type: ignore[arg-type]
-        is_limited = any(q is not None and not torch.equal(q, u) for q, u in zip(quantized, unlimited, strict=True))  # type: ignore[arg-type]
-        store = (lambda t: t) if floats is TF32 else partial(rounded, floats=floats)  # TF32 results are FP32
-        results = [_stored(t, store) for t in self._multiply(*quantized)]  # type: ignore[arg-type]
-        if is_limited:
-            without_limit = self._multiply(*unlimited)  # type: ignore[arg-type]
-            wide = [_stored(t, partial(round_mantissa, mantissa_bits=floats.mantissa_bits)) for t in without_limit]
-        else:
-            wide = results
-        x, w, b, dy = counts
-        used = {"fprop": x + w + b, "dgrad": dy + w, "wgrad": dy + x}
-        return dict(self._compare(used, results, wide, scale))
+        exact = (given.x, given.weight, given.bias, None if given.dy is None else given.dy * scale)
+        quantized = [_stored(t, partial(rounded, floats=floats)) for t in exact]
+        x, w, b, dy = (
+            Operand() if q is None or t is None else count(t, q) for t, q in zip(exact, quantized, strict=True)
+        )
+        cut = partial(round_mantissa, mantissa_bits=floats.mantissa_bits)
+        results = self._multiply(*quantized)  # type: ignore[arg-type]
+        if floats is not TF32:  # whose results are FP32
+            results = [_stored(t, partial(rounded, floats=floats)) for t in results]
 
-    def _measure_float8(self, recipe: Recipe) -> dict[str, Measure]:
+        def without_limit() -> Results:
+            unlimited = self._multiply(*(_stored(t, cut) for t in exact))  # type: ignore[arg-type]
+            return unlimited if floats is TF32 else [_stored(t, cut) for t in unlimited]
+
+        # the exponents of BF16 and TF32 are those of FP32
+        may_be_range = floats is FP16 or any(c.underflows or c.saturated for c in (x, w, b, dy))
+        counts = {"fprop": x + w + b, "dgrad": dy + w, "wgrad": dy + x}
+        return _Computed(counts, results, may_be_range, without_limit)
+
+    def _float8(self, recipe: Recipe) -> _Computed:
         given = self._operands
         x, w = given.x.reshape(-1, given.x.shape[-1]), given.weight
         dy = None if given.dy is None else given.dy.reshape(-1, w.shape[0])
-        grad = recipe.grad_dtype
-        pairs: dict[str, tuple[Tensor, torch.dtype, Tensor]] = {"fprop": (x, E4M3, w)}
-        if dy is not None:
-            pairs["dgrad"] = (dy, grad, w.t())
-            pairs["wgrad"] = (dy.t(), grad, x.t())
-        results: list[Tensor | None] = [None, None, None]
-        wide: list[Tensor | None] = [None, None, None]
-        used = {}
-        for index, (name, (left, dtype, right)) in enumerate(pairs.items()):
-            if (name == "dgrad" and self.exact.dx is None) or (name == "wgrad" and self.exact.dw is None):
-                continue
-            sides = [_float8(left, dtype, recipe), _float8(right, E4M3, recipe)]
-            used[name] = sides[0][2] + sides[1][2]
-            bias = given.bias if name == "fprop" else None
-            results[index] = self._float8_result(name, sides[0][0], sides[1][0], bias)
-            wide[index] = self._float8_result(name, sides[0][1], sides[1][1], bias)
-        return dict(self._compare(used, results, wide, 1.0))
+        # pairs [rows, n], [columns, n], whose rows may have a scale each
+        pairs: dict[str, tuple[_Matrix, _Matrix]] = {}
+        by_rows = _Matrix.of(x, E4M3, recipe), _Matrix.of(w, E4M3, recipe)
+        pairs["fprop"] = by_rows
+        if dy is not None and self.exact.dx is not None:
+            gradient = _Matrix.of(dy, recipe.grad_dtype, recipe)
+            pairs["dgrad"] = gradient, by_rows[1].transposed(recipe)
+        if dy is not None and self.exact.dw is not None:
+            gradient = pairs["dgrad"][0] if "dgrad" in pairs else _Matrix.of(dy, recipe.grad_dtype, recipe)
+            pairs["wgrad"] = gradient.transposed(recipe), by_rows[0].transposed(recipe)
 
-    def _float8_result(self, name: str, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        def multiply(part: str) -> Results:
+            return [
+                self._float8_result(name, *(getattr(side, part) for side in pairs[name])) if name in pairs else None
+                for name in ("fprop", "dgrad", "wgrad")
+            ]
+
+        counts = {name: left.count() + right.count() for name, (left, right) in pairs.items()}
+        may_be_range = any(side.loses_range() for pair in pairs.values() for side in pair)
+        return _Computed(counts, multiply("quantized"), may_be_range, partial(multiply, "unlimited"))
+
+    def _float8_result(self, name: str, left: Tensor, right: Tensor) -> Tensor:
         out = rounded(left @ right.t(), BF16)
-        if bias is not None:
-            out = rounded(out + rounded(bias, BF16), BF16)
+        if name == "fprop" and self._operands.bias is not None:
+            out = rounded(out + rounded(self._operands.bias, BF16), BF16)
         exact = {"fprop": self.exact.y, "dgrad": self.exact.dx, "wgrad": self.exact.dw}[name]
         assert exact is not None
         return out.reshape(exact.shape)
 
     def _compare(
-        self, used: dict[str, Operand], results: list[Tensor | None], wide: list[Tensor | None], scale: float
+        self, used: Mapping[str, Operand], results: Results, wide: Results, scale: float
     ) -> Iterator[tuple[str, Measure]]:
         exact = self.exact
         gradients = {"fprop": self._operands.dy, "dgrad": exact.dx, "wgrad": None}
@@ -143,6 +204,8 @@ class Product:
             factor = 1.0 if name == "fprop" else 1.0 / scale
             gradient = _preconditioned(reference) if name == "wgrad" else gradients[name]
             signal, noise, change = energies(reference, computed * factor, gradient)
+            if math.isnan(signal):  # FP32 itself overflows
+                continue
             wide_noise = noise
             if unlimited is not computed:
                 wide_noise = energies(reference, unlimited * factor)[1]
@@ -150,19 +213,17 @@ class Product:
                 change = change / signal if signal else 0.0  # the share of dx that is lost along dx
             yield name, Measure(used[name], signal, noise, wide_noise, change)
 
-    def _multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor | None) -> Results:
         """Returns y, dx and dW of FP32 operands."""
         given, module = self._operands, self._module
         needs_dx, needs_dw = given.needs_dx and dy is not None, given.needs_dw and dy is not None
         if isinstance(module, nn.Linear):
             y = F.linear(x, weight, bias)
             if dy is None:
-                return y, None, None
+                return [y, None, None]
             rows = dy.reshape(-1, dy.shape[-1])
             dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_dw else None
-            return y, dy @ weight if needs_dx else None, dw
+            return [y, dy @ weight if needs_dx else None, dw]
         with torch.enable_grad():
             x, weight = x.detach().requires_grad_(needs_dx), weight.detach().requires_grad_(needs_dw)
             replaced = {"weight": weight} | ({} if bias is None else {"bias": bias})
@@ -170,7 +231,7 @@ class Product:
         wanted = [t for t in (x, weight) if t.requires_grad]
         gradients = list(torch.autograd.grad(y, wanted, dy)) if wanted else []
         dx = gradients.pop(0) if needs_dx else None
-        return y.detach(), dx, gradients.pop(0) if needs_dw else None
+        return [y.detach(), dx, gradients.pop(0) if needs_dw else None]
 
 
 def _stored(result: Tensor | None, store: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -180,11 +241,3 @@ def _stored(result: Tensor | None, store: Callable[[Tensor], Tensor]) -> Tensor 
 def _preconditioned(dw: Tensor) -> Tensor:
     """Returns the direction in which AdamW's first update goes: each element over its magnitude."""
     return dw / (dw.abs() + ADAM_EPS)
-
-
-def _float8(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, Tensor, Operand]:
-    """Returns the matrix in FP8, with its mantissa but unlimited range, and what was lost."""
-    matrix = rounded(matrix, BF16)  # what the modules before and after hand over
-    quantized = dequantize(quantize(matrix, dtype, rowwise=recipe.rowwise))
-    unlimited = round_mantissa(matrix, _FLOAT8[dtype].mantissa_bits)
-    return quantized, unlimited, count(matrix, quantized)

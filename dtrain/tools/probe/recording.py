@@ -122,9 +122,10 @@ def _versions(values: Any) -> list[int]:
 
 def floats_of(output: Any) -> list[Tensor]:
     """Returns the floating tensors in a module's output, which may be an object with a loss."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    flat = pytree.tree_leaves(output)
+    floats = [value for value in flat if isinstance(value, Tensor) and value.is_floating_point()]
     loss = find_loss(output)
-    return leaves or ([] if loss is None else [loss])
+    return floats or ([] if loss is None else [loss])
 
 
 def random_state(device: torch.device) -> list[Tensor]:

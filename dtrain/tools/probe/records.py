@@ -68,7 +68,7 @@ class Flip:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdvisedRule:
     """One line of precision.rules, and why it is advised."""
 
     pattern: str
@@ -124,7 +124,7 @@ class Advice:
     """
 
     precision: str
-    rules: tuple[Rule, ...]
+    rules: tuple[AdvisedRule, ...]
     loss_scale: float | None
     line: str
     reasons: tuple[str, ...]

@@ -27,25 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8, LossScale
-from dtrain.errors import DtrainError, ModelError
+from dtrain.errors import ModelError
 from dtrain.precision.contract import resolve
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.forward import find_loss
+from dtrain.precision.forward import find_loss, set_matmul_precision
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import fp32_class, is_compiled
 from dtrain.tools.probe.measures import Measure, Operand, count, energies, result
-from dtrain.tools.probe.one_module import (
-    Handovers,
-    calls_modules,
-    device_of,
-    in_format,
-    is_opaque,
-    observe_handovers,
-    with_rounded_inputs,
-)
-from dtrain.tools.probe.products import Operands, Product, is_product
+from dtrain.tools.probe.one_module import FormatSwitch, calls_modules, device_of, is_opaque, observe_handovers
+from dtrain.tools.probe.products import Operands, ProductCall, is_product
 from dtrain.tools.probe.recording import (
     Call,
     Recording,
@@ -56,6 +48,7 @@ from dtrain.tools.probe.recording import (
     unchanged,
 )
 from dtrain.tools.probe.records import Analysis, ProductResult
+from dtrain.train.setup import torch_settings_restored
 
 FORMATS = ("tf32", "bf16", "fp16", "fp8")
 """Formats that can be examined."""
@@ -77,7 +70,7 @@ def model_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProbeSettings:
     """How to examine a model.
 
     Attributes:
@@ -96,7 +89,7 @@ class Settings:
 
 
 def analyze(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], formats: Sequence[str], settings: Settings | None = None
+    model: nn.Module, micro_batches: Sequence[MicroBatch], formats: Sequence[str], settings: ProbeSettings | None = None
 ) -> Analysis:
     """Examines every module of an FP32 model in every format of ``formats``; the model is as before afterwards.
 
@@ -104,19 +97,20 @@ def analyze(
         model: on its device, in the mode in which it trains.
         micro_batches: keyword arguments of the model, one mapping for each micro-batch; at least one.
         formats: of :data:`FORMATS`; others (``fp32``) are left out. With ``fp8``, only Linears that
-            ``precision=fp8`` puts into FP8 have results in it; the others compute in BF16 there.
+            ``precision=fp8`` puts into FP8 have results in it. The others compute in BF16 there, which is examined too.
     """
-    with unchanged(model), torch.no_grad():
-        return _Analyzer(model, tuple(name for name in FORMATS if name in formats), settings or Settings()).run(
-            micro_batches
-        )
+    wanted = {*formats, *(("bf16",) if "fp8" in formats else ())}
+    with torch_settings_restored(), unchanged(model), torch.no_grad():
+        set_matmul_precision(PrecisionPolicy.named("fp32"))  # the modes of the process may be those of a trial in TF32
+        chosen = tuple(name for name in FORMATS if name in wanted)
+        return _Analyzer(model, chosen, settings or ProbeSettings()).run(micro_batches)
 
 
 _Key = tuple[str, str, str]  # module, product, format
 
 
 class _Analyzer:
-    def __init__(self, model: nn.Module, formats: tuple[str, ...], settings: Settings) -> None:
+    def __init__(self, model: nn.Module, formats: tuple[str, ...], settings: ProbeSettings) -> None:
         self.model, self.formats, self.settings = model, formats, settings
         self.device = device_of(model)
         self.modules, self.unexamined = _examined(model)
@@ -130,7 +124,7 @@ class _Analyzer:
         }
         self.largest_gradient = 0.0
         self.scale = 1.0
-        self.handovers: Handovers = {}
+        self.switch = FormatSwitch(model, {}, settings.float8)
         self.measures: dict[_Key, list[Measure]] = defaultdict(list)
         self.at_scale_1: dict[_Key, list[Measure]] = defaultdict(list)
         self.gradients: dict[str, Histogram] = {}
@@ -141,9 +135,13 @@ class _Analyzer:
             key = micro_batch_key(self.settings.seed, 0)
             with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 torch.manual_seed(key)
-                self.handovers = observe_handovers(
-                    self.model, lambda: self.settings.loss_of(self.model, micro_batches[0]), self.device
-                )
+                try:
+                    self.switch.handovers = observe_handovers(
+                        self.model, lambda: self.settings.loss_of(self.model, micro_batches[0]), self.device
+                    )
+                except Exception as error:  # of the user's model
+                    reason = f"the model fails in bf16: {_first_line(error)}"
+                    self.unexamined |= dict.fromkeys((n for n in self.modules if n not in self.products), reason)
         for index, micro_batch in enumerate(micro_batches):
             recording = record(
                 self.model,
@@ -163,11 +161,15 @@ class _Analyzer:
             _add(self.gradients, name, gradient)
             self._see(gradient)
         for call in recording.calls:
-            for dy in call.gradients:
-                if dy is not None:
+            handed = self.switch.handovers.get(call.name)
+            for index, dy in enumerate(call.gradients):
+                if dy is None or not dy.dim():  # a loss is FP32
+                    continue
+                if call.name in self.products:
+                    _add(self.activation_gradients, call.name, dy)
                     self._see(dy)
-                    if call.name in self.products:
-                        _add(self.activation_gradients, call.name, dy)
+                elif handed and handed.outputs[index : index + 1] == (True,):
+                    self._see(dy)
         self.scale = constant_scale(self.largest_gradient) or 1.0
 
     def _see(self, gradient: Tensor) -> None:
@@ -190,7 +192,7 @@ class _Analyzer:
             if call.name not in self.products:
                 self._run_again(call, found)
                 continue
-            product = Product(self.modules[call.name], _operands(self.modules[call.name], call))
+            product = ProductCall(self.modules[call.name], _operands(self.modules[call.name], call))
             for format_name in self.formats:
                 if format_name == "fp8" and call.name not in self.float8:
                     continue
@@ -214,9 +216,8 @@ class _Analyzer:
                 continue
             try:
                 measure = self._measured_again(call, format_name)
-            except (DtrainError, RuntimeError, TypeError, NotImplementedError) as error:
-                text = (str(error) or type(error).__name__).splitlines()[0]
-                self.unexamined[call.name] = f"it fails in {format_name}: {text}"
+            except Exception as error:  # of the user's model
+                self.unexamined[call.name] = f"it fails in {format_name}: {_first_line(error)}"
                 return
             if format_name == "bf16":
                 bf16_noise = measure.noise
@@ -231,9 +232,9 @@ class _Analyzer:
         module = self.modules[call.name]
         inputs = floats_of((call.args, call.kwargs))
         slow = self.settings.fp16() if format_name == "fp16" else nullcontext()
-        with with_rounded_inputs(self.model, call.name, format_name, self.handovers):
+        with self.switch.with_rounded_inputs(call.name, format_name):
             exact = self._outputs(module, call)
-        with in_format(self.model, call.name, format_name, self.handovers), slow:
+        with self.switch.in_format(call.name, format_name), slow:
             computed = self._outputs(module, call)
         total = Measure(Operand(), 0.0, 0.0, 0.0, 0.0)
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[format_name]
@@ -274,10 +275,13 @@ class _Analyzer:
 
 
 def constant_scale(largest_gradient: float) -> float | None:
-    """Returns the largest power of two with scale x gradient x 8 at most 65,504; None for a gradient of 0."""
+    """Returns the largest power of two with scale x gradient x 8 at most 65,504; None for a gradient of 0.
+
+    The choice is that of the calibrated loss scale, whose limits a constant scale does not have.
+    """
     if not largest_gradient:
         return None
-    rule = LossScale("calibrated", calibration_steps=1)
+    rule = LossScale("calibrated", calibration_steps=1, min=2.0**-60, max=2.0**60)
     return LossScaleState.of(rule).update(False, largest_gradient).scale
 
 
@@ -306,6 +310,10 @@ def _operands(module: nn.Module, call: Call) -> Operands:
     x = call.args[0] if call.args else next(iter(call.kwargs.values()))
     detached = bias.detach() if isinstance(bias, Tensor) else None
     return Operands(x, weight.detach(), detached, call.gradients[0], call.needs_dx, weight.requires_grad)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _collect(

@@ -1,0 +1,374 @@
+"""The analysis of modules against direct computations, and its predictions against single modules in the format."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.config.precision import Float8
+from dtrain.config.schema import ModelConfig
+from dtrain.errors import ModelError
+from dtrain.models.transformer import build as build_transformer
+from dtrain.precision.float8.linear import convert
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.histogram import Histogram
+from dtrain.tools.probe.flips import flip
+from dtrain.tools.probe.records import Analysis, ProductResult
+from dtrain.tools.probe.sensitivity import ProbeSettings, analyze, constant_scale
+
+FORMATS = ("tf32", "bf16", "fp16", "fp8")
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Net(nn.Module):
+    """The sum of squares of what `body` computes."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).float().square().sum()
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()
+
+
+def only(analysis: Analysis, module: str, product: str, format_name: str) -> ProductResult:
+    (found,) = [r for r in analysis.products if (r.module, r.product, r.format) == (module, product, format_name)]
+    return found
+
+
+def db(exact: Tensor, computed: Tensor) -> float:
+    exact, computed = exact.detach(), computed.detach()
+    return float(10 * torch.log10(exact.square().sum() / (computed - exact).square().sum()))
+
+
+# -- products against PyTorch's own ---------------------------------------------------------------------------------
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BODIES = {
+    "linear": (lambda: nn.Linear(24, 16), (2, 5, 24)),
+    "without bias": (lambda: nn.Linear(24, 16, bias=False), (10, 24)),
+    "convolution": (lambda: nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), (2, 3, 8, 8)),
+    "circular": (lambda: nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular", groups=2), (2, 4, 9)),
+    "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 9)),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_products_against_a_module_in_the_dtype(name: str) -> None:
+    build, shape = BODIES[name]
+    model = seeded(lambda: Net(nn.Sequential(nn.Tanh(), build())))
+    x = randn(*shape)
+    analysis = analyze(model, [{"x": x}], ("bf16", "fp16"))
+    exact = model.body[1]
+    y = exact(torch.tanh(x))
+    dy = 2 * y.detach()
+    (dw,) = torch.autograd.grad(y, (exact.weight,), dy)
+    for format_name, dtype in DTYPES.items():
+        if format_name == "fp16" and not isinstance(exact, nn.Linear):
+            continue  # PyTorch sums FP16 convolutions in FP16 on a CPU
+        module = copy.deepcopy(exact).to(dtype)
+        out = module(torch.tanh(x).to(dtype))
+        gradient = dy * (analysis.loss_scale if format_name == "fp16" else 1.0)
+        (low_dw,) = torch.autograd.grad(out, (module.weight,), gradient.to(dtype))
+        scale = float(gradient.flatten()[0] / dy.flatten()[0])
+        fprop = only(analysis, "body.1", "fprop", format_name)
+        assert fprop.sqnr_db == pytest.approx(db(y, out.float()), abs=0.5)
+        predicted = float((dy * (out.float() - y).detach()).sum())
+        assert fprop.predicted == pytest.approx(abs(predicted), rel=0.1, abs=1e-3 * float(dy.square().sum()) * 2**-8)
+        wgrad = only(analysis, "body.1", "wgrad", format_name)
+        assert wgrad.sqnr_db == pytest.approx(db(dw, low_dw.float() / scale), abs=1.5)
+        error = low_dw.float() / scale - dw
+        cost = 1e-3 * float((error * dw / (dw.abs() + 1e-8)).sum())
+        assert wgrad.predicted == pytest.approx(abs(cost), rel=0.2, abs=1e-3 * float(dw.abs().sum()) * 2**-11)
+    assert not any(r.product == "dgrad" for r in analysis.products)  # the model's input needs no gradient
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_against_a_float8_linear(recipe: str) -> None:
+    model = seeded(lambda: Net(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))))
+    x = randn(16, 32)
+    analysis = analyze(model, [{"x": x}], ["fp8"], ProbeSettings(float8=Float8(recipe)))
+    assert {r.module for r in analysis.products if r.format == "fp8"} == {"body.1"}  # neither the first nor the last
+    assert {r.module for r in analysis.products if r.format == "bf16"} == {"body.0", "body.1", "body.2"}
+    assert analysis.blocks_float8 == {"body.0": "first product", "body.2": "last product"}
+    hidden = model.body[0](x).detach().requires_grad_()
+    exact = model.body[1]
+    y = exact(hidden)
+    (dy,) = torch.autograd.grad(model.body[2](leaf := y.detach().requires_grad_()).square().sum(), leaf)
+    wanted = torch.autograd.grad(y, (hidden, exact.weight), dy)
+    module = convert(copy.deepcopy(exact), Recipe(rowwise=recipe == "rowwise"))
+    low = hidden.detach().bfloat16().requires_grad_()
+    out = module(low)
+    got = torch.autograd.grad(out, (low, module.weight), dy.bfloat16())
+    if recipe == "rowwise":  # by default with E4M3 gradients
+        module.recipe = Recipe(rowwise=True, grad_dtype=torch.float8_e4m3fn)
+        got = torch.autograd.grad(module(low), (low, module.weight), dy.bfloat16())
+    for product, reference, computed in zip(("fprop", "dgrad", "wgrad"), (y, *wanted), (out, *got), strict=True):
+        result = only(analysis, "body.1", product, "fp8")
+        assert result.sqnr_db == pytest.approx(db(reference, computed.float()), abs=0.3)
+        assert result.cause == "precision"
+
+
+def test_shares_are_those_of_a_direct_count() -> None:
+    model = seeded(lambda: Net(nn.Linear(8, 4, bias=False)))
+    x = randn(6, 8) * torch.tensor([1.0, 1e-7, 3e-8, 2e-8, 1e-8, 0.0, 7e4, 1.0])
+    with torch.no_grad():
+        model.body.weight[:, 4:7] = 0
+    result = only(analyze(model, [{"x": x}], ["fp16"]), "body", "fprop", "fp16")
+    w = model.body.weight.detach()
+    lost = sum(int(((t != 0) & (t.half() == 0)).sum()) for t in (x, w))
+    assert lost > 5
+    assert result.underflow == pytest.approx(lost / sum(int((t != 0).sum()) for t in (x, w)), rel=1e-12)
+    overflows = sum(int(t.half().isinf().sum()) for t in (x, w))
+    assert overflows
+    assert result.saturation == pytest.approx(overflows / (x.numel() + w.numel()), rel=1e-12)
+    assert (result.cause, result.predicted) == ("range", math.inf)
+
+
+# -- range and precision --------------------------------------------------------------------------------------------
+
+
+def test_small_operands_are_a_matter_of_range_in_fp16_only() -> None:
+    model = seeded(lambda: Net(nn.Linear(32, 32, bias=False)))
+    analysis = analyze(model, [{"x": 3e-8 * randn(8, 32)}], ("bf16", "fp16"))
+    assert only(analysis, "body", "fprop", "fp16").cause == "range"
+    assert only(analysis, "body", "fprop", "bf16").cause == ""
+
+
+def test_cancellation_is_a_matter_of_precision() -> None:
+    model = seeded(lambda: Net(nn.Linear(2, 1, bias=False)))
+    with torch.no_grad():
+        model.body.weight[:] = torch.tensor([[1.0, -1.0]])
+    x = 1 + 0.01 * randn(64, 2)
+    analysis = analyze(model, [{"x": x}], ("bf16", "fp16", "tf32"))
+    assert only(analysis, "body", "fprop", "bf16").cause == "precision"
+    tf32, fp16 = (only(analysis, "body", "fprop", name) for name in ("tf32", "fp16"))
+    assert fp16.sqnr_db == pytest.approx(tf32.sqnr_db, abs=1)  # as many bits, and nothing is out of range
+    assert fp16.sqnr_db > only(analysis, "body", "fprop", "bf16").sqnr_db + 12
+
+
+def test_gradients_at_scale_1_and_at_the_scale_of_their_histogram() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x)).float().square().mean() * 1e-6
+
+    model = seeded(Small)
+    analysis = analyze(model, [{"x": randn(8, 32)}], ["fp16"])
+    largest = max(h.top_exponent for h in (*analysis.gradients.values(), *analysis.activation_gradients.values()))
+    scale = analysis.loss_scale
+    assert scale is not None
+    assert 65504 / 32 < scale * 2.0**largest * 8 <= 65504
+    unscaled = {(r.module, r.product): r for r in analysis.unscaled}
+    assert unscaled["up", "wgrad"].cause == "range"
+    assert unscaled["up", "wgrad"].underflow > 0.3
+    scaled = only(analysis, "up", "wgrad", "fp16")
+    assert (scaled.cause, scaled.underflow) == ("", pytest.approx(0, abs=0.01))
+    assert scaled.predicted < 0.01 * unscaled["up", "wgrad"].predicted
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(1.0, 4096.0), (0.9, 8192.0), (2.0**-30, 2.0**42), (1e9, 2.0**-17)])
+def test_constant_scale(largest: float, scale: float) -> None:
+    assert constant_scale(largest) == scale
+    assert scale * largest * 8 <= 65504 < 2 * scale * largest * 8
+    assert constant_scale(0.0) is None
+
+
+# -- modules that compute otherwise ---------------------------------------------------------------------------------
+
+
+class Loss(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(x).float().mean()
+
+
+class WithLoss(nn.Module):
+    def __init__(self, height: float) -> None:
+        super().__init__()
+        self.linear, self.norm, self.loss = nn.Linear(8, 8), nn.LayerNorm(8), Loss()
+        with torch.no_grad():
+            self.linear.bias += height
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.linear(self.norm(x)))
+
+
+def test_a_loss_with_exp_overflows_in_fp16() -> None:
+    analysis = analyze(seeded(lambda: WithLoss(12.0)), [{"x": randn(8, 8)}], ("bf16", "fp16"))
+    overflow = only(analysis, "loss", "forward", "fp16")
+    assert (overflow.cause, overflow.predicted, overflow.sqnr_db) == ("range", math.inf, -math.inf)
+    assert only(analysis, "loss", "forward", "bf16").cause == ""
+    assert {r.module for r in analysis.products} == {"linear", "loss"}  # norms are FP32 by policy
+
+
+def test_functional_attention_is_charged_with_its_own_work_alone() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.out(torch.softmax(h @ h.transpose(-1, -2), dim=-1).to(h.dtype) @ h)
+
+    model = seeded(lambda: Net(Attention()))
+    micro_batches = [{"x": randn(2, 6, 16, seed=seed)} for seed in range(4)]
+    analysis = analyze(model, micro_batches, ["bf16"])
+    assert {r.module for r in analysis.products if r.product in ("fprop", "forward")} >= {
+        "body",
+        "body.first",
+        "body.out",
+    }
+    assert analysis.children["body"] == ("body.first", "body.out")
+    for result in flip(model, micro_batches, analysis, "bf16"):
+        assert result.measured == pytest.approx(result.predicted, rel=0.3, abs=2e-5)
+
+
+def test_what_cannot_be_examined_is_named() -> None:
+    class Strict(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.dtype != torch.float32:
+                raise TypeError("only float32")
+            return x * 2
+
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.strict, self.frozen = nn.Linear(8, 8), Strict(), nn.Linear(8, 8)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.strict(self.linear(x))
+            y = self.frozen(h)
+            h.add_(1.0)
+            return (y + h).square().mean()
+
+    model = seeded(Overwritten)
+    analysis = analyze(model, [{"x": randn(4, 8)}], ["bf16"])
+    assert analysis.unexamined["strict"] == "the model fails in bf16: only float32"
+    assert analysis.unexamined["frozen"] == "its input is changed in place after the call"
+    assert "linear" not in analysis.unexamined
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ModelError, match="returns no loss"):
+        analyze(nn.Linear(4, 4), [{"input": randn(2, 4)}], ["bf16"])
+
+
+# -- nothing changes ------------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Dropout, running statistics, a shared and an in-place module, and a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.shared = nn.Linear(16, 16)
+        self.drop, self.act = nn.Dropout(0.5), nn.ReLU(inplace=True)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.drop(self.shared(self.act(layer(self.norm(x)))))
+        return F.cross_entropy(x.float(), torch.arange(len(x)) % 16)
+
+
+def test_the_model_is_as_before_and_results_repeat() -> None:
+    model = seeded(Odd)
+    model.shared.weight.grad = torch.ones(16, 16)
+    before = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=False).items()}
+    attributes = {name: (type(m), set(m.__dict__), len(m._forward_hooks)) for name, m in model.named_modules()}
+    random_state = torch.get_rng_state()
+    micro_batches = [{"x": randn(8, 16, seed=seed)} for seed in range(2)]
+    analysis = analyze(model, micro_batches, FORMATS)
+    flips = {name: flip(model, micro_batches, analysis, name) for name in ("bf16", "fp16", "fp8")}
+    assert analyze(model, micro_batches, FORMATS) == analysis
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert {name: (type(m), set(m.__dict__), len(m._forward_hooks)) for name, m in model.named_modules()} == attributes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.equal(model.shared.weight.grad, torch.ones(16, 16))
+    assert not analysis.unexamined
+    # dropout repeats, or a flip would change the loss by another mask
+    assert all(f.measured < 0.05 for name in ("bf16", "fp16") for f in flips[name])
+
+
+def test_gradients_are_those_of_all_micro_batches() -> None:
+    model = seeded(lambda: Net(nn.Linear(8, 4)))
+    micro_batches = [{"x": randn(3, 8, seed=seed)} for seed in range(3)]
+    analysis = analyze(model, micro_batches, ["bf16"])
+    wanted = None
+    for micro_batch in micro_batches:
+        (gradient,) = torch.autograd.grad(model(**micro_batch), model.body.weight)
+        counted = Histogram.of(gradient)
+        wanted = counted if wanted is None else wanted + counted
+    assert analysis.gradients["body.weight"] == wanted
+    assert set(analysis.gradients) == {"body.weight", "body.bias"}
+
+
+# -- predictions ----------------------------------------------------------------------------------------------------
+
+
+def ranks(values: list[float]) -> Tensor:
+    order = torch.tensor(values, dtype=torch.float64).argsort().argsort().double()
+    return (order - order.mean()) / order.std()
+
+
+@pytest.fixture(scope="module")
+def transformer() -> tuple[nn.Module, list[dict[str, Tensor]], Analysis]:
+    """The default model, narrower, a few steps into training."""
+    config = ModelConfig(hidden_dim=64, num_heads=4, num_layers=4)
+    model = seeded(lambda: build_transformer(config, 64))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> dict[str, Tensor]:
+        tokens = torch.randint(0, 64, (4, 33), generator=generator)
+        tokens[:, 1::2] = (tokens[:, :-1:2] * 5 + 1) % 64  # every second token follows from the one before
+        return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(**draw()).loss.backward()
+        optimizer.step()
+    micro_batches = [draw() for _ in range(4)]
+    return model, micro_batches, analyze(model, micro_batches, ("bf16", "fp16", "fp8"))
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp16", "fp8"])
+def test_predictions_rank_modules_as_measurements_do(
+    format_name: str, transformer: tuple[nn.Module, list[dict[str, Tensor]], Analysis]
+) -> None:
+    flips = flip(*transformer, format_name, None)
+    assert len(flips) >= (16 if format_name == "fp8" else 29)
+    predicted, measured = ranks([f.predicted for f in flips]), ranks([f.measured for f in flips])
+    assert float((predicted * measured).sum()) / (len(flips) - 1) >= 0.7
+    assert [f.predicted for f in flips] == sorted((f.predicted for f in flips), reverse=True)
+
+
+def test_the_worst_and_the_best_are_flipped(
+    transformer: tuple[nn.Module, list[dict[str, Tensor]], Analysis],
+) -> None:
+    model, micro_batches, analysis = transformer
+    everything = flip(model, micro_batches[:1], analysis, "bf16", None, ProbeSettings(fp16=nullcontext))
+    some = flip(model, micro_batches[:1], analysis, "bf16", 2)
+    assert [f.module for f in some] == [everything[i].module for i in (0, 1, -2, -1)]
