@@ -35,6 +35,10 @@ class FP16Products(TorchDispatchMode):
     it runs inside the context too.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True imports torch's compiler at the first operation, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         is_attention = func in _ATTENTION

@@ -30,7 +30,8 @@ def draw(report: ProbeReport, path: Path) -> None:
     modules = _worst_modules(report)
     height = 4.2 + 1.2 + 0.2 * max(len(modules), 4)
     figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=(4.2, height - 4.2))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(4.2, height - 4.2))
+    top, bottom = parts
     gaps, gradients = top.subplots(1, 2, width_ratios=(4, 5))
     _draw_gaps(gaps, report)
     _draw_gradients(gradients, report)
@@ -174,19 +175,18 @@ def _draw_modules(figure: Any, report: ProbeReport, modules: Sequence[str]) -> N
     decibels = figures(lambda result: max(-10.0, min(result.sqnr_db, 100.0)), min)
     _heat_map(figure, sqnr, decibels, formats, Normalize(0, 80), "RdYlBu", "SQNR of the result, dB")
     changes = figures(lambda result: min(max(result.predicted / unit, 1e-9), 1e9), max)
-    _heat_map(
-        figure, change, changes, formats, LogNorm(1e-6, 10), "YlOrRd", "predicted change of the loss, noise units"
-    )
+    _heat_map(figure, change, changes, formats, LogNorm(1e-4, 10), "YlOrRd", "predicted change of the loss, in units")
     names = [module_name(name) for name in modules]
-    sqnr.set_yticks(
-        range(len(names)), [name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}" for name in names]
-    )
+    short = [name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}" for name in names]
+    sqnr.set_yticks(range(len(names)), short)
     sqnr.tick_params(axis="y", labelsize=8)
     num_modules = len({result.module for result in report.analysis.products})
-    which = (
-        f"the {len(modules)} most affected of {num_modules} modules" if num_modules > len(modules) else "all modules"
+    is_all = num_modules == len(modules)
+    which = "all modules" if is_all else f"the {len(modules)} most affected of {num_modules} modules"
+    figure.suptitle(
+        f"Each product alone in its format: {which}. Lost by range: R, by precision: P; empty: no such product",
+        fontsize=11,
     )
-    figure.suptitle(f"Each product alone in the format: {which} (empty: FP32, or no such product)", fontsize=11)
 
 
 def _column(result: ProductResult) -> int:

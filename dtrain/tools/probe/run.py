@@ -166,7 +166,7 @@ class _Probe:
                 failed[name] = failed_trial(config, error)
         self.first_gradients, cosines = interleave(trainings, self.steps)
         reference = trainings[0]
-        _require_finished(reference, "FP32, the reference, fails")
+        _require_finished(reference, "FP32, the reference,")
         self.reference_loss = reference.final_loss
         done = {
             training.name: training.trial(self.reference_loss, found)
@@ -191,7 +191,7 @@ class _Probe:
         training = self._training(config, perturbed=perturbed)
         for micro_batches in steps:
             training.step(micro_batches)
-        _require_finished(training, f"FP32 with {change} fails")
+        _require_finished(training, f"FP32 with {change}")
         logger.info("  %s: final loss %.4f (reference %.4f)", change, training.final_loss, self.reference_loss)
         return NoiseRun(change, training.losses)
 
@@ -231,10 +231,15 @@ class _Probe:
 
 
 def _require_finished(training: FormatTraining, what: str) -> None:
-    if training.failure is not None:
-        raise ProbeError(
-            f"{what} at {training.failure}; without it no format can be compared: lower optim.lr, or check the model"
-        )
+    """Raises ``ProbeError`` unless every step of an FP32 training was applied."""
+    if training.failure is None and not training.skipped:
+        return
+    why = (
+        training.failure or f"{training.skipped} of {plural(len(training.losses), 'step')} have gradients that overflow"
+    )
+    raise ProbeError(
+        f"{what} fails: {why}; without it no format can be compared: lower optim.lr, or check the model and the data"
+    )
 
 
 def device_name(device: torch.device) -> str:

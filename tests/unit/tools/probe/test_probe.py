@@ -75,7 +75,8 @@ def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.Captur
     argv = ["probe", *TINY, "optim=sgd", "optim.lr=1e30", "optim.max_grad_norm=null", f"run_dir={tmp_path}"]
     assert main([*argv, "formats=[bf16]"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("dtrain: FP32, the reference, fails at step ")
+    assert error.startswith("dtrain: FP32, the reference, fails: ")
+    assert "8 steps have gradients that overflow" in error
     assert "lower optim.lr" in error
 
 
