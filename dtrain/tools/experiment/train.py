@@ -16,6 +16,9 @@ from dtrain.engine.interface import Engine
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.experiment.networks import SmallNetwork
 
+BLOCK = 10
+"""Steps whose losses are averaged."""
+
 _EVAL_SEED = 2**40
 _EVAL_BATCHES = 16
 
@@ -39,7 +42,7 @@ class LossCurve:
     """One training.
 
     Attributes:
-        losses: of each step's batch.
+        losses: of the batches, means over :data:`BLOCK` steps each.
         final: mean loss over held-out batches after the last step, the same batches for every training.
         skipped: number of skipped steps.
         loss_scale: after the last step.
@@ -50,10 +53,9 @@ class LossCurve:
     skipped: int
     loss_scale: float
 
-    def smoothed(self, window: int) -> tuple[list[int], list[float]]:
-        """Returns steps, and the means over the ``window`` steps up to each."""
-        ends = range(window, len(self.losses) + 1)
-        return list(ends), [statistics.fmean(self.losses[end - window : end]) for end in ends]
+    def points(self) -> tuple[list[float], list[float]]:
+        """Returns the middle of each block of steps, and its loss."""
+        return [BLOCK * (index + 0.5) for index in range(len(self.losses))], self.losses
 
 
 class Observer:
@@ -80,7 +82,8 @@ def train(
         losses.append(outcome.loss)
         skipped += not outcome.applied
         observer.step(engine)
-    curve = LossCurve(losses, _evaluate(network, engine), skipped, engine.loss_scale.scale)
+    means = [statistics.fmean(losses[start : start + BLOCK]) for start in range(0, steps, BLOCK)]
+    curve = LossCurve(means, _evaluate(network, engine), skipped, engine.loss_scale.scale)
     _report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
     return curve
 
