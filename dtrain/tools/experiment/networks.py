@@ -51,7 +51,7 @@ def _transformer() -> nn.Module:
 
 def _draw_text(generator: Generator) -> tuple[Tensor, Tensor]:
     text = _text()
-    batch = text.batch(torch.randint(text.num_samples, (_SEQUENCES,), generator=generator).tolist())
+    batch = text.batch(torch.randint(text.num_samples, (_SEQUENCES,), generator=generator).numpy())
     return batch["tokens"], batch["targets"]
 
 

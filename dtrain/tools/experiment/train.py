@@ -45,7 +45,7 @@ class LossCurve:
         losses: of the batches, means over :data:`BLOCK` steps each.
         final: mean loss over held-out batches after the last step, the same batches for every training.
         skipped: number of skipped steps.
-        loss_scale: after the last step.
+        loss_scale: of the last step.
     """
 
     losses: list[float]
@@ -75,15 +75,16 @@ def train(
     observer = observer or Observer()
     engine = _initialize(network, variant, seed)
     observer.start(engine)
-    losses, skipped = [], 0
+    losses, skipped, loss_scale = [], 0, 1.0
     for inputs, targets in _batches(network, seed, steps, engine.device):
         engine.backward(network.loss(engine(inputs), targets))
         outcome = engine.step()
         losses.append(outcome.loss)
         skipped += not outcome.applied
+        loss_scale = outcome.loss_scale
         observer.step(engine)
     means = [statistics.fmean(losses[start : start + BLOCK]) for start in range(0, steps, BLOCK)]
-    curve = LossCurve(means, _evaluate(network, engine), skipped, engine.loss_scale.scale)
+    curve = LossCurve(means, _evaluate(network, engine), skipped, loss_scale)
     _report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
     return curve
 
