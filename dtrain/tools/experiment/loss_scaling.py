@@ -89,13 +89,13 @@ def draw(result: LossScalingResult) -> Figure:
     _draw_curves(curves, result)
     _draw_finals(finals, result)
     for axes in (curves, finals):
-        axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
     figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=11.5)
     return figure
 
 
 def _draw_curves(axes: Axes, result: LossScalingResult) -> None:
+    axes.set_yscale("log")
     fp32 = result.of("fp32", "none")[0]
     axes.plot(*fp32.curve.points(), color=PRECISION_COLORS["fp32"], alpha=0.4, linewidth=6, label="fp32")
     for scale, color in _SHADES.items():
@@ -106,11 +106,13 @@ def _draw_curves(axes: Axes, result: LossScalingResult) -> None:
             axes.plot(*item.curve.points(), _DASHES[scale], color=color, linewidth=1.8, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.text(0, 1.12, "loss of the best constant answer", fontsize=8.5)
-    axes.set(xlabel="step", ylabel=f"loss / variance of the targets, mean of {BLOCK} steps", ylim=(None, 1.7))
-    axes.legend(fontsize=8.5)
+    axes.set(xlabel="step", ylabel=f"loss / variance of the targets, means of {BLOCK} steps")
+    axes.set_ylim(top=1.7)
+    axes.legend(fontsize=8.5, loc="lower left")
 
 
 def _draw_finals(axes: Axes, result: LossScalingResult) -> None:
+    axes.set_yscale("log")
     scales = list(dict.fromkeys(item.loss_scale for item in result.trainings if item.precision == "fp16"))
     for place, scale in enumerate(scales):
         for item in result.of("fp16", scale):

@@ -47,16 +47,16 @@ def test_master_weights() -> None:
         return fmean(item.lost_progress for item in result.of(network, precision, lr))
 
     for network in ("regression", "language model"):
-        assert progress(network, "fp16", 1e-6) > 0.8
-        assert progress(network, "bf16", 1e-6) > 0.95
+        assert progress(network, "fp16", 1e-6) > 0.85
+        assert progress(network, "bf16", 1e-6) > 0.98
         assert progress(network, "bf16", 1e-5) > 0.8
         assert progress(network, "bf16", 1e-4) > 0.2
         assert abs(progress(network, "fp16", 1e-3)) < 0.01
     assert progress("regression", "fp16", 1e-5) > 0.6
     assert -0.1 < progress("regression", "fp16", 1e-4) < 0  # ahead
-    for seed in range(3):
-        item = result.of("regression", "bf16", 1e-3)[seed]
-        assert item.without.final > 1.5 * item.with_masters.final
+    found = result.of("regression", "bf16", 1e-3)
+    assert len(found) == 3
+    assert fmean(item.without.final for item in found) > 2 * fmean(item.with_masters.final for item in found)
 
 
 def test_gradient_histogram() -> None:
@@ -65,11 +65,12 @@ def test_gradient_histogram() -> None:
     counted = detector.counted()
     assert 0.6 < counted.zeros / counted.total < 0.7
     assert detector.flushed() > 0.999
-    assert detector.flushed(1024.0) < 0.75
+    assert detector.flushed(128.0) > 0.99
+    assert 0.65 < detector.flushed(1024.0) < 0.7
     assert detector.flushed(32768.0) < 0.05
     assert counted.overflowing(FP16, 32768.0) == 0
-    assert 0.05 < language.flushed() < 0.1
-    assert convnet.flushed() < 0.02
+    assert round(language.flushed(), 2) == 0.07
+    assert round(convnet.flushed(), 3) == 0.002
 
 
 def test_loss_scaling() -> None:
@@ -78,8 +79,10 @@ def test_loss_scaling() -> None:
         assert result.of("fp16", "none")[seed].curve.final > 0.85
     assert result.final("fp16", "8") > 5 * result.fp32
     assert result.final("fp16", "128") > 2 * result.fp32
-    for scale in ("1024", "32768", "dynamic"):
-        assert result.final("fp16", scale) < 1.2 * result.fp32
+    assert result.final("fp16", "1024") < 1.15 * result.fp32
+    for scale in ("32768", "dynamic"):
+        assert result.final("fp16", scale) == pytest.approx(result.fp32, rel=0.06)
+    assert result.final("fp16", "dynamic") == pytest.approx(result.fp32, rel=0.05)
 
 
 def test_accumulation() -> None:
@@ -87,8 +90,9 @@ def test_accumulation() -> None:
     for case in result.cases:
         for error, bound in zip(case.errors, case.bounds, strict=True):
             assert bound is None or error <= bound
-    assert result.error("positive", "fp16", 4096) > 0.1
-    assert result.error("positive", "fp32", 4096) < 5e-6
+    errors = {name: result.error("positive", name, 4096) for name in ("fp16", "bf16", "fp32")}
+    assert errors == pytest.approx({"fp16": 0.12, "bf16": 0.89, "fp32": 2.5e-6}, rel=0.05)
+    assert result.error("random signs", "fp16", 4096) < 5e-4
 
 
 def test_formats() -> None:

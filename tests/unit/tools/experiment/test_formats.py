@@ -27,8 +27,8 @@ def test_gaps_are_in_units_of_seed_and_rounding_noise() -> None:
 
 @pytest.fixture(scope="module")
 def result() -> FormatsResult:
-    """25 and 60 steps of two networks with seeds 0, 1 and 2."""
-    return run([(convnet(), 25), (regression(), 60)], seeds=(0, 1, 2))
+    """20 and 40 steps of two networks with seeds 0, 1 and 2."""
+    return run([(convnet(), 20), (regression(), 40)], seeds=(0, 1, 2))
 
 
 def test_no_format_can_be_told_from_noise(result: FormatsResult) -> None:
