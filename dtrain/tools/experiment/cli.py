@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if name not in EXPERIMENTS:
         raise ConfigError(f"unknown experiment '{name}'{nearest(name, EXPERIMENTS)}; valid: {', '.join(EXPERIMENTS)}")
-    _run(name, arguments.out, arguments.file, shlex.join(["dtrain", "experiment", *argv]))
+    _run(name, arguments.out, arguments.file)
     return 0
 
 
@@ -48,7 +47,7 @@ def load(name: str) -> Experiment[Any]:
     return experiment
 
 
-def _run(name: str, out: Path | None, file: Path | None, command: str) -> None:
+def _run(name: str, out: Path | None, file: Path | None) -> None:
     import torch
 
     from dtrain.config.dump import config_to_dict, from_plain
@@ -70,7 +69,9 @@ def _run(name: str, out: Path | None, file: Path | None, command: str) -> None:
         result = experiment.run()
         wall_s = round(time.perf_counter() - start, 1)
         values = config_to_dict(result)
-        record = ExperimentRecord(name, command, date, describe_host(), torch.get_num_threads(), wall_s, values)
+        record = ExperimentRecord(
+            name, f"dtrain experiment {name}", date, describe_host(), torch.get_num_threads(), wall_s, values
+        )
         write_record(folder / f"experiment-{name}.json", record)
     picture = folder / f"experiment-{name}.png"
     experiment.draw(result).savefig(picture)

@@ -92,35 +92,33 @@ def _compare(network: SmallNetwork, steps: int, seeds: Sequence[int]) -> Network
     return NetworkComparison(network.name, steps, fp32, perturbed, formats)
 
 
-def worst(result: FormatsResult) -> tuple[str, str, float]:
-    """Returns network, format and mean gap of the pair whose gap is largest in magnitude."""
-    pairs = [
-        (item.network, precision, fmean(item.gaps(precision))) for item in result.networks for precision in PRECISIONS
-    ]
-    return max(pairs, key=lambda pair: abs(pair[2]))
-
-
 def finding(result: FormatsResult) -> str:
-    network, precision, gap = worst(result)
-    what = f"the largest mean gap is {gap:+.1f} units, of {precision.upper()} on the {network}"
-    if abs(gap) < DETECTION_LIMIT:
-        return f"No format can be told from FP32's own noise on these networks; {what}"
-    return f"Not every format stays within FP32's own noise; {what}"
+    pairs = [(item, precision, fmean(item.gaps(precision))) for item in result.networks for precision in PRECISIONS]
+    outside = [pair for pair in pairs if abs(pair[2]) >= DETECTION_LIMIT]
+    largest = max(abs(gap) for _, _, gap in pairs if abs(gap) < DETECTION_LIMIT)
+    if not outside:
+        return f"No format can be told from FP32's own noise; the largest mean gap is {largest:.1f} units"
+    named = ", ".join(f"{name.upper()} on the {item.network} ({gap:+.0f} units)" for item, name, gap in outside)
+    return f"Outside FP32's own noise: {named}; every other mean gap is at most {largest:.1f} units"
 
 
 def tables(result: FormatsResult) -> list[Table]:
     columns = ("network", "format", "final loss", "gap", "in units of noise", "each seed", "skipped steps")
     rows = []
     for item in result.networks:
-        rows.append((item.network, "fp32", f"{fmean(item.fp32):.4f}", "", "", "", ""))
+        rows.append((item.network, "fp32", f"{fmean(item.fp32):.4g}", "", "", "", ""))
         for found in item.formats:
             gaps = item.gaps(found.precision)
             loss, gap = fmean(found.losses), fmean(found.losses) - fmean(item.fp32)
             each = " ".join(f"{value:+.2f}" for value in gaps)
             mean = f"{fmean(gaps):+.2f}"
-            rows.append(("", found.precision, f"{loss:.4f}", f"{gap:+.4f}", mean, each, f"{found.skipped}"))
+            rows.append(("", found.precision, f"{loss:.4g}", f"{gap:+.2g}", mean, each, f"{found.skipped}"))
     noise = [
-        (item.network, f"{item.steps}", f"{item.seed_noise:.4f}", f"{item.rounding_noise:.4f}", f"{item.unit:.4f}")
+        (
+            item.network,
+            f"{item.steps}",
+            *(f"{noise:.2g}" for noise in (item.seed_noise, item.rounding_noise, item.unit)),
+        )
         for item in result.networks
     ]
     seeds = plural(len(result.seeds), "seed")
@@ -146,8 +144,9 @@ def draw(result: FormatsResult) -> Figure:
     axes.plot([], [], "|", color="black", markersize=12, markeredgewidth=3, linestyle="", label="mean")
     axes.set_yticks(range(len(rows)), [f"{item.network}  {precision}" for item, precision in rows])
     axes.invert_yaxis()
-    limit = 1.2 * max(DETECTION_LIMIT, *(abs(gap) for item, precision in rows for gap in item.gaps(precision)))
-    axes.set(xlim=(-limit, limit), xlabel="final loss minus FP32's with the same seed, in units of FP32's noise")
+    gaps = [gap for item, precision in rows for gap in item.gaps(precision)]
+    limits = (1.3 * min(-DETECTION_LIMIT, *gaps), 1.1 * max(DETECTION_LIMIT, *gaps))
+    axes.set(xlim=limits, xlabel="final loss minus FP32's with the same seed, in units of FP32's noise")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)

@@ -11,12 +11,11 @@ from matplotlib.figure import Figure
 
 from dtrain.tools.experiment.networks import DETECTOR_VARIANCE, detector
 from dtrain.tools.experiment.records import Experiment
-from dtrain.tools.experiment.train import LossCurve, Variant, train
+from dtrain.tools.experiment.train import BLOCK, LossCurve, Variant, train
 from dtrain.tools.format_styles import PRECISION_COLORS
 from dtrain.tools.tables import Table
 
 SCALES: tuple[str | float, ...] = ("none", 8.0, 128.0, 1024.0, 32768.0, "dynamic")
-_WINDOW = 20
 _SHADES = {"none": "#000000", "8": "#7f3000", "1024": "#D55E00", "dynamic": "#E69F00"}  # of the curves shown
 _DASHES = {"none": "-", "8": "--", "1024": "-.", "dynamic": ":"}
 
@@ -90,26 +89,30 @@ def draw(result: LossScalingResult) -> Figure:
     _draw_curves(curves, result)
     _draw_finals(finals, result)
     for axes in (curves, finals):
-        axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
     figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=11.5)
     return figure
 
 
 def _draw_curves(axes: Axes, result: LossScalingResult) -> None:
+    axes.set_yscale("log")
     fp32 = result.of("fp32", "none")[0]
-    axes.plot(*fp32.curve.smoothed(_WINDOW), color=PRECISION_COLORS["fp32"], alpha=0.4, linewidth=6, label="fp32")
+    axes.plot(*fp32.curve.points(), color=PRECISION_COLORS["fp32"], alpha=0.4, linewidth=6, label="fp32")
     for scale, color in _SHADES.items():
         for item in result.of("fp16", scale)[:1]:
-            label = "fp16, no scaling" if scale == "none" else f"fp16, loss scale {scale}"
-            axes.plot(*item.curve.smoothed(_WINDOW), _DASHES[scale], color=color, linewidth=1.8, label=label)
+            label = {"none": "fp16, no scaling", "dynamic": "fp16, dynamic loss scale"}.get(
+                scale, f"fp16, loss scale {scale}"
+            )
+            axes.plot(*item.curve.points(), _DASHES[scale], color=color, linewidth=1.8, label=label)
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.text(_WINDOW, 1.04, "best constant answer", fontsize=8.5)
-    axes.set(xlabel="step", ylabel=f"loss / variance of the targets, mean of {_WINDOW} steps")
-    axes.legend(fontsize=8.5)
+    axes.text(0, 1.12, "loss of the best constant answer", fontsize=8.5)
+    axes.set(xlabel="step", ylabel=f"loss / variance of the targets, means of {BLOCK} steps")
+    axes.set_ylim(top=1.7)
+    axes.legend(fontsize=8.5, loc="lower left")
 
 
 def _draw_finals(axes: Axes, result: LossScalingResult) -> None:
+    axes.set_yscale("log")
     scales = list(dict.fromkeys(item.loss_scale for item in result.trainings if item.precision == "fp16"))
     for place, scale in enumerate(scales):
         for item in result.of("fp16", scale):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -20,13 +21,12 @@ from dtrain.engine.interface import Engine
 from dtrain.precision.histogram import share
 from dtrain.tools.experiment.networks import SmallNetwork, language_model, regression
 from dtrain.tools.experiment.records import Experiment
-from dtrain.tools.experiment.train import LossCurve, Observer, Variant, train
+from dtrain.tools.experiment.train import BLOCK, LossCurve, Observer, Variant, train
 from dtrain.tools.format_styles import PRECISION_COLORS
 from dtrain.tools.tables import Table
 
 _PRECISIONS = ("fp16", "bf16")
-_CURVES_SHOWN = 3
-_WINDOW = 20
+_MASTERS: dict[str, Any] = {"color": "#c0c0c0", "linewidth": 6, "label": "FP32 masters"}
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,21 @@ def finding(result: MasterWeightsResult) -> str:
 
 
 def tables(result: MasterWeightsResult) -> list[Table]:
-    columns = ("network", "weights", "lr", "updates lost", "final loss with masters", "without", "progress lost")
+    columns = (
+        "network",
+        "weights",
+        "lr",
+        "updates lost",
+        "final loss with masters",
+        "without",
+        "more",
+        "progress lost",
+    )
     rows = []
     for network, precision, lr in result.cases:
         found = result.of(network, precision, lr)
         finals = (fmean(item.with_masters.final for item in found), fmean(item.without.final for item in found))
-        losses = tuple(f"{value:.4f}" for value in finals)
+        losses = (*(f"{value:.4f}" for value in finals), f"{finals[1] / finals[0] - 1:+.1%}")
         shares = [f"{_mean(found, name):.1%}" for name in ("lost_updates", "lost_progress")]
         rows.append((network, precision, f"{lr:g}", shares[0], *losses, shares[1]))
     return [Table(f"Updates applied to the weights, {result.steps} steps of AdamW", columns, rows)]
@@ -159,43 +168,60 @@ def _mean(trainings: Sequence[MasterComparison], name: str) -> float:
 
 
 def draw(result: MasterWeightsResult) -> Figure:
-    """Draws loss curves of the first network at three learning rates, and both networks over the learning rate."""
-    figure = Figure(figsize=(10, 6.6), dpi=110, layout="constrained")
-    curves, summary = figure.subfigures(2, 1, height_ratios=(1, 1.05))
-    network = result.trainings[0].network
-    panels = curves.subplots(1, _CURVES_SHOWN, sharey=True)
-    for axes, lr in zip(panels, result.rates(network)[-_CURVES_SHOWN:], strict=False):
-        _draw_curves(axes, result, network, lr)
-    panels[0].set_ylabel(f"{network}: loss,\nmean of {_WINDOW} steps")
+    """Draws loss curves of three cases, and the final loss, progress and updates over the learning rate."""
+    figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
+    upper, lower = figure.subplots(2, 3)
     networks = list(dict.fromkeys(item.network for item in result.trainings))
-    lower = summary.subplots(1, 2)
+    first = [(networks[0], lr) for lr in result.rates(networks[0])[-2:]]
+    for axes, (network, lr) in zip(upper, [*first, (networks[-1], first[0][1])], strict=True):
+        _draw_curves(axes, result, network, lr)
+    upper[0].set_ylabel(f"loss, means of {BLOCK} steps")
+    _draw_finals(lower[0], result, networks[0])
     for axes, name, label in (
-        (lower[0], "lost_updates", "share of the updates\nthat change no weight"),
-        (lower[1], "lost_progress", "share of the training's\nprogress that is lost"),
+        (lower[1], "lost_progress", "no masters: share of the\nprogress that is lost"),
+        (lower[2], "lost_updates", "no masters: share of the\nupdates that change no weight"),
     ):
-        for other, (dash, marker) in zip(networks, (("-", "o"), (":", "s")), strict=False):
+        for network, style in zip(networks, ("-o", ":s"), strict=False):
             for precision in _PRECISIONS:
-                rates = result.rates(other)
-                values = [_mean(result.of(other, precision, lr), name) for lr in rates]
+                rates = result.rates(network)
+                values = [_mean(result.of(network, precision, lr), name) for lr in rates]
                 color = PRECISION_COLORS[precision]
-                axes.plot(rates, values, dash, marker=marker, color=color, label=f"{precision}, {other}")
-        axes.set(xscale="log", xlabel="learning rate of AdamW", ylabel=label, ylim=(-0.05, 1.05))
+                axes.plot(rates, values, style, color=color, label=f"{precision.upper()} weights, {network}")
+        axes.set(ylabel=label, ylim=(-0.05, 1.05))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0%}"))
-        axes.grid(alpha=0.3)
-    lower[0].legend(fontsize=8.5, title="no masters; weights in", title_fontsize=8.5)
-    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=11.5)
+    handles, labels = lower[1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    for axes in lower:
+        axes.set(xscale="log", xlabel="learning rate")
+    for axes in (*upper, *lower):
+        axes.grid(alpha=0.3, which="both")
+    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
     return figure
 
 
 def _draw_curves(axes: Axes, result: MasterWeightsResult, network: str, lr: float) -> None:
+    fp16, bf16 = (result.of(network, precision, lr)[0] for precision in _PRECISIONS)
+    axes.plot(*fp16.with_masters.points(), **_MASTERS)
+    for item in (fp16, bf16):
+        label = f"updates to {item.precision.upper()} weights"
+        axes.plot(*item.without.points(), color=PRECISION_COLORS[item.precision], label=label)
+    axes.set_title(f"{network}, learning rate {lr:g}", fontsize=10)
+    axes.set_xlabel("step")
+    if fp16.with_masters.final < 0.1 * fp16.untrained:
+        axes.set_yscale("log")
+    axes.legend(fontsize=8, loc="lower left")
+
+
+def _draw_finals(axes: Axes, result: MasterWeightsResult, network: str) -> None:
+    rates = result.rates(network)
+    with_masters = [fmean(item.with_masters.final for item in result.of(network, "fp16", lr)) for lr in rates]
+    axes.plot(rates, with_masters, **_MASTERS)
     for precision in _PRECISIONS:
-        item = result.of(network, precision, lr)[0]
-        if precision == _PRECISIONS[0]:
-            axes.plot(*item.with_masters.smoothed(_WINDOW), color="#c0c0c0", linewidth=5, label="FP32 masters")
-        color = PRECISION_COLORS[precision]
-        axes.plot(*item.without.smoothed(_WINDOW), color=color, label=f"updates to {precision.upper()} weights")
-    axes.set(title=f"lr {lr:g}", xlabel="step", yscale="log")
-    axes.grid(alpha=0.3, which="both")
+        finals = [fmean(item.without.final for item in result.of(network, precision, lr)) for lr in rates]
+        axes.plot(
+            rates, finals, "-o", color=PRECISION_COLORS[precision], label=f"updates to {precision.upper()} weights"
+        )
+    axes.set(yscale="log", ylabel=f"{network}: final loss")
     axes.legend(fontsize=8)
 
 

@@ -51,7 +51,7 @@ def _transformer() -> nn.Module:
 
 def _draw_text(generator: Generator) -> tuple[Tensor, Tensor]:
     text = _text()
-    batch = text.batch(torch.randint(text.num_samples, (_SEQUENCES,), generator=generator).tolist())
+    batch = text.batch(torch.randint(text.num_samples, (_SEQUENCES,), generator=generator).numpy())
     return batch["tokens"], batch["targets"]
 
 
@@ -77,8 +77,8 @@ def convnet(lr: float = 2e-3) -> SmallNetwork:
 
 def _classifier() -> nn.Module:
     return nn.Sequential(
-        *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(_SIDE * _SIDE, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()),
         nn.Linear(64, _SHAPES),
     )
@@ -93,7 +93,7 @@ def _draw_shapes(generator: Generator) -> tuple[Tensor, Tensor]:
     disc, square = distance < radii, width < radii
     ring, cross = disc & (distance > radii - 1.5), square & (torch.minimum(dx.abs(), dy.abs()) < 1)
     shapes = torch.stack((disc, ring, square, cross))[kinds, torch.arange(_IMAGES)]
-    return _noisy(shapes, 0.5, generator), kinds
+    return _noisy(shapes, 0.3, generator), kinds
 
 
 def _offsets(centers: Tensor) -> tuple[Tensor, Tensor]:

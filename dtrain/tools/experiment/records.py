@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from dtrain.tools.host import Host
 from dtrain.tools.tables import Table
 
 Result = TypeVar("Result")
+_LIST_OF_NUMBERS = re.compile(r'\[[^][{}"]*\]')
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class ExperimentRecord:
 
 
 def write_record(path: Path, record: ExperimentRecord) -> None:
-    write_atomically(path, json.dumps(finite(asdict(record)), indent=1, allow_nan=False) + "\n")
+    text = json.dumps(finite(asdict(record)), indent=1, allow_nan=False)
+    text = _LIST_OF_NUMBERS.sub(lambda found: " ".join(found.group().split()), text)  # on one line
+    write_atomically(path, text + "\n")
 
 
 def read_record(path: Path) -> ExperimentRecord:

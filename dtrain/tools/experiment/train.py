@@ -16,6 +16,9 @@ from dtrain.engine.interface import Engine
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.experiment.networks import SmallNetwork
 
+BLOCK = 10
+"""Steps whose losses are averaged."""
+
 _EVAL_SEED = 2**40
 _EVAL_BATCHES = 16
 
@@ -39,10 +42,10 @@ class LossCurve:
     """One training.
 
     Attributes:
-        losses: of each step's batch.
+        losses: of the batches, means over :data:`BLOCK` steps each.
         final: mean loss over held-out batches after the last step, the same batches for every training.
         skipped: number of skipped steps.
-        loss_scale: after the last step.
+        loss_scale: of the last step.
     """
 
     losses: list[float]
@@ -50,10 +53,9 @@ class LossCurve:
     skipped: int
     loss_scale: float
 
-    def smoothed(self, window: int) -> tuple[list[int], list[float]]:
-        """Returns steps, and the means over the ``window`` steps up to each."""
-        ends = range(window, len(self.losses) + 1)
-        return list(ends), [statistics.fmean(self.losses[end - window : end]) for end in ends]
+    def points(self) -> tuple[list[float], list[float]]:
+        """Returns the middle of each block of steps, and its loss."""
+        return [BLOCK * (index + 0.5) for index in range(len(self.losses))], self.losses
 
 
 class Observer:
@@ -73,14 +75,16 @@ def train(
     observer = observer or Observer()
     engine = _initialize(network, variant, seed)
     observer.start(engine)
-    losses, skipped = [], 0
+    losses, skipped, loss_scale = [], 0, 1.0
     for inputs, targets in _batches(network, seed, steps, engine.device):
         engine.backward(network.loss(engine(inputs), targets))
         outcome = engine.step()
         losses.append(outcome.loss)
         skipped += not outcome.applied
+        loss_scale = outcome.loss_scale
         observer.step(engine)
-    curve = LossCurve(losses, _evaluate(network, engine), skipped, engine.loss_scale.scale)
+    means = [statistics.fmean(losses[start : start + BLOCK]) for start in range(0, steps, BLOCK)]
+    curve = LossCurve(means, _evaluate(network, engine), skipped, loss_scale)
     _report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
     return curve
 
