@@ -22,14 +22,14 @@ _COLORS = {"tf32": "#56B4E9", "bf16": "#009E73", "fp16": "#D55E00", "fp8": "#CC7
 _GREY = "#7f7f7f"
 _NUM_MODULES = 24  # rows of the heat maps
 _LONGEST_NAME = 32
-_MAX_UNITS = 8.0  # a larger gap is drawn here
+_MAX_UNITS = 20.0  # a larger gap is drawn here
 _PRODUCTS = (("fprop", "forward"), ("dgrad",), ("wgrad",))  # columns of a format
 
 
 def draw(report: ProbeReport, path: Path) -> None:
     """Writes a PNG."""
     modules = _worst_modules(report)
-    height = 4.2 + 1.2 + 0.2 * max(len(modules), 4)
+    height = 4.2 + 1.2 + 0.2 * max(len(modules), 11)  # the color bars' labels need some
     figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(4.2, height - 4.2))
     top, bottom = parts
@@ -88,8 +88,9 @@ def _draw_gap(axes: Axes, row: int, trial: Trial, units: Callable[[float], float
     marker = "o" if shown == value else (">" if value > 0 else "<")
     axes.plot([0, shown], [row, row], color=color, linewidth=3)
     axes.plot(shown, row, marker, color=color, markersize=8)
+    side = "center" if abs(shown) < 0.8 * limit else ("right" if value > 0 else "left")
     axes.annotate(
-        f"{value:+.2f}", (shown, row), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9, color=color
+        f"{value:+.2f}", (shown, row), xytext=(0, 9), textcoords="offset points", ha=side, fontsize=9, color=color
     )
 
 

@@ -65,6 +65,10 @@ def trial_notes(report: ProbeReport) -> list[str]:
     emulated = [trial.format for trial in report.trials if trial.ms_per_step is None and trial.losses]
     if emulated:
         notes.append(f"No time for {', '.join(emulated)}: emulated on {report.device}, where it would say nothing.")
+    if report.retrained:
+        notes.append(
+            "The last rows are trials that the advice added. They ran alone, so their times compare less well."
+        )
     if any(trial.format == "fp8" for trial in report.trials) and not report.worst("fp8"):
         notes.append("In the fp8 trial no product was FP8: every Linear stays in BF16, as it would in training.")
     notes += [f"{name} was left out: {reason}." for name, reason in report.left_out.items()]
