@@ -14,21 +14,22 @@ from matplotlib.figure import Figure
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 from dtrain.tools.probe.records import ProductResult, Trial
 from dtrain.tools.probe.report import ConstantScale, ProbeReport, all_gradients
-from dtrain.tools.probe.sections import module_name
+from dtrain.tools.probe.sections import module_name, trial_name
+from dtrain.tools.tables import plural
 
 # the palette of Okabe and Ito, which color-blind readers can distinguish
 _COLORS = {"tf32": "#56B4E9", "bf16": "#009E73", "fp16": "#D55E00", "fp8": "#CC79A7"}
 _GREY = "#7f7f7f"
 _NUM_MODULES = 24  # rows of the heat maps
 _LONGEST_NAME = 32
-_MAX_UNITS = 8.0  # a larger gap is drawn here
+_MAX_UNITS = 20.0  # a larger gap is drawn here
 _PRODUCTS = (("fprop", "forward"), ("dgrad",), ("wgrad",))  # columns of a format
 
 
 def draw(report: ProbeReport, path: Path) -> None:
     """Writes a PNG."""
     modules = _worst_modules(report)
-    height = 4.2 + 1.2 + 0.2 * max(len(modules), 4)
+    height = 4.2 + 1.2 + 0.2 * max(len(modules), 11)  # the color bars' labels need some
     figure = Figure(figsize=(11.5, height), dpi=120, layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=(4.2, height - 4.2))
     top, bottom = parts
@@ -42,7 +43,8 @@ def draw(report: ProbeReport, path: Path) -> None:
 
 def _title(report: ProbeReport) -> str:
     advised = report.advice.precision
-    rules = f" with {len(report.advice.rules)} rules" if report.advice.rules else ""
+    num_rules = len(report.advice.rules)
+    rules = f" with {plural(num_rules, 'rule')}" if num_rules else ""
     bf16 = next((trial for trial in report.trials if trial.format == "bf16"), None)
     if bf16 is None:
         return f"Advice: {advised}{rules}"
@@ -67,8 +69,7 @@ def _draw_gaps(axes: Axes, report: ProbeReport) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     for row, trial in enumerate(trials):
         _draw_gap(axes, row, trial, units, limit)
-    labels = [f"{trial.format}{f' + {len(trial.rules)} rules' if trial.rules else ''}" for trial in trials]
-    axes.set_yticks(range(len(trials)), labels)
+    axes.set_yticks(range(len(trials)), [trial_name(report, trial).replace(" ", "\n", 1) for trial in trials])
     axes.set_ylim(len(trials) - 0.4, -0.6)
     axes.set_xlim(-limit, limit)
     axes.set_xlabel(f"loss less FP32's, in units of its noise ({report.evidence.limit / 2:.2g})")
@@ -87,8 +88,9 @@ def _draw_gap(axes: Axes, row: int, trial: Trial, units: Callable[[float], float
     marker = "o" if shown == value else (">" if value > 0 else "<")
     axes.plot([0, shown], [row, row], color=color, linewidth=3)
     axes.plot(shown, row, marker, color=color, markersize=8)
+    side = "center" if abs(shown) < 0.8 * limit else ("right" if value > 0 else "left")
     axes.annotate(
-        f"{value:+.2f}", (shown, row), xytext=(0, 9), textcoords="offset points", ha="center", fontsize=9, color=color
+        f"{value:+.2f}", (shown, row), xytext=(0, 9), textcoords="offset points", ha=side, fontsize=9, color=color
     )
 
 

@@ -12,7 +12,7 @@ from dtrain.precision.formats import FP16
 from dtrain.precision.histogram import Histogram, share
 from dtrain.telemetry.envelope import KEY, Envelope
 from dtrain.telemetry.metrics import finite, write_atomically
-from dtrain.tools.probe.advice import Evidence
+from dtrain.tools.probe.evidence import Evidence
 from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
 
 VERSION = 1
@@ -107,9 +107,10 @@ class ConstantScale:
 
     def __str__(self) -> str:
         return (
-            f"FP16: constant loss scale {self.scale:g}. The largest gradient is below 2^{self.top_exponent + 1}, so "
-            f"that gradients can grow {self.margin:.3g} times before they overflow. FP16 flushes "
-            f"{self.flushed_unscaled:.2%} of the gradients to zero without a scale, {self.flushed:.2%} at this one"
+            f"FP16: constant loss scale {self.scale:g}. The largest gradient, of the first and the last step, is below "
+            f"2^{self.top_exponent + 1}, so that gradients can grow {self.margin:.3g} times before they overflow. FP16 "
+            f"flushes {self.flushed_unscaled:.2%} of the gradients to zero without a scale, {self.flushed:.2%} at this "
+            f"one"
         )
 
 

@@ -21,12 +21,13 @@ from dtrain.distributed.setup import choose_device, connect
 from dtrain.errors import ConfigError, ProbeError
 from dtrain.models import build_model
 from dtrain.precision.fp16_products import FP16Products
+from dtrain.precision.histogram import Histogram
 from dtrain.tools.probe.advice import advise
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.noise import MicroBatches, final_loss, load_steps, noise_of, with_last_quarter_of
 from dtrain.tools.probe.records import Analysis, Flip, Trial
 from dtrain.tools.probe.report import NoiseRun, ProbeReport
-from dtrain.tools.probe.sensitivity import Settings, analyze
+from dtrain.tools.probe.sensitivity import ProbeSettings, analyze
 from dtrain.tools.probe.trials import FormatTraining, failed_trial, interleave, train
 from dtrain.tools.tables import plural
 from dtrain.train.run_dir import CONFIG_FILE
@@ -131,7 +132,9 @@ class _Probe:
             noise_runs = list(self._noise_runs())
         perturbed, *seeds = (final_loss(run.losses) for run in noise_runs)
         noise = noise_of(self.reference_loss, [perturbed], seeds)
-        with self.stages("analysis", "every module and product, at the FP32 weights after the trial"):
+        with self.stages(
+            "analysis", "every module and product, at the FP32 weights after the trial; gradients, also before"
+        ):
             analysis, flips = self._analyze(reference)
         report = ProbeReport(
             command=command,
@@ -197,20 +200,31 @@ class _Probe:
 
     def _analyze(self, reference: FormatTraining) -> tuple[Analysis, list[Flip]]:
         config = self.config
-        model = reference.plain_model().train()
-        micro_batches = [to_device(micro_batch, self.device) for micro_batch in self.steps[-1]]
-        settings = Settings(
-            seed=config.seed,
-            lr=config.optim.lr,
-            float8=config.precision.float8,
-            fp16=FP16Products,
+        settings = ProbeSettings(
+            seed=config.seed, lr=config.optim.lr, float8=config.precision.float8, fp16=FP16Products
         )
+        # gradients are largest at the start, and a constant loss scale must hold there too
+        start = build_model(config.model, self.dataset.vocab_size, config.seed).float().to(self.device)
+        first = analyze(start, self._on_device(self.steps[0]), self._formats_of_gradients(), settings)
+        if first.loss_scale is not None:
+            settings = replace(settings, max_scale=first.loss_scale)
+        model, micro_batches = reference.plain_model(), self._on_device(self.steps[-1])
         analysis = analyze(model, micro_batches, self.formats, settings)
         flips: list[Flip] = []
         for name in self.formats[1:]:
-            if name != "tf32":
-                flips += flip(model, micro_batches, analysis, name, settings=settings)
-        return analysis, flips
+            flips += flip(model, micro_batches, analysis, name, settings=settings)
+        merged = replace(
+            analysis,
+            gradients=_merge(first.gradients, analysis.gradients),
+            activation_gradients=_merge(first.activation_gradients, analysis.activation_gradients),
+        )
+        return merged, flips
+
+    def _formats_of_gradients(self) -> list[str]:
+        return [name for name in self.formats if name == "fp16"]
+
+    def _on_device(self, micro_batches: MicroBatches) -> MicroBatches:
+        return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
 
     def _retrain(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
         config = self.config.training(format_name, {**self.config.precision.rules, **rules})
@@ -228,6 +242,14 @@ class _Probe:
         scale_note = f" at the loss scale {loss_scale:g}" if loss_scale is not None else ""
         logger.info("  %s with %s%s: %s", format_name, plural(len(rules), "rule"), scale_note, outcome)
         return trial
+
+
+def _merge(first: Mapping[str, Histogram], second: Mapping[str, Histogram]) -> dict[str, Histogram]:
+    """Returns the histograms of both together, by name."""
+    merged = dict(first)
+    for name, histogram in second.items():
+        merged[name] = merged[name] + histogram if name in merged else histogram
+    return merged
 
 
 def _require_finished(training: FormatTraining, what: str) -> None:

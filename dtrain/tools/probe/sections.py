@@ -22,7 +22,7 @@ def _trial_row(report: ProbeReport, trial: Trial) -> tuple[str, ...]:
     has_gap = math.isfinite(trial.gap)
     is_reference = trial is report.trials[0]
     return (
-        trial.format + (f" with {plural(len(trial.rules), 'rule')}" if trial.rules else ""),
+        trial_name(report, trial),
         "" if trial.ms_per_step is None else f"{trial.ms_per_step:.1f}",
         f"{trial.memory / 1e6:,.1f} MB" if trial.memory else "",
         f"{final_loss(trial.losses):.4f}" if has_gap else "-",
@@ -33,6 +33,14 @@ def _trial_row(report: ProbeReport, trial: Trial) -> tuple[str, ...]:
         f"{trial.loss_scale:g}",
         "reference" if is_reference else outcome(report, trial),
     )
+
+
+def trial_name(report: ProbeReport, trial: Trial) -> str:
+    """Returns the format of a trial, and what the advice changed in it."""
+    if trial.rules:
+        return f"{trial.format} with {plural(len(trial.rules), 'rule')}"
+    is_added = any(trial is other for other in report.retrained)
+    return f"{trial.format}, constant scale" if is_added else trial.format
 
 
 def outcome(report: ProbeReport, trial: Trial) -> str:
@@ -57,6 +65,12 @@ def trial_notes(report: ProbeReport) -> list[str]:
     emulated = [trial.format for trial in report.trials if trial.ms_per_step is None and trial.losses]
     if emulated:
         notes.append(f"No time for {', '.join(emulated)}: emulated on {report.device}, where it would say nothing.")
+    if report.retrained:
+        notes.append(
+            "The last rows are trials that the advice added. They ran alone, so their times compare less well."
+        )
+    if any(trial.format == "fp8" for trial in report.trials) and not report.worst("fp8"):
+        notes.append("In the fp8 trial no product was FP8: every Linear stays in BF16, as it would in training.")
     notes += [f"{name} was left out: {reason}." for name, reason in report.left_out.items()]
     return notes
 
@@ -70,7 +84,7 @@ def product_table(report: ProbeReport, num: int) -> Table:
             module_name(result.module),
             result.product,
             f"{result.sqnr_db:.1f} dB",
-            f"{result.underflow:.2%}",
+            f"{max(result.underflow, 0.0):.2%}",
             f"{result.saturation:.2%}",
             result.cause or "-",
             f"{result.predicted:.1e}",

@@ -80,6 +80,7 @@ class ProbeSettings:
         lr: learning rate of the update in which errors of gradients are weighed.
         float8: options of FP8 products.
         fp16: context for computation in FP16 outside of products, such as an emulation where FP16 is slow.
+        max_scale: largest loss scale at which FP16's gradients are examined.
     """
 
     loss_of: LossOf = model_loss
@@ -87,6 +88,7 @@ class ProbeSettings:
     lr: float = 1e-3
     float8: Float8 = field(default_factory=Float8)
     fp16: Callable[[], AbstractContextManager[object]] = nullcontext
+    max_scale: float = math.inf
 
 
 def analyze(
@@ -173,7 +175,7 @@ class _Analyzer:
                     self._see(dy)
                 elif handed and handed.outputs[index : index + 1] == (True,):
                     self._see(dy)
-        self.scale = constant_scale(self.largest_gradient) or 1.0
+        self.scale = min(constant_scale(self.largest_gradient) or 1.0, self.settings.max_scale)
 
     def _see(self, gradient: Tensor) -> None:
         largest = float(gradient.abs().amax()) if gradient.numel() else 0.0
