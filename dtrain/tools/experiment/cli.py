@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "dtrain experiment",
         description="Repeats an experiment of Micikevicius et al., Mixed Precision Training (ICLR 2018), on a small "
-        "network. Prints a table, and writes a JSON file and a picture. Takes one to three minutes on two CPU cores.",
+        "network. Prints a table, and writes a JSON file and a picture. Takes seconds to four minutes on a CPU.",
         epilog=_listing(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

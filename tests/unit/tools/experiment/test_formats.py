@@ -43,7 +43,7 @@ def test_formats_do_compute_differently(result: FormatsResult) -> None:
     for item in result.networks:
         finals = [item.fp32, *(found.losses for found in item.formats)]
         assert len({tuple(losses) for losses in finals}) == 1 + len(PRECISIONS)
-        assert len(set(item.perturbed)) == 2
+        assert item.rounding_noise > 0
 
 
 def test_a_worse_format_is_told_from_noise() -> None:

@@ -16,8 +16,8 @@ from dtrain.tools.experiment.networks import regression
 
 @pytest.fixture(scope="module")
 def result() -> MasterWeightsResult:
-    """40 steps at three learning rates, one seed."""
-    return run([(regression(), (1e-5, 1e-4, 1e-3), (0,))], steps=40)
+    """60 steps at three learning rates, one seed."""
+    return run([(regression(), (1e-5, 1e-4, 1e-3), (0,))], steps=60)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -86,6 +86,6 @@ def test_with_masters_both_formats_train_alike(result: MasterWeightsResult) -> N
 
 
 def test_curves_cover_every_step(result: MasterWeightsResult) -> None:
-    assert {len(curve.losses) for item in result.trainings for curve in (item.with_masters, item.without)} == {4}
+    assert {len(curve.losses) for item in result.trainings for curve in (item.with_masters, item.without)} == {6}
     item = result.trainings[0]
     assert replace(item, without=item.with_masters).lost_progress == 0
