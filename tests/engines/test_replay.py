@@ -163,3 +163,16 @@ def test_a_difference_is_told(run_dir: Path, tmp_path: Path) -> None:
     assert code == 1, output
     assert "1 losses of 3 logged steps differ; first: loss of step 22 is " in output
     assert "step 23: applied" in output
+
+
+def test_changed_data_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    file = run_dir.parent / "text.txt"
+    text = file.read_text()
+    file.write_text(text.replace("0007", "7000"))
+    try:
+        code, output = replay(tmp_path, str(run_dir), f"step={OVERFLOW}")
+    finally:
+        file.write_text(text)
+    assert code == 2, output
+    assert "dtrain: the data differs from the run's (sha256 " in output
+    assert f"put the same files back under data.files={file}" in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
+from dtrain.distributed.setup import disconnect
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.precision.float8.linear import Float8Linear
 from tests.helpers import planted_faults as planted
-from tests.helpers.host_reads import like_a_gpu
+from tests.helpers.host_reads import forbidden, like_a_gpu
 
 ENGINES = [dtrain.Native(), dtrain.Native(zero_stage=3), dtrain.DDP(), dtrain.FSDP2()]
 FORWARD = [
@@ -23,6 +25,13 @@ FORWARD = [
     ("between", "fp32", ("input", "middle", "Linear")),
     ("linear", "fp16", ("output", "middle", "Linear")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    """FSDP2 makes a process group of the single rank; other tests begin without one."""
+    yield
+    disconnect()
 
 
 def explained(fault: str, **options: Any) -> Culprit:
@@ -290,6 +299,18 @@ def test_a_step_that_is_read_late_is_explained_by_its_own_batch() -> None:
     (culprit, with_explanation), (_, without) = results
     assert origin_of(culprit).module == "square"
     assert with_explanation == without
+
+
+def test_steps_that_are_not_skipped_read_nothing() -> None:
+    engine = planted.start("none")
+    like_a_gpu(engine)
+    engine.explain_skips = True
+    for batch in planted.batches():
+        with forbidden():
+            for x, y in engine.accumulate(batch):
+                engine.backward(engine(x.abs().clamp(max=1.0), y))
+            engine.step()
+    assert engine.applied_steps == planted.STEPS
 
 
 def test_switched_on_too_late_is_a_warning() -> None:
