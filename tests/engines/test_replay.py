@@ -73,7 +73,7 @@ def _replay(rank: int, world: int, words: list[str], folder: str) -> tuple[int, 
 def replay(folder: Path, *words: str) -> tuple[int, str]:
     """The exit code and output of ``dtrain replay WORDS`` in a forked process."""
     folder.mkdir(exist_ok=True)
-    results: list[tuple[int, str]] = run_ranks(1, _replay, list(words), str(folder))
+    results: list[tuple[int, str]] = run_ranks(1, _replay, [*words, f"code={FACTORY.partition('=')[2]}"], str(folder))
     return results[0]
 
 

@@ -11,22 +11,24 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.errors import ConfigError, nearest
 
-_USAGE = """usage: dtrain replay RUN step=N [ranks=K] [out=FOLDER]
+_USAGE = """usage: dtrain replay RUN step=N [ranks=K] [out=FOLDER] [code=NAMES]
 
   RUN         a run directory: its config.yaml, metrics.jsonl, failures/ and checkpoints/ are read, and nothing in it
               is changed
   step=N      the step to reproduce, as metrics.jsonl counts: the first is 1
   ranks=K     processes on this machine (1); they share the steps' micro-batches, however many ranks the run had
+  code=NAMES  the model factory or optimizer class of your own that the run uses (package.module:name, by comma): what
+              a run directory names is imported only if you name it too
   out=FOLDER  where everything about the step is written (runs/replay-RUN-step-N); must not exist, or be empty
 
 Trains again from the newest checkpoint before the step that verifies, else from the seed, with the run's data, model,
 precision, schedule and random numbers. With engine.reproducible=true the steps are the same bit for bit on any number
 of ranks; every loss is compared with the logged one. Stops after step N, applied or skipped, and writes its batch, the
 losses of its micro-batches, the ranges of what every module took and returned and of their gradients, and a histogram
-of each parameter's gradient. Calls the model factory that RUN/config.yaml names, so replay only runs that you trust.
+of each parameter's gradient.
 
 Exit code 0: replayed; 1: the run is reproducible, but the replay differs from it, or it failed; 2: bad usage."""
-_KEYS = ("step", "ranks", "out")
+_KEYS = ("step", "ranks", "out", "code")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ReplayArguments:
     step: int
     ranks: int = 1
     out: Path | None = None
+    code: tuple[str, ...] = ()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(0)
     from dtrain.tools.replay.report import show_report
     from dtrain.tools.replay.run import replay
-    from dtrain.tools.replay.source import read_run
+    from dtrain.tools.replay.source import read_run, require_named
 
     begin = time.monotonic()
     source = read_run(arguments.run, arguments.step)
+    require_named(source, arguments.code)
     report, out = replay(source, arguments.ranks, arguments.out)
     show_report(report, out, time.monotonic() - begin)
     return 0 if report.agrees else 1
@@ -85,6 +89,7 @@ def parse(argv: Sequence[str]) -> ReplayArguments:
         _number("step", values["step"]),
         _number("ranks", values.get("ranks", "1")),
         None if out is None else Path(out),
+        tuple(name for name in values.get("code", "").split(",") if name),
     )
 
 

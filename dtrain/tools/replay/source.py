@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from dtrain.checkpoint.directory import checkpoints_dir, committed_checkpoints, 
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.config.dump import config_from_dict
-from dtrain.config.schema import LaunchConfig, RunConfig, TrackerConfig
+from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, LaunchConfig, RunConfig, TrackerConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, failure_file, read_metrics, read_summary
@@ -87,6 +87,32 @@ def read_run(path: Path, step: int) -> RecordedRun:
         before[-1].get("contract") or contract if before else contract,
         states[0]["versions"] if states else {},
     )
+
+
+def require_named(run: RecordedRun, code: Collection[str]) -> None:
+    """Checks that the user has named all code of their own that the run's configuration names.
+
+    A run directory is data: nothing that it names is imported because it names it.
+
+    Args:
+        code: names on the command line, as ``package.module:name``.
+
+    Raises:
+        ConfigError: the run names code that the user has not named, or the user names code that the run does not.
+    """
+    factory = getattr(run.config.optim, "factory", "torch.optim:")
+    needed = {run.config.model.factory} - {DEFAULT_FACTORY, GPT2_FACTORY}
+    needed |= set() if factory.startswith("torch.optim:") else {str(factory)}
+    if needed - set(code):
+        names = ",".join(sorted(needed))
+        raise ConfigError(
+            f"{run.path} trains with code of its own, {names}, which a run directory alone must not start; if you "
+            f"trust it, name it: dtrain replay {run.path} step={run.step} code={names}"
+        )
+    if set(code) - needed:
+        raise ConfigError(
+            f"code={','.join(code)}: {run.path} uses {', '.join(sorted(needed)) or 'no code but dtrain and torch'}"
+        )
 
 
 def _read_config(path: Path, step: int) -> RunConfig:

@@ -24,7 +24,7 @@ from dtrain.tools.replay.records import (
 )
 from dtrain.tools.replay.report import summary_lines
 from dtrain.tools.replay.run import compare
-from dtrain.tools.replay.source import RecordedRun, read_run
+from dtrain.tools.replay.source import RecordedRun, read_run, require_named
 from dtrain.tools.replay.worker import run_job  # noqa: F401 - imports what a rank needs
 
 # -- the command line --------------------------------------------------------------------------------------------------
@@ -125,6 +125,33 @@ def test_a_blanked_value_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "model.args.token is blanked in" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("model.factory=a.b:c", "a.b:c"),
+        ("optim.factory=a.b:Mine", "a.b:Mine"),
+        ("model.factory=torch.hub:load", "torch.hub:load"),
+    ],
+)
+def test_code_that_only_the_run_names_is_refused(tmp_path: Path, override: str, name: str) -> None:
+    write_run(tmp_path, *(["optim=torch"] if override.startswith("optim") else []), override)
+    run = read_run(tmp_path, 3)
+    with pytest.raises(ConfigError) as error:
+        require_named(run, ())
+    assert f"dtrain replay {tmp_path} step=3 code={name}" in str(error.value)
+    with pytest.raises(ConfigError, match="code of its own"):
+        require_named(run, ("other:build",))
+    require_named(run, (name,))
+
+
+def test_code_that_the_run_does_not_use_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, "optim=torch")
+    run = read_run(tmp_path, 3)
+    require_named(run, ())
+    with pytest.raises(ConfigError, match="uses no code but dtrain and torch"):
+        require_named(run, ("a.b:c",))
+
+
 def test_mistakes_in_files(tmp_path: Path) -> None:
     def refused(path: Path, step: int = 1) -> str:
         with pytest.raises(ConfigError) as error:
@@ -162,8 +189,9 @@ def test_mistakes_of_a_replay_are_one_line(
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     assert "is not empty; choose a new folder" in refused("out=full")
-    write_run(tmp_path / "run", *tiny, "model.factory=nowhere.to_be_found:build")
-    assert "model.factory=nowhere.to_be_found:build: no module named nowhere" in refused()
+    name = "nowhere.to_be_found:build"
+    write_run(tmp_path / "run", *tiny, f"model.factory={name}")
+    assert f"model.factory={name}: no module named nowhere" in refused(f"code={name}")
     write_run(tmp_path / "run", "data=text", "data.files=gone.txt")
     assert "data.files=gone.txt matches no file" in refused()
 
