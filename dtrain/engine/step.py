@@ -29,7 +29,7 @@ from torch import Tensor
 from dtrain.engine.arguments import checked_lr
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.explain import SkipExplainer
-from dtrain.engine.measurement.sample import PrecisionSample, measured_step
+from dtrain.engine.measurement.sample import PrecisionSample
 from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
@@ -178,10 +178,18 @@ class StepEngine(StoredEngine):
     @contextmanager
     def measure_precision(self, activations: Sequence[str] = ()) -> Iterator[PrecisionSample]:
         self._require_usable("measure_precision")
-        with measured_step(self, activations) as sample:
-            yield sample
+        if self.sample is not None:
+            raise UsageError("engine.measure_precision inside itself; one context measures one step")
+        names, scale = self.backward_names, self.loss_scale
+        sample = PrecisionSample(self, activations, backward_names=names, monitor=self.monitor, scale=scale)
+        self.sample = sample
+        try:
+            with sample.hooks():
+                yield sample
             if self._has_backward():
                 raise UsageError("engine.measure_precision ended between backward and step; it measures a whole step")
+        finally:
+            self.sample = None
 
     # -- vote and update ---------------------------------------------------------------------------------------------
 

@@ -107,8 +107,9 @@ def loss_sums(x: Tensor, quantized: Tensor, *, largest: float | Tensor = math.in
         x.new_full((), x.numel(), dtype=torch.float64),
         ((quantized == 0) & (x != 0) & finite).sum(),
         (lost | (finite & (x.abs() > largest))).sum(),
-        torch.where(finite, x, 0.0).double().square_().sum(),
-        error.double().square_().sum(),
+        # a norm in FP64 makes no FP64 copy
+        torch.linalg.vector_norm(torch.where(finite, x, 0.0), dtype=torch.float64).square(),
+        torch.linalg.vector_norm(error, dtype=torch.float64).square(),
     )
     return torch.stack([field.double() for field in fields])
 

@@ -117,6 +117,10 @@ class Float8Measurement:
 
 
 def _cast_sums(rows: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Tensor:
-    quantized = quantize(rows, dtype, rowwise=rowwise)
-    scale = quantized.scale.unsqueeze(-1) if rowwise else quantized.scale
-    return loss_sums(rows, dequantize(quantized), largest=torch.finfo(dtype).max * scale)
+    """Returns what :func:`loss_sums` does, in a third of its passes: no element exceeds a scale of its own maximum."""
+    rounded, x = dequantize(quantize(rows, dtype, rowwise=rowwise)), rows.float()
+    norms = torch.stack((torch.linalg.vector_norm(x), torch.linalg.vector_norm(rounded - x)))
+    # zeros stay zeros, so the others have become so
+    underflows = torch.count_nonzero(x) - torch.count_nonzero(rounded)
+    counts = (norms.new_full((), x.numel()), underflows, norms.new_zeros(()))
+    return torch.cat((torch.stack([count.double() for count in counts]), norms.double().square_()))

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from dtrain.engine.measurement.activations import ActivationMeasurement
 from dtrain.engine.measurement.float8 import Float8Measurement
 from dtrain.engine.measurement.hooks import hookable_modules, matching_modules
 from dtrain.engine.measurement.totals import max_over_ranks, sum_over_ranks
 from dtrain.engine.measurement.updates import UpdateMeasurement
-from dtrain.engine.model_state import MASTER
+from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
+from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.magnitudes import MagnitudeCounts
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.histogram import Histogram
-from dtrain.precision.loss_scale import fitting_scale
+from dtrain.precision.loss_scale import LossScaleState, fitting_scale
 from dtrain.precision.report import GradientShares, ParameterPrecision, PrecisionReport, UpdateShares
 from dtrain.precision.rules import format_name
-
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
 
 
 class PrecisionSample:
@@ -33,12 +30,23 @@ class PrecisionSample:
     Args:
         engine: between two steps.
         activations: patterns of module names.
+        backward_names: the names of the trained parameters, as ``monitor`` numbers them.
+        monitor: counts the gradients of the step.
+        scale: of the loss in the step.
 
     Attributes:
         outcome: of the step, once it is taken.
     """
 
-    def __init__(self, engine: StepEngine, activations: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engine: StateEngine,
+        activations: Sequence[str],
+        *,
+        backward_names: Sequence[str],
+        monitor: GradientMonitor,
+        scale: LossScaleState,
+    ) -> None:
         modules = matching_modules(engine.module, activations, "engine.measure_precision")
         masters = {shard.name: shard for shard in engine.owned_shards(MASTER)}
         linears = {
@@ -46,24 +54,32 @@ class PrecisionSample:
         }
         self.outcome: StepOutcome | None = None
         self._engine = engine
-        self._scale = engine.loss_scale.scale
+        self._names = backward_names
+        self._monitor = monitor
+        self._scale, self._scale_rule = scale.scale, scale.rule
         self._activations = ActivationMeasurement(modules, engine.device)
         self._float8 = Float8Measurement(linears, masters, engine.device)
         self._magnitudes: MagnitudeCounts | None = None
         self._update: UpdateMeasurement | None = None
         self._step = engine.attempted_steps + 1
         self._report: PrecisionReport | None = None
+        self._is_open = False
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        with self._activations.hooks(), self._float8.hooks():
-            yield
+        """Context of the step."""
+        self._is_open = True
+        try:
+            with self._activations.hooks(), self._float8.hooks():
+                yield
+        finally:
+            self._is_open = False
 
     def begin_update(self) -> None:
         """Takes what backward has recorded, and copies the masters."""
         engine = self._engine
-        self._magnitudes = engine.monitor.magnitudes
-        numbers = {name: number for number, name in enumerate(engine.backward_names)}
+        self._magnitudes = self._monitor.magnitudes
+        numbers = {name: number for number, name in enumerate(self._names)}
         self._update = UpdateMeasurement(engine.owned_shards(MASTER), numbers, engine.device)
 
     def end_update(self) -> None:
@@ -78,7 +94,7 @@ class PrecisionSample:
 
     def report(self) -> PrecisionReport | None:
         """Returns what the step has lost, None if none was taken; all ranks call."""
-        if self._engine.sample is self:
+        if self._is_open:
             raise UsageError("report() inside engine.measure_precision; call it after the context")
         if self._report is None and self.outcome is not None:
             _ = self._engine.applied_steps  # [Note: finalize before the next collective]
@@ -88,7 +104,7 @@ class PrecisionSample:
     def _summed(self, applied: bool) -> PrecisionReport:
         engine, comm = self._engine, self._engine.comm
         # none: every micro-batch was a dummy
-        own = self._magnitudes or MagnitudeCounts(len(engine.backward_names), engine.device)
+        own = self._magnitudes or MagnitudeCounts(len(self._names), engine.device)
         counts = sum_over_ranks(comm, own.counts, label="counts of gradients").tolist()
         largest = max_over_ranks(comm, own.largest, label="largest gradients").tolist()
         updates: Sequence[UpdateShares | None] = [None] * len(counts)
@@ -96,10 +112,10 @@ class PrecisionSample:
         if applied:
             updates = self._update.totals(comm)
         finite = [value / self._scale for value in largest if value and math.isfinite(value)]
-        better = fitting_scale(max(finite), engine.loss_scale.rule) if finite else None
+        better = fitting_scale(max(finite), self._scale_rule) if finite else None
         factor = 1.0 if better is None else better / self._scale
         parameters = []
-        for number, name in enumerate(engine.backward_names):
+        for number, name in enumerate(self._names):
             histogram, top = Histogram(tuple(counts[number])), largest[number]
             parameters.append(
                 ParameterPrecision(
@@ -128,16 +144,3 @@ def _gradient_format(contract: Contract, name: str) -> str:
     owner = name.rpartition(".")[0]
     format = next((module.format for module in contract.modules if module.name == owner), "fp8")
     return format_name(contract.policy.compute_dtype) if format == "fp8" else format
-
-
-@contextmanager
-def measured_step(engine: StepEngine, activations: Sequence[str]) -> Iterator[PrecisionSample]:
-    """Context around one whole step of ``engine``; yields what it measures."""
-    if engine.sample is not None:
-        raise UsageError("engine.measure_precision inside itself; one context measures one step")
-    sample = engine.sample = PrecisionSample(engine, activations)
-    try:
-        with sample.hooks():
-            yield sample
-    finally:
-        engine.sample = None
