@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8, LossScale
+from dtrain.engine.rng import keyed_rng
 from dtrain.errors import ModelError
 from dtrain.precision.contract import resolve
 from dtrain.precision.float8.options import Recipe
@@ -134,16 +135,7 @@ class _Analyzer:
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Analysis:
         if len(self.modules) > len(self.products):
-            key = micro_batch_key(self.settings.seed, 0)
-            with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-                torch.manual_seed(key)
-                try:
-                    self.switch.handovers = observe_handovers(
-                        self.model, lambda: self.settings.loss_of(self.model, micro_batches[0]), self.device
-                    )
-                except Exception as error:  # of the user's model
-                    reason = f"the model fails in bf16: {_first_line(error)}"
-                    self.unexamined |= dict.fromkeys((n for n in self.modules if n not in self.products), reason)
+            self._observe_handovers(micro_batches[0])
         for index, micro_batch in enumerate(micro_batches):
             recording = record(
                 self.model,
@@ -155,6 +147,17 @@ class _Analyzer:
             self._count_gradients(recording)
             self._examine(recording)
         return self._analysis()
+
+    def _observe_handovers(self, micro_batch: MicroBatch) -> None:
+        loss_of = self.settings.loss_of
+        try:
+            with keyed_rng(self.device, micro_batch_key(self.settings.seed, 0)):
+                self.switch.handovers = observe_handovers(
+                    self.model, lambda: loss_of(self.model, micro_batch), self.device
+                )
+        except Exception as error:  # of the user's model
+            reason = f"the model fails in bf16: {_first_line(error)}"
+            self.unexamined |= {name: reason for name in self.modules if name not in self.products}
 
     # -- the loss scale ---------------------------------------------------------------------------------------------
 

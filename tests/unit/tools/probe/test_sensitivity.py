@@ -350,7 +350,7 @@ def transformer() -> tuple[nn.Module, list[dict[str, Tensor]], Analysis]:
         optimizer.zero_grad()
         model(**draw()).loss.backward()
         optimizer.step()
-    micro_batches = [draw() for _ in range(4)]
+    micro_batches = [draw() for _ in range(3)]
     return model, micro_batches, analyze(model, micro_batches, ("bf16", "fp16", "fp8"))
 
 
