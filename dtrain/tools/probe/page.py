@@ -12,7 +12,7 @@ from dtrain.tools.probe import sections
 from dtrain.tools.probe.report import ProbeReport
 from dtrain.tools.tables import Table
 
-_NUM_PRODUCTS = 30  # of each format
+_NUM_PRODUCTS = 10  # of each format
 _STYLE = """
 body { font-family: system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }

@@ -19,6 +19,7 @@ from dtrain.data import TextDataset, load_dataset
 from dtrain.precision import hardware
 from dtrain.tools.probe import noise, trials
 from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, load_steps, noise_of, perturb_by_an_ulp
+from dtrain.tools.probe.sensitivity import ProbeSettings, analyze
 from dtrain.tools.probe.trials import FormatTraining, interleave, is_emulated, train
 from tests.helpers.probed_models import FACTORY
 from tests.unit.tools.probe.tiny import TINY
@@ -131,6 +132,16 @@ def test_the_trained_model_is_the_users_own_in_fp32(
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, masters[name])
     assert int(dict(model.named_buffers())["calls"]) == 4  # two steps of two micro-batches
+
+
+def test_the_loss_scale_of_the_analysis_can_be_bounded(
+    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+) -> None:
+    model = start(config.training("fp32"), dataset).plain_model()
+    free = analyze(model, steps[0], ["fp16"]).loss_scale
+    assert free is not None
+    assert free > 64.0
+    assert analyze(model, steps[0], ["fp16"], ProbeSettings(max_scale=64.0)).loss_scale == 64.0
 
 
 def test_memory_and_time_are_those_of_the_engine(
