@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from dtrain.engine.measurement.activations import ActivationMeasurement
 from dtrain.engine.measurement.float8 import Float8Measurement
@@ -63,6 +63,7 @@ class PrecisionSample:
         self._update: UpdateMeasurement | None = None
         self._step = engine.attempted_steps + 1
         self._report: PrecisionReport | None = None
+        self._hooks = ExitStack()
         self._is_open = False
 
     @contextmanager
@@ -70,13 +71,16 @@ class PrecisionSample:
         """Context of the step."""
         self._is_open = True
         try:
-            with self._activations.hooks(), self._float8.hooks():
+            with self._hooks:
+                self._hooks.enter_context(self._activations.hooks())
+                self._hooks.enter_context(self._float8.hooks())
                 yield
         finally:
             self._is_open = False
 
     def begin_update(self) -> None:
         """Takes what backward has recorded, and copies the masters."""
+        self._hooks.close()  # the explanation of a skip runs forward and backward again
         engine = self._engine
         self._magnitudes = self._monitor.magnitudes
         numbers = {name: number for number, name in enumerate(self._names)}

@@ -209,6 +209,23 @@ def test_skipped_step_has_no_updates() -> None:
     assert all(own.largest is None and own.shares.overflow_fp16 > 0 for own in bad)
 
 
+def test_the_explanation_of_a_skip_is_not_counted() -> None:
+    def activations(*, explains: bool) -> list[Histogram]:
+        engine = start(loss_scale=1024.0)
+        engine.explain_skips = explains
+
+        def step() -> None:
+            engine.backward(loss_of(engine) * 1e38)
+            outcome = engine.step()
+            assert (outcome.culprit is not None and outcome.culprit.origin is not None) == explains
+
+        return [counted for own in measured(engine, step, "*").activations for counted in (own.output, own.gradient)]
+
+    explained = activations(explains=True)
+    assert any(histogram.total for histogram in explained)
+    assert explained == activations(explains=False)
+
+
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
 
 
