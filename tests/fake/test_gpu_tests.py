@@ -14,7 +14,10 @@ import pytest
 
 pytestmark = pytest.mark.processes
 
-QUICK = "average_follow or calibrated or island or fails or overflow_is_never or infinity_on or linalg or resume_is"
+QUICK = (
+    "average_follow or calibrated or island or fails or overflow_is_never or infinity_on or linalg or resume_is or "
+    "skip_names or measured_step_keeps"
+)
 
 
 def test_tests_for_a_gpu_pass_with_the_device_replaced_by_the_cpu() -> None:
