@@ -84,7 +84,7 @@ class SkipExplainer:
         if culprit is None or culprit.micro_batch is None:
             return culprit
         calls = self._last.get(culprit.micro_batch, [])
-        search = _Search(self._engine, calls)
+        search = _Search(self._engine, calls, needs_calls=self._engine.comm.rank == culprit.rank)
         try:
             with _kept_buffers(self._engine.module):
                 origin = self._agree(culprit.rank, search.search_forward)
@@ -120,16 +120,20 @@ class _ExplanationError(Exception):
 
 
 class _Search:
-    """Runs the forwards of a micro-batch again, and then their backward."""
+    """Runs the forwards of a micro-batch again, and then their backward.
 
-    def __init__(self, engine: ForwardEngine, calls: list[ForwardCall]) -> None:
+    ``needs_calls``: whether there must be one; another rank's micro-batch may be a dummy that ran none.
+    """
+
+    def __init__(self, engine: ForwardEngine, calls: list[ForwardCall], *, needs_calls: bool) -> None:
         self._engine = engine
         self._calls = calls
+        self._needs_calls = needs_calls
         self._recorder = ModuleRecorder(engine.module)
         self._loss: Tensor | None = None
 
     def search_forward(self) -> Origin | None:
-        if not self._calls:
+        if self._needs_calls and not self._calls:
             raise RuntimeError("its forward was not kept; set engine.explain_skips before the step")
         engine = self._engine
         # without a graph where only the forward is searched: a library must not wait for its backward

@@ -187,7 +187,7 @@ class ModuleRecorder:
         ]
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if _is_recomputation():
+        if in_backward():
             return
         with self._guarded(name):
             if name not in self.weights:
@@ -199,7 +199,7 @@ class ModuleRecorder:
         self._callers.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if _is_recomputation():
+        if in_backward():
             return
         if self._callers:
             self._callers.pop()
@@ -234,8 +234,8 @@ class ModuleRecorder:
         self._edges.clear()
 
 
-def _is_recomputation() -> bool:
-    """Whether a backward runs, in which activation checkpointing calls modules again."""
+def in_backward() -> bool:
+    """Whether autograd runs in this thread, so that a forward is one that activation checkpointing repeats."""
     return bool(torch._C._current_graph_task_id() != -1)  # private, but torch.utils.checkpoint depends on it
 
 

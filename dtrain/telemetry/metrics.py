@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
 ``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``, with
-``val_loss_ema`` if an average is kept. A line ``{"step": ..., "precision": {...}}`` follows each sampled step: see
+``val_loss_ema`` if an average is kept. A sampled step has a line ``{"step": ..., "precision": {...}}`` too: see
 docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are written as ``null``.
 """
 

@@ -52,7 +52,7 @@ def read_sample(path: Path) -> PrecisionFindings:
     """
     try:
         return PrecisionFindings.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{path}: expected a sampled step of a run of dtrain; got {type(error).__name__}: {error}"
         ) from None

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.measurement.hooks import in_backward, on_outputs
+from dtrain.engine.measurement.hooks import on_outputs
 from dtrain.engine.measurement.totals import sum_over_ranks
 from dtrain.precision.float8.cast import E4M3, Quantized, decode, dequantize, quantize
 from dtrain.precision.float8.linear import Float8Linear
+from dtrain.precision.module_values import in_backward
 from dtrain.precision.report import Float8ProductPrecision, OperandPrecision
 from dtrain.precision.rounding import loss_of_sums, loss_sums
 

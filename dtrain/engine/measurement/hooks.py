@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.errors import ConfigError, nearest
+from dtrain.precision.module_values import in_backward
 from dtrain.precision.policy import TRAINABLE_DTYPES
 from dtrain.precision.rules import is_compiled
 
@@ -39,11 +39,6 @@ def on_outputs(module: nn.Module, *, forward: OnTensor, gradient: OnTensor) -> I
         yield
     finally:
         handle.remove()
-
-
-def in_backward() -> bool:
-    """Whether autograd runs in this thread, so that a forward is a repeated one."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:

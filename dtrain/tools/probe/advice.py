@@ -96,7 +96,9 @@ class _Adviser:
         if fp8 is None:
             return None
         if fp8.ms_per_step is None:
-            self.reasons.append(f"fp8 is emulated on {self.evidence.device_name}: it brings no speed here")
+            emulated = f"is emulated on {self.evidence.device_name}: it brings no speed here"
+            failed = f"{self.evidence.describe(fp8)} before its speed can be measured"
+            self.reasons.append(f"fp8 {emulated if fp8.failure is None else failed}")
             return None
         if bf16 is not None and bf16.ms_per_step is not None and not _is_faster(fp8, bf16):
             self.reasons.append(f"fp8 is not faster than bf16 here ({_times(fp8, bf16)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,12 +29,13 @@ def main(argv: Sequence[str]) -> int:
     if LaunchEnv.read().launched:
         raise ConfigError("dtrain probe is one process; start it without a launcher")
     configure_logging(0)
+    from dtrain.tools.command import command_text
     from dtrain.tools.probe.page import write_page
     from dtrain.tools.probe.picture import draw
     from dtrain.tools.probe.report import write_report
     from dtrain.tools.probe.run import run_probe
 
-    report, run_dir = run_probe(config, shlex.join(["dtrain", "probe", *argv]))
+    report, run_dir = run_probe(config, command_text("probe", argv))
     write_report(run_dir / REPORT_FILE, report)
     draw(report, run_dir / PICTURE_FILE)
     write_page(run_dir / PAGE_FILE, report, (run_dir / PICTURE_FILE).read_bytes())

@@ -137,7 +137,7 @@ def untested(evidence: Evidence, scale: float | None) -> tuple[str, ...]:
         items.append(
             "whether gradients outgrow the constant loss scale later; precision.loss_scale.mode=dynamic follows"
         )
-    emulated = [t.format for t in evidence.trials if t.ms_per_step is None]
+    emulated = [t.format for t in evidence.trials if t.ms_per_step is None and t.failure is None]
     if emulated:
         items.append(f"the speed of {', '.join(emulated)}, emulated here")
     for name, reason in evidence.analysis.unexamined.items():

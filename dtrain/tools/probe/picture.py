@@ -12,14 +12,12 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
+from dtrain.tools.format_styles import GREY, PRECISION_COLORS
 from dtrain.tools.probe.records import ProductResult, Trial
 from dtrain.tools.probe.report import ConstantScale, ProbeReport, all_gradients
 from dtrain.tools.probe.sections import module_name, trial_name
 from dtrain.tools.tables import plural
 
-# the palette of Okabe and Ito, which color-blind readers can distinguish
-_COLORS = {"tf32": "#56B4E9", "bf16": "#009E73", "fp16": "#D55E00", "fp8": "#CC79A7"}
-_GREY = "#7f7f7f"
 _NUM_MODULES = 24  # rows of the heat maps
 _LONGEST_NAME = 32
 _MAX_UNITS = 20.0  # a larger gap is drawn here
@@ -78,7 +76,7 @@ def _draw_gaps(axes: Axes, report: ProbeReport) -> None:
 
 
 def _draw_gap(axes: Axes, row: int, trial: Trial, units: Callable[[float], float], limit: float) -> None:
-    color = _COLORS.get(trial.format, _GREY)
+    color = PRECISION_COLORS.get(trial.format, GREY)
     if not math.isfinite(trial.gap):
         axes.plot(0.94 * limit, row, "x", color=color, markersize=10, markeredgewidth=2.5)
         axes.text(0.86 * limit, row, "fails", ha="right", va="center", fontsize=9, color=color)
@@ -117,10 +115,10 @@ def _draw_gradients(axes: Axes, report: ProbeReport) -> None:
         for left, right, alpha in ((low, normal, 0.4), (normal, floats.max_exponent + 1 - power, 1.0)):
             left, right = max(left, start), min(right, stop)
             if left < right:
-                axes.barh(y, right - left, left=left, height=0.085 * peak, color=_COLORS[color], alpha=alpha)
+                axes.barh(y, right - left, left=left, height=0.085 * peak, color=PRECISION_COLORS[color], alpha=alpha)
         axes.text(stop + 0.5, y, label, va="center", fontsize=8)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.axvline(math.log2(FP16.min_subnormal), color=_COLORS["fp16"], linewidth=1, linestyle=":")
+    axes.axvline(math.log2(FP16.min_subnormal), color=PRECISION_COLORS["fp16"], linewidth=1, linestyle=":")
     if scale is not None:
         note = f"FP16 flushes {scale.flushed_unscaled:.2%}\nof the nonzero ones to zero,\n{scale.flushed:.2%} if scaled"
         axes.text(0.98, 0.96, note, ha="right", va="top", fontsize=9, transform=axes.transAxes)
@@ -171,7 +169,7 @@ def _draw_modules(figure: Any, report: ProbeReport, modules: Sequence[str]) -> N
 
     causes = {(r.module, r.format, _column(r)): r.cause[:1].upper() for r in report.analysis.products if r.cause}
     for (module, name, column), letter in causes.items():
-        if module in modules:
+        if module in modules and name in formats:  # BF16 is examined for FP8's sake too
             x = len(_PRODUCTS) * formats.index(name) + column
             sqnr.text(x, modules.index(module), letter, ha="center", va="center", fontsize=7)
     decibels = figures(lambda result: max(-10.0, min(result.sqnr_db, 100.0)), min)

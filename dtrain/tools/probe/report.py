@@ -32,10 +32,11 @@ class ProbeReport:
     """Result of one run of ``dtrain probe``.
 
     Attributes:
+        command: the command line, without secrets.
         date: local time, ISO 8601.
         device: name of the device.
         num_parameters: trained parameters.
-        config: the resolved configuration.
+        config: the resolved configuration, without secrets.
         batch: what a step consists of, in words.
         trials: FP32's first, then the other formats', without rules of the advice.
         noise_runs: the trainings behind ``noise``.

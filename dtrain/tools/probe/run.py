@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
@@ -61,7 +62,7 @@ def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
     with torch_settings_restored():
         probe = _Probe(config, formats, device)
         run_dir = make_run_dir(config.run_dir)
-        (run_dir / CONFIG_FILE).write_text(to_yaml(config_to_dict(config)), encoding="utf-8")
+        (run_dir / CONFIG_FILE).write_text(to_yaml(redact(config_to_dict(config))), encoding="utf-8")
         logger.info("run %s", run_dir)
         for name, reason in left_out.items():
             logger.info("%s left out: %s", name, reason)
@@ -141,7 +142,7 @@ class _Probe:
             date=time.strftime("%Y-%m-%dT%H:%M:%S"),
             device=device_name(self.device),
             num_parameters=self.num_parameters,
-            config=config_to_dict(self.config),
+            config=redact(config_to_dict(self.config)),
             batch=self.batch,
             trials=trials,
             noise=noise,

@@ -33,7 +33,7 @@ from dtrain.precision.contract import resolve
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.forward import find_loss, set_matmul_precision
 from dtrain.precision.histogram import Histogram
-from dtrain.precision.loss_scale import LossScaleState
+from dtrain.precision.loss_scale import fitting_scale
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import fp32_class, is_compiled
 from dtrain.tools.probe.measures import Measure, Operand, count, energies, result
@@ -286,8 +286,7 @@ def constant_scale(largest_gradient: float) -> float | None:
     """
     if not largest_gradient:
         return None
-    rule = LossScale("calibrated", calibration_steps=1, min=2.0**-60, max=2.0**60)
-    return LossScaleState.of(rule).update(False, largest_gradient).scale
+    return fitting_scale(largest_gradient, LossScale("calibrated", min=2.0**-60, max=2.0**60))
 
 
 def _examined(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:

@@ -140,7 +140,7 @@ def _read_config(path: Path, step: int) -> RunConfig:
         threads_per_rank=config.launch.threads_per_rank,
         timeout_s=config.launch.timeout_s,
     )
-    return replace(config, launch=launch, tracker=TrackerConfig(), resume=config.resume)
+    return replace(config, launch=launch, tracker=TrackerConfig())
 
 
 def _blanked(key: str, value: Any) -> Iterator[str]:

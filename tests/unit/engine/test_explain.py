@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrain
 from dtrain.distributed.setup import disconnect
+from dtrain.engine.explain import SkipExplainer
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.precision.float8.linear import Float8Linear
 from tests.helpers import planted_faults as planted
@@ -324,6 +327,19 @@ def test_switched_on_too_late_is_a_warning() -> None:
     engine.explain_skips = True
     assert outcome.culprit is not None
     assert outcome.culprit.origin is None
+
+
+def test_a_rank_whose_dummy_ran_no_forward_takes_part() -> None:
+    """The backward of a dummy may do without a forward (``weight=0``), so that there is nothing to run again."""
+    found = {"origin": asdict(Origin("output", "middle", "Linear")), "error": None}
+    comm = SimpleNamespace(rank=1, exchange_text=lambda text: [json.dumps(found), text])
+    engine: Any = SimpleNamespace(
+        name="native", module=nn.Linear(2, 2), comm=comm, searches_backward=True, discard_forward=lambda: None
+    )
+    culprit = Culprit(rank=0, step=0, phase="forward loss", micro_batch=0)
+    explained = SkipExplainer(engine).explain(culprit, 1.0)
+    assert explained is not None
+    assert origin_of(explained).module == "middle"
 
 
 def test_an_origin_survives_json() -> None:

@@ -107,8 +107,17 @@ def test_files_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
     PrecisionFiles(tmp_path, 10)
     assert list(sample_files(tmp_path)) == [5, 10]
     assert (tmp_path / "precision" / "step-notes.json").exists()
-    with pytest.raises(ConfigError, match="a sampled step of a run"):
-        read_sample(tmp_path / "precision" / "step-notes.json")
+    for file in (tmp_path / "precision" / "step-notes.json", _other_file(tmp_path)):
+        with pytest.raises(ConfigError, match="a sampled step of a run"):
+            read_sample(file)
+
+
+def _other_file(folder: Path) -> Path:
+    """JSON with the keys of a sample, and other values."""
+    path = folder / "other.json"
+    keys = ("step", "applied", "loss_scale", "better_scale")
+    path.write_text(json.dumps({**dict.fromkeys(keys, 1), "departures": [], "parameters": []}))
+    return path
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
@@ -166,6 +175,4 @@ def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixtur
         "and 1.0% of it is zero",
         "step 3: the largest gradient of 'p' has reached 2^3",
     ]
-    assert caplog.messages[1].endswith(
-        "holds below 2^2 (and 1 more, in precision/step-3.json); run dtrain probe again on this checkpoint"
-    )
+    assert caplog.messages[1].endswith("the probe's advice holds below 2^2 (and 1 more, in precision/step-3.json)")

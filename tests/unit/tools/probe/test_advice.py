@@ -57,6 +57,13 @@ def ask(evidence: Evidence, culprits: Mapping[str, set[str]] | None = None) -> t
     return advise(evidence, world), world
 
 
+def test_a_format_that_fails_is_not_called_emulated() -> None:
+    failed = trial("fp8", math.inf, failure="step 1: RuntimeError: no kernel")
+    advice, _ = ask(Evidence([trial("fp32", ms=9.0), trial("bf16", ms=5.0), failed], NOISE, Analysis(())))
+    assert advice.reasons[0] == "fp8 fails (step 1: RuntimeError: no kernel) before its speed can be measured"
+    assert not any("emulated" in item for item in advice.untested)
+
+
 def rules(advice: Advice) -> dict[str, str]:
     return {rule.pattern: rule.format for rule in advice.rules}
 

@@ -18,9 +18,11 @@ from dtrain.config.dump import from_plain
 from dtrain.precision.histogram import Histogram
 from dtrain.telemetry.envelope import Envelope
 from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
-from dtrain.tools.probe.records import Analysis, Noise, Trial
-from dtrain.tools.probe.report import ConstantScale
+from dtrain.tools.probe.picture import draw
+from dtrain.tools.probe.records import Advice, Analysis, Noise, ProductResult, Trial
+from dtrain.tools.probe.report import ConstantScale, ProbeReport
 from dtrain.tools.probe.sections import rank_correlation
+from dtrain.train.run_dir import CONFIG_FILE
 from tests.helpers.probed_models import FACTORY, ODD_NAME
 from tests.unit.tools.probe.tiny import TINY
 
@@ -80,13 +82,20 @@ def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.Captur
     assert "lower optim.lr" in error
 
 
+CANARY = "canary-5ec2e7"
+SECRETS = [
+    f"model.args.api_key={CANARY}",
+    f"model.args.hub={{token: {CANARY}, url: 'https://me:{CANARY}@hub.example'}}",
+]
+
+
 @pytest.fixture(scope="module")
 def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory of a probe of a user's model that overflows FP16, and what it printed."""
     folder = tmp_path_factory.mktemp("probe")
     with pytest.MonkeyPatch.context() as patch, (folder / "out").open("w+", encoding="utf-8") as out:
         patch.setattr("sys.stdout", out)
-        argv = ["probe", *TINY, FACTORY, "model.args.kind=overflow", "optim=lion", f"run_dir={folder}"]
+        argv = ["probe", *TINY, FACTORY, "model.args.kind=overflow", "optim=lion", f"run_dir={folder}", *SECRETS]
         assert main(argv) == 0
     return folder, (folder / "out").read_text(encoding="utf-8")
 
@@ -124,6 +133,17 @@ def test_json_holds_all_records(probed: tuple[Path, str]) -> None:
     assert Envelope.read(folder / REPORT_FILE) == Envelope.of(gradients)
 
 
+def test_no_file_holds_a_secret(probed: tuple[Path, str]) -> None:
+    folder, printed = probed
+    files = [*folder.glob("*.json"), *folder.glob("*.html"), *folder.glob("*.yaml")]
+    assert {path.name for path in files} == {REPORT_FILE, PAGE_FILE, CONFIG_FILE}
+    assert [path.name for path in files if CANARY in path.read_text(encoding="utf-8")] == []
+    assert CANARY not in printed
+    command = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["command"]
+    assert "model.args.api_key=***" in command
+    assert "model.args.kind=overflow" in command
+
+
 def test_page_is_self_contained_and_escaped(probed: tuple[Path, str]) -> None:
     folder, _ = probed
     page = (folder / PAGE_FILE).read_text(encoding="utf-8")
@@ -147,6 +167,31 @@ def test_constant_scale_with_its_evidence() -> None:
     assert scale.margin == pytest.approx(65504 / 2**12)
     assert "grow 16 times" in str(scale)
     assert ConstantScale.of(Analysis(())) is None
+
+
+def test_a_picture_of_fp8_alone(tmp_path: Path) -> None:
+    """BF16 is examined for FP8's sake, but is no trial."""
+    results = [ProductResult("head", "fprop", name, 20.0, 0.0, 0.0, "precision", 0.1) for name in ("bf16", "fp8")]
+    trials = [Trial(name, {}, [1.0], None, 0, 1.0, 0, 1.0, 0.0, None) for name in ("fp32", "fp8")]
+    report = ProbeReport(
+        command="dtrain probe",
+        date="2026-01-01T00:00:00",
+        device="this CPU",
+        num_parameters=1,
+        config={},
+        batch="",
+        trials=trials,
+        noise=Noise(0.1, 0.1),
+        noise_runs=[],
+        analysis=Analysis(tuple(results)),
+        flips=[],
+        retrained=[],
+        advice=Advice("fp8", (), None, "precision=fp8", (), ()),
+        left_out={},
+        seconds={},
+    )
+    draw(report, tmp_path / PICTURE_FILE)
+    assert (tmp_path / PICTURE_FILE).stat().st_size
 
 
 def test_rank_correlation() -> None:
