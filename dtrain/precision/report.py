@@ -123,7 +123,7 @@ class OperandPrecision:
     Attributes:
         operand: ``input``, ``weight`` or ``gradient`` (of the output).
         format: ``e4m3`` or ``e5m2``.
-        sqnr_db: signal-to-quantization-noise ratio in decibels; None without any error.
+        sqnr_db: signal-to-quantization-noise ratio in decibels; None without any error, or with an Inf.
         underflow: share of the elements that became zero and were not.
         saturated: share of the elements beyond the largest number.
     """
@@ -149,7 +149,7 @@ class Float8ProductPrecision:
     Attributes:
         module: name of the module.
         product: ``fprop`` (output), ``dgrad`` (gradient of the input) or ``wgrad`` (gradient of the weight).
-        sqnr_db: of both operands together, as their noises add up; None without any error.
+        sqnr_db: of both operands together, as their noises add up; None without any error, or with an Inf.
         operands: left and right; the weight is missing if it is frozen.
     """
 

@@ -121,7 +121,7 @@ def _cast_sums(rows: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Tensor:
     """Returns what :func:`loss_sums` does, in a third of its passes: no element exceeds a scale of its own maximum."""
     rounded, x = dequantize(quantize(rows, dtype, rowwise=rowwise)), rows.float()
     norms = torch.stack((torch.linalg.vector_norm(x), torch.linalg.vector_norm(rounded - x)))
-    # zeros stay zeros, so the others have become so
-    underflows = torch.count_nonzero(x) - torch.count_nonzero(rounded)
+    # zeros stay zeros, so the others have become so; with an Inf all are NaN, zeros too
+    underflows = (torch.count_nonzero(x) - torch.count_nonzero(rounded)).clamp(min=0)
     counts = (norms.new_full((), x.numel()), underflows, norms.new_zeros(()))
     return torch.cat((torch.stack([count.double() for count in counts]), norms.double().square_()))

@@ -120,7 +120,8 @@ def _read_config(path: Path, step: int) -> RunConfig:
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; give the run directory of dtrain train")
     # a resumed run keeps its earlier configurations
-    earlier = {int(old.stem.rpartition("-")[2]): old for old in path.glob(_OLD_CONFIGS)}
+    steps = {old: old.stem.rpartition("-")[2] for old in path.glob(_OLD_CONFIGS)}
+    earlier = {int(number): old for old, number in steps.items() if number.isdecimal()}
     changes = sorted(number for number in earlier if number >= step)
     file = earlier[changes[0]] if changes else path / CONFIG_FILE
     if not file.is_file():

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
+from dtrain.engine.measurement.float8 import _cast_sums
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, UsageError
 from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
@@ -227,6 +228,14 @@ def test_the_explanation_of_a_skip_is_not_counted() -> None:
 
 
 # -- FP8 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_operand_with_an_infinity_has_no_underflow() -> None:
+    x = torch.arange(128.0).view(8, 16)
+    x[3, 3] = math.inf
+    for rowwise in (False, True):
+        _, underflows, *_ = _cast_sums(x, E4M3, rowwise=rowwise).tolist()
+        assert underflows == 0
 
 
 def operands_of(engine: StepEngine, name: str) -> dict[str, list[Tensor]]:

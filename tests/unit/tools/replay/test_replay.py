@@ -109,6 +109,7 @@ def test_the_configuration_of_the_step_counts(tmp_path: Path) -> None:
     write_run(tmp_path, "seed=2")
     (tmp_path / "config.yaml").rename(tmp_path / "config-until-step-8.yaml")
     write_run(tmp_path, "seed=3")
+    (tmp_path / "config-until-step-8 (copy).yaml").write_text("not: ours")
     assert [read_run(tmp_path, step).config.seed for step in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
 
 
