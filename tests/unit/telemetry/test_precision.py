@@ -167,5 +167,5 @@ def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixtur
         "step 3: the largest gradient of 'p' has reached 2^3",
     ]
     assert caplog.messages[1].endswith(
-        "holds below 2^2 (and 1 more, in precision/step-3.json); run dtrain probe again on this checkpoint"
+        "holds below 2^2 (and 1 more, in precision/step-3.json); probe more steps, or these weights"
     )
