@@ -51,7 +51,7 @@ class Console:
         if findings.departures:
             first, *others = findings.departures
             more = f" (and {len(others)} more, in precision/step-{findings.step}.json)" if others else ""
-            logger.warning("step %d: %s%s", findings.step, first, more)
+            logger.warning("step %d: %s%s; run dtrain probe with more steps", findings.step, first, more)
 
     def close(self, exit_code: int) -> None:
         # the handlers first: they write to a proxy that ends with the progress bar

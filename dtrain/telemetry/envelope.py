@@ -128,6 +128,8 @@ class Envelope:
         """
         try:
             return Envelope.from_dict(json.loads(path.read_text(encoding="utf-8"))[KEY])
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file; expected the JSON that `dtrain probe` writes") from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
                 f"{path}: expected the JSON that `dtrain probe` writes, with a key '{KEY}'; got "

@@ -112,10 +112,11 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
     matching_modules(model, telemetry.activations, "telemetry.activations")
     if telemetry.advice is not None:
         probed = Envelope.read(Path(telemetry.advice)).ranges
-        if not any(name in probed for name, _ in model.named_parameters()):
+        missing = set(probed) - {name for name, _ in model.named_parameters()}
+        if 2 * len(missing) >= len(probed):  # a few may differ, such as a new head
             raise ConfigError(
-                f"telemetry.advice={telemetry.advice} is of another model: it has no parameter of this one; run dtrain "
-                f"probe on this configuration"
+                f"telemetry.advice={telemetry.advice} is of another model: {len(missing)} of its {len(probed)} "
+                f"parameters are not in this one; run dtrain probe on this configuration"
             )
     if isinstance(config.engine, Native):
         matching_parameters(model, config.engine.keep_gathered, "keep_gathered")

@@ -61,6 +61,6 @@ def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> dic
         names = [name for name, _ in model.named_modules()]
         if any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"{key}: '{pattern}' matches only modules in compiled code, which runs without hooks")
-        raise ConfigError(f"{key}: '{pattern}' matches no module of the model{nearest(pattern, names)}")
+        raise ConfigError(f"{key}: '{pattern}' matches no module of the model{nearest(pattern, filter(None, names))}")
     matches = {name: any(fnmatchcase(name, pattern) for pattern in patterns) for name in hookable}
     return {name: module for name, module in hookable.items() if matches[name]}

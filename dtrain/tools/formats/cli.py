@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         words = ["numbers", *words]  # the command that has no name
     try:
         arguments, rest = _parser().parse_known_args(words)
-    except SystemExit:  # after --help
-        return 0
+    except SystemExit as stop:  # after --help, or argparse has printed the reason
+        return 2 if stop.code else 0
     if rest:
         raise ConfigError(f"dtrain formats cannot read '{rest[0]}' after '{' '.join(argv[: -len(rest)])}'")
     if arguments.command == "numbers":
@@ -46,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         draw(arguments.file)
         print(arguments.file)
     elif arguments.command == "histogram":
+        if arguments.run is None:
+            raise ConfigError("dtrain formats histogram takes a run directory: dtrain formats histogram runs/mine")
         _histogram(arguments.run, arguments.words)
     else:
         show(format_tables())
@@ -83,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("failures")
     commands.add_parser("picture").add_argument("file", nargs="?", type=_picture_file, default=Path("formats.png"))
     histogram = commands.add_parser("histogram")
-    histogram.add_argument("run", type=Path)
+    histogram.add_argument("run", nargs="?", type=Path)
     histogram.add_argument("words", nargs="*")
     return parser
 

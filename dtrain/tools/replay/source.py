@@ -110,9 +110,8 @@ def require_named(run: RecordedRun, code: Collection[str]) -> None:
             f"trust it, name it: dtrain replay {run.path} step={run.step} code={names}"
         )
     if set(code) - needed:
-        raise ConfigError(
-            f"code={','.join(code)}: {run.path} uses {', '.join(sorted(needed)) or 'no code but dtrain and torch'}"
-        )
+        used = f"only {','.join(sorted(needed))}" if needed else "no code but dtrain and torch; leave code= out"
+        raise ConfigError(f"code={','.join(code)}: {run.path} uses {used}")
 
 
 def _read_config(path: Path, step: int) -> RunConfig:

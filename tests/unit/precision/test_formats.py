@@ -249,7 +249,7 @@ def test_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["abc"], "got 'abc'; valid: failures, picture"),
+        (["abc"], "got 'abc'; valid: failures, histogram, picture"),
         (["failure"], "got 'failure'; did you mean 'failures'?"),
         (["0.1", "1e999999999"], "got '1e999999999'"),
         (["0.1", "1/3"], "got '1/3'"),

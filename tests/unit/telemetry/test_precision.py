@@ -175,4 +175,6 @@ def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixtur
         "and 1.0% of it is zero",
         "step 3: the largest gradient of 'p' has reached 2^3",
     ]
-    assert caplog.messages[1].endswith("the probe's advice holds below 2^2 (and 1 more, in precision/step-3.json)")
+    assert caplog.messages[1].endswith(
+        "holds below 2^2 (and 1 more, in precision/step-3.json); run dtrain probe with more steps"
+    )

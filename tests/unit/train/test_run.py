@@ -174,6 +174,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_restarts(tmp_path: Path) 
             "telemetry.activations=[blocks.*,hed]",
             "telemetry.activations: 'hed' matches no module of the model; did you mean 'head'?",
         ),
+        ("telemetry.activations=[zzz]", "telemetry.activations: 'zzz' matches no module of the model; valid: blocks, "),
+        ("telemetry.advice=none.json", "none.json: no such file; expected the JSON that `dtrain probe` writes"),
         ("telemetry.advice=pyproject.toml", "pyproject.toml: expected the JSON that `dtrain probe` writes"),
     ],
 )

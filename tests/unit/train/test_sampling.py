@@ -79,8 +79,10 @@ def test_departures_from_advice_are_found_in_applied_steps(tmp_path: Path) -> No
 def test_advice_of_another_model_is_refused(tmp_path: Path) -> None:
     config = compose(["experiment=smoke", "precision=fp32"])
     model: nn.Module = build()
-    for name, message in (("0.weight", ""), ("head.weight", "of another model")):
-        path = advice(tmp_path, Envelope.of({name: Histogram.from_dict({"between": {"-3": 5}})}))
+    cases = {("0.weight",): "", ("0.weight", "0.bias", "head.weight"): ""}
+    cases |= {("head.weight",): "of another model", ("0.weight", "head.weight"): "1 of its 2 parameters are not in"}
+    for names, message in cases.items():
+        path = advice(tmp_path, Envelope.of({name: Histogram.from_dict({"between": {"-3": 5}}) for name in names}))
         advised = replace(config, telemetry=TelemetryConfig(advice=path))
         if not message:
             check_patterns(advised, model)

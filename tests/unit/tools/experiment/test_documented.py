@@ -20,7 +20,7 @@ PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
 
 
 def stored(name: str) -> Any:
-    record = read_record(DOCS / "results" / f"experiment-{name}.json")
+    record = read_record(DOCS / "results" / "experiments" / f"experiment-{name}.json")
     assert record.experiment == name
     return from_plain(load(name).result, record.result)
 

@@ -61,6 +61,7 @@ def test_picture_is_drawn_of_the_chosen_parameters(run: Path, capsys: pytest.Cap
     [
         (["RUN", "c.*"], "'c.*' matches no parameter of the run"),
         (["RUN/none"], "has no sampled step"),
+        ([], "takes a run directory: dtrain formats histogram runs/mine"),
         (["RUN", "a", "b"], "takes one .png and one pattern; got a b"),
         (["RUN", "RUN/none/x.png"], "there is no folder"),
     ],

@@ -149,7 +149,7 @@ def test_code_that_the_run_does_not_use_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "optim=torch")
     run = read_run(tmp_path, 3)
     require_named(run, ())
-    with pytest.raises(ConfigError, match="uses no code but dtrain and torch"):
+    with pytest.raises(ConfigError, match="uses no code but dtrain and torch; leave code= out"):
         require_named(run, ("a.b:c",))
 
 
