@@ -1,7 +1,7 @@
 """Records the ranges of what the modules of a model take and return, and of the gradients that reach those tensors.
 
 Hooks read the tensors and change none, so the numbers of a forward and its backward stay the same bit for bit. A hook
-never raises: a forward that communicates must go on on every rank.
+never raises: a forward that communicates must continue on every rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What one step lost to precision: the records of ``Engine.measure_precision``.
+"""Records of ``Engine.measure_precision``: losses of one step to precision.
 
 Histograms hold gradients as they leave backward, times the loss scale, over all micro-batches of all ranks. Shares are
 between 0 and 1.
@@ -18,7 +18,7 @@ from dtrain.precision.rounding import Loss
 
 @dataclass(frozen=True)
 class GradientShares:
-    """What formats would do to a gradient that is multiplied by the present loss scale.
+    """Shares of a gradient, at the present loss scale, that formats would lose.
 
     If the gradient was computed in FP16, the elements that FP16 flushes are zeros already: then :attr:`flushed_fp16` is
     0, and :attr:`zeros` and :attr:`subnormal_fp16` tell what happened.
@@ -184,7 +184,7 @@ class ActivationPrecision:
 
 @dataclass(frozen=True)
 class PrecisionReport:
-    """What one step lost, or would lose in other formats.
+    """Losses of one step to its formats, and those that other formats would cause.
 
     Attributes:
         step: number of the step, from 1.

@@ -52,7 +52,7 @@ def round_mantissa(x: Tensor, mantissa_bits: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """What rounding a tensor has lost.
+    """Errors, underflows and overflows from rounding a tensor.
 
     Attributes:
         numel: number of elements.

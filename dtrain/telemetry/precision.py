@@ -1,4 +1,4 @@
-"""What a sampled step of a run loses to precision, and what metrics, trackers and console say of it."""
+"""Findings of a sampled step, as metrics, trackers and the console report them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _PRODUCTS = {
 
 
 class Float8Measurement:
-    """What the casts of each FP8 module lose in one step.
+    """Measures what the casts of each FP8 module lose in one step.
 
     Inputs and gradients are cast again. Weights are not: their copies are compared with the masters that this rank
     owns, so that the ranks together compare each element once.

@@ -25,7 +25,7 @@ _EVAL_BATCHES = 16
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs between two trainings of one network.
+    """Options in which two trainings of one network differ.
 
     Attributes:
         loss_scale: a mode, or a number.

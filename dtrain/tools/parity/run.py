@@ -27,6 +27,7 @@ from dtrain.tools.parity.records import EngineResult, ParityReport, write_report
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
 from dtrain.tools.ranks import run_ranks
+from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_precision, make_policy
@@ -95,7 +96,7 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, P
     precision = make_policy(config.training("native")).on(device).name
     engines, left_out = _choose_engines(config, precision, device)
     config = replace(config, precision=replace(config.precision, name=precision))
-    run_dir = _make_run_dir(config.run_dir)
+    run_dir = make_run_dir(config.run_dir, "parity")
     (run_dir / CONFIG_FILE).write_text(to_yaml(config_to_dict(config)), encoding="utf-8")
     logger.info("run %s", run_dir)
     for name, reason in left_out.items():
@@ -150,15 +151,6 @@ def _choose_engines(
         check_precision(config.training(name), device)
         chosen.append(name)
     return chosen, left_out
-
-
-def _make_run_dir(run_dir: str | None) -> Path:
-    path = Path(run_dir or time.strftime("runs/parity-%Y-%m-%d_%H-%M-%S")).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run_dir={error.filename} cannot be created: {error.strerror}; choose another") from error
-    return path
 
 
 def run_engine(

@@ -1,4 +1,4 @@
-"""What advice says: the evidence in words, the line to paste, and what was not tested."""
+"""Texts of advice: the evidence in words, the line to paste, and what was not tested."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtrain.tools.tables import plural
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the probe has measured: a trial of each format, FP32's among them, and the analysis of the modules."""
+    """Measurements that advice is based on: a trial of each format, FP32 included, and the analysis of the modules."""
 
     trials: Sequence[Trial]
     noise: Noise

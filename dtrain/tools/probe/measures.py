@@ -21,7 +21,7 @@ WORTH_NAMING_DB = 40.0
 
 @dataclass(frozen=True)
 class Operand:
-    """What rounding one operand lost: its nonzero elements, those that became zero, all, and those out of range."""
+    """Counts of one operand's elements: nonzero ones, those that became zero, all, and those out of range."""
 
     nonzero: int = 0
     underflows: int = 0

@@ -28,7 +28,7 @@ _REPLACED = ("forward", "recipe", "quantized_weight")  # attributes that a contr
 
 @dataclass(frozen=True)
 class Handover:
-    """Which tensors a module receives and returns in 16 bits if the whole model computes in a 16-bit format.
+    """Tensors that a module receives and returns in 16 bits if the whole model computes in a 16-bit format.
 
     The order is that of the flattened arguments or outputs. Rotary angles, for example, stay FP32.
     """

@@ -40,7 +40,7 @@ def is_product(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Operands:
-    """What one call of a product multiplied; ``dy`` is None if no gradient reached it."""
+    """Operands of one call of a product; ``dy`` is None if no gradient reached it."""
 
     x: Tensor
     weight: Tensor
@@ -120,7 +120,7 @@ class ProductCall:
 
     @property
     def gain(self) -> float:
-        """How much one step along the exact weight gradient would change the loss, per unit of the learning rate."""
+        """Change of the loss by one step along the exact weight gradient, per unit of the learning rate."""
         dw = self.exact.dw
         return 0.0 if dw is None else float((dw * _preconditioned(dw)).sum(dtype=torch.float64))
 

@@ -1,4 +1,4 @@
-"""What the probe measures and says: products, flips, trials, noise and advice."""
+"""Records of the probe: products, flips, trials, noise and advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProductResult:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What each format does to each module's own computation, before any training in it.
+    """Results of each module alone in each format, without training in it.
 
     Attributes:
         products: one result per module, product and format. Modules that no format changes are left out.

@@ -16,7 +16,7 @@ from dtrain.tools.probe.evidence import Evidence
 from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
 
 VERSION = 1
-"""Of the JSON. A reader of another version must not guess."""
+"""Version of the JSON file, for its readers."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ProbeReport:
 
     @property
     def evidence(self) -> Evidence:
-        """What the advice rests on; it has the unit in which gaps are told."""
+        """Measurements that the advice is based on; they define the unit of gaps."""
         return Evidence(self.trials, self.noise, self.analysis, self.flips, self.device)
 
     def worst(self, format_name: str) -> list[ProductResult]:

@@ -30,6 +30,7 @@ from dtrain.tools.probe.records import Analysis, Flip, Trial
 from dtrain.tools.probe.report import NoiseRun, ProbeReport
 from dtrain.tools.probe.sensitivity import ProbeSettings, analyze
 from dtrain.tools.probe.trials import FormatTraining, failed_trial, interleave, train
+from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_patterns, check_precision, set_threads, torch_settings_restored
@@ -61,7 +62,7 @@ def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
     formats, left_out = choose_formats(config, device)
     with torch_settings_restored():
         probe = _Probe(config, formats, device)
-        run_dir = make_run_dir(config.run_dir)
+        run_dir = make_run_dir(config.run_dir, "probe")
         (run_dir / CONFIG_FILE).write_text(to_yaml(redact(config_to_dict(config))), encoding="utf-8")
         logger.info("run %s", run_dir)
         for name, reason in left_out.items():
@@ -88,16 +89,6 @@ def choose_formats(config: ProbeConfig, device: torch.device) -> tuple[list[str]
             continue
         chosen.append(name)
     return chosen, left_out
-
-
-def make_run_dir(run_dir: str | None) -> Path:
-    """Creates the directory of the report."""
-    path = Path(run_dir or time.strftime("runs/probe-%Y-%m-%d_%H-%M-%S")).absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run_dir={error.filename} cannot be created: {error.strerror}; choose another") from error
-    return path
 
 
 class _Probe:

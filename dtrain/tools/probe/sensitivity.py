@@ -1,4 +1,4 @@
-"""What each format does to each module of a model, from one FP32 forward and backward of each micro-batch.
+"""Examines each module in each format, from one FP32 forward and backward of each micro-batch.
 
 Nothing is trained. Linears and convolutions are examined by their operands, product by product. Modules that compute
 otherwise (activations, attention, a user's loss) run again in the format by themselves, as ``precision.rules`` would
@@ -72,7 +72,7 @@ def model_loss(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How to examine a model.
+    """Settings for examining a model.
 
     Attributes:
         loss_of: runs the model on a micro-batch and returns its FP32 loss.

@@ -97,7 +97,7 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What the ranks computed.
+    """Results of the ranks.
 
     Attributes:
         checkpoint: that was loaded; None: the replay began from the seed.
