@@ -123,10 +123,19 @@ def faults(request: pytest.FixtureRequest, fault_totals: dict[str, FaultTotals])
     return FaultCounts(request.node.originalname, full=full == "full", folder=folder, totals=fault_totals)
 
 
+_LOGGER = (list(logger.handlers), logger.level, logger.propagate)
+
+
 @pytest.fixture(autouse=True)
-def _restore_logger() -> Iterator[None]:
-    """A run inside the test process sets up the project's logger for that process, and tests come in any order."""
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+def _same_start() -> Iterator[None]:
+    """Gives each test the same logger and the same random numbers, whichever tests and fixtures came before it."""
+    torch.manual_seed(0)
+    _restore_logger()
     yield
-    logger.handlers[:], logger.propagate = handlers, propagate
+    _restore_logger()
+
+
+def _restore_logger() -> None:
+    """A run inside the test process sets up the project's logger for that process."""
+    logger.handlers[:], level, logger.propagate = _LOGGER
     logger.setLevel(level)

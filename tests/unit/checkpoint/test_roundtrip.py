@@ -5,7 +5,6 @@ import logging
 import pickle
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,12 +31,8 @@ from tests.helpers.checkpoints import (
 
 
 @pytest.fixture(autouse=True)
-def _heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    logger = logging.getLogger("dtrain")
-    propagate, logger.propagate = logger.propagate, True
+def _heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dtrain")
-    yield
-    logger.propagate = propagate
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3])

@@ -64,32 +64,24 @@ def test_the_progress_line_shows_steps_and_gives_the_stream_back(monkeypatch: py
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     configure_logging(0)
-    try:
-        console = Console(200, 10)
-        console.step(STEP)
-        console.validation(20, {"val_loss": 2.5})
-        console.step(replace(STEP, step=21, applied=False, reason="overflow"))
-        console.close(0)
-        assert sys.stderr is terminal
-        assert [h.stream for h in logger.handlers if isinstance(h, logging.StreamHandler)] == [terminal]
-        shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-        assert "loss 3.2140" in shown
-        assert "val_loss 2.5000" in shown
-        assert "skipped: overflow" in shown
-    finally:
-        logger.handlers.clear()
-        logger.propagate = True
+    console = Console(200, 10)
+    console.step(STEP)
+    console.validation(20, {"val_loss": 2.5})
+    console.step(replace(STEP, step=21, applied=False, reason="overflow"))
+    console.close(0)
+    assert sys.stderr is terminal
+    assert [h.stream for h in logger.handlers if isinstance(h, logging.StreamHandler)] == [terminal]
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert "loss 3.2140" in shown
+    assert "val_loss 2.5000" in shown
+    assert "skipped: overflow" in shown
 
 
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     configure_logging(0)
-    try:
-        console = Console(200, 0)
-        console.step(STEP)
-        console.close(0)
-        assert stream.getvalue() == format_step(STEP, 200) + "\n"
-    finally:
-        logger.handlers.clear()
-        logger.propagate = True
+    console = Console(200, 0)
+    console.step(STEP)
+    console.close(0)
+    assert stream.getvalue() == format_step(STEP, 200) + "\n"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
-from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.precision.report import PrecisionReport
 from dtrain.telemetry import trackers
@@ -34,7 +33,6 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     netrc = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.setattr(logger, "propagate", True)
     return netrc
 
 

@@ -20,7 +20,6 @@ from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease_file import Holder, path_of
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError, ConfigError
@@ -144,10 +143,7 @@ def test_resume_from_an_unfinished_save_is_refused(tmp_path: Path) -> None:
         check_resume(RunConfig(resume=str(path)))
 
 
-def test_another_model_is_refused_and_other_changes_are_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logger, "propagate", True)
+def test_another_model_is_refused_and_other_changes_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     before = redacted(RunConfig())
     now = RunConfig(
         run_dir="x", train=TrainConfig(steps=300), model=ModelConfig(dropout=0.1), launch=LaunchConfig(device="cpu")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.logging import logger
 
 
 class Planted(nn.Module):
@@ -28,7 +27,6 @@ def test_shares_are_of_all_measured_steps(caplog: pytest.LogCaptureFixture) -> N
     """The scale changes between the two measured steps: both count without it."""
     scale = dtrain.LossScale("calibrated", init=1024.0, calibration_steps=2, growth_interval=1)
     engine: Any = dtrain.initialize(Planted(), precision="fp16", loss_scale=scale, seed=0)
-    logger.propagate = True
     with caplog.at_level(logging.INFO):
         for small in (20, 40):
             gradient = torch.full((100,), 0.5)

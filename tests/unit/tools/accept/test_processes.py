@@ -46,7 +46,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_failed_and_late_parts_do_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accept_run, "_GRACE_S", -5.0)  # of 5 s, so that a part has 2.5 s
+    monkeypatch.setattr(accept_run, "_GRACE_S", -3.0)  # of 5 s, so that a part has 4.5 s
     crash = "import os\ndef run(request): os.abort()"
     parts = make_parts(tmp_path / "modules", monkeypatch, broken=BROKEN, slow=SLOW, crash=crash, good=GOOD)
     acceptance = accept(AcceptConfig(minutes=0.01), "dtrain accept", tmp_path / "out", parts)

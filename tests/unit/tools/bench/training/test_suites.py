@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import astuple, dataclass
 from io import StringIO
@@ -15,7 +14,6 @@ import pytest
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import BENCH_PRECISION
-from dtrain.distributed.logging import logger
 from dtrain.tools.bench.records import CaseResult, TrainingResults, read_results
 from dtrain.tools.bench.report.document import describe
 from dtrain.tools.bench.report.statistics import final_loss
@@ -50,13 +48,10 @@ def bench(arguments: list[str], out: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]"]
     out = tmp_path_factory.mktemp("engine") / "deep/r.json"
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
-    yield bench(["engine", *TINY, *SHORT, *lists, "bench.starts=1"], out)
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    return bench(["engine", *TINY, *SHORT, *lists, "bench.starts=1"], out)
 
 
 def test_engine_suite_times_every_step_of_every_case(engine_run: Run) -> None:
