@@ -7,6 +7,7 @@ precision, because ``blocks.0.*`` is rarely meant to include them: that takes a 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ def format_name(dtype: torch.dtype | None) -> str:
     """Returns the name that configurations use (``fp32``, ``bf16``, ``fp16``, ``fp8``); ``auto`` for None."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     return "auto" if dtype is None else names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def rules_override(rules: Mapping[str, str]) -> str:
+    """Returns rules, formats by pattern, as a key of ``dtrain train``; ``shlex.quote`` makes it a word for a shell."""
+    return f"precision.rules={{{', '.join(f'{json.dumps(pattern)}: {name}' for pattern, name in rules.items())}}}"
 
 
 def fp32_class(module: nn.Module) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dtrain.precision.report import ParameterPrecision, PrecisionReport
+from dtrain.precision.rules import rules_override
 from dtrain.telemetry.envelope import Departure
 
 _NUM_WORST = 10
@@ -75,7 +78,7 @@ class PrecisionFindings:
             return None
         message = (
             f"FP8 flushes {underflow:.1%} of the {operand.operand} of '{product.module}' to zero in {product.product}; "
-            f"to keep the module out of FP8: 'precision.rules={{{product.module}: bf16}}'"
+            f"to keep the module out of FP8: {_rule(product.module, 'bf16')}"
         )
         return product.module, message
 
@@ -106,6 +109,10 @@ def _fp16_message(worst: ParameterPrecision, report: PrecisionReport) -> str:
             f"{text}; the largest gradients leave room for a scale of {better:g}, which "
             f"precision.loss_scale.mode=calibrated would choose"
         )
-    module = worst.name.rpartition(".")[0] or worst.name
-    rule = f"'precision.rules={{{module}: fp32}}'"
-    return f"{text}; no larger scale fits the largest gradients: use precision=bf16, or {rule}"
+    module = worst.name.rpartition(".")[0]  # a parameter of the model itself is in no module that a rule could name
+    rule = f", or {_rule(module, 'fp32')}" if module else ""
+    return f"{text}; no larger scale fits the largest gradients: use precision=bf16{rule}"
+
+
+def _rule(module: str, format_name: str) -> str:
+    return shlex.quote(rules_override({glob.escape(module): format_name}))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dtrain.precision.rules import rules_override
 from dtrain.tools.probe.records import Analysis, Flip, Noise, ProductResult, Trial
 from dtrain.tools.tables import plural
 
@@ -55,8 +55,7 @@ def line_of(precision: str, rules: Mapping[str, str], loss_scale: float | None) 
     """Returns the keys of ``dtrain train``, quoted for a shell."""
     keys = [f"precision={precision}"]
     if rules:
-        entries = ", ".join(f"{json.dumps(pattern)}: {name}" for pattern, name in rules.items())
-        keys.append(f"precision.rules={{{entries}}}")
+        keys.append(rules_override(rules))
     if loss_scale is not None:
         keys += ["precision.loss_scale.mode=static", f"precision.loss_scale.init={scale_text(loss_scale)}"]
     return " ".join(map(shlex.quote, keys))

@@ -103,9 +103,9 @@ class ReplayResult:
         checkpoint: that was loaded; None: the replay began from the seed.
         steps: all replayed steps, the last of which is the one asked for.
         culprit: as a dictionary, in the ranks of the replay; None if the step was applied.
-        culprit_text: the same for people.
         micro_batches: of the last step, in the order of their global index.
         gradients: of the last step.
+        device: name of the first rank's device.
     """
 
     checkpoint: str | None
@@ -113,6 +113,7 @@ class ReplayResult:
     culprit: dict[str, Any] | None
     micro_batches: list[MicroBatchRecord]
     gradients: list[GradientRecord]
+    device: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class ReplayReport:
         step: see above.
         ranks: of the replay.
         world_size: of the run; None: unknown.
-        is_reproducible: whether the run promises the same bits on any number of ranks.
+        promises_bits: whether dtrain promises the bits of the run here: it is reproducible, and no other device or
+            version of PyTorch is known to have trained it.
         result: what the replay computed.
         num_compared: logged steps that were replayed.
         differences: of their numbers, in the order of steps.
@@ -154,7 +156,7 @@ class ReplayReport:
     step: int
     ranks: int
     world_size: int | None
-    is_reproducible: bool
+    promises_bits: bool
     result: ReplayResult
     num_compared: int
     differences: list[NumberDifference]
@@ -165,8 +167,8 @@ class ReplayReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs; what is not reproducible may differ."""
-        return not self.is_reproducible or not (self.differences or self.differing_fields)
+        """Whether nothing differs; what nobody promises may differ."""
+        return not self.promises_bits or not (self.differences or self.differing_fields)
 
 
 def culprit_from_dict(values: Mapping[str, Any]) -> Culprit:

@@ -100,19 +100,20 @@ def compare(source: RecordedRun, result: ReplayResult, ranks: int) -> ReplayRepo
     recorded = None if evidence is None else culprit_from_dict(evidence)
     # a step of which the run has logged nothing is not compared
     is_known = source.failure is not None or source.step in source.metrics
+    other_machine = list(_other_machine(source, result))
     return ReplayReport(
         run=str(source.path),
         step=source.step,
         ranks=ranks,
         world_size=source.world_size,
-        is_reproducible=source.config.engine.reproducible,
+        promises_bits=source.config.engine.reproducible and not other_machine,
         result=result,
         num_compared=sum(step.step in source.metrics for step in result.steps),
         differences=differences,
         culprit=None if found is None else asdict(found),
         recorded=evidence,
         differing_fields=differing_fields(found, recorded) if is_known else [],
-        notes=list(_notes(source, result)),
+        notes=[*other_machine, *_notes(source, result)],
     )
 
 
@@ -125,12 +126,19 @@ def _differences(step: ReplayedStep, metrics: Mapping[int, Mapping[str, Any]]) -
                 yield NumberDifference(step.step, name, logged[name], replayed)
 
 
+def _other_machine(source: RecordedRun, result: ReplayResult) -> Iterator[str]:
+    pairs = [
+        ("device", source.device, result.device),
+        ("PyTorch", source.versions.get("torch"), str(torch.__version__)),
+    ]
+    for what, then, now in pairs:
+        if then is not None and then != now:
+            yield f"the run used {what} {then}, this is {now}: kernels may round differently"
+
+
 def _notes(source: RecordedRun, result: ReplayResult) -> Iterator[str]:
     if not source.config.engine.reproducible:
         yield "the run is not reproducible (engine.reproducible=false), so bits may differ"
-    saved, own = source.versions.get("torch"), str(torch.__version__)
-    if saved is not None and saved != own:
-        yield f"the run used PyTorch {saved}, this is {own}: kernels may round differently"
     if source.data_fingerprint is None:
         yield "no checkpoint names the run's data, so only the losses show whether it is the same"
     if source.world_size is None:

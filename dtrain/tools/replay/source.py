@@ -17,7 +17,7 @@ from dtrain.config.dump import config_from_dict
 from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, LaunchConfig, RunConfig, TrackerConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError
-from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, failure_file, read_metrics, read_summary
+from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, Summary, failure_file, read_metrics, read_summary
 from dtrain.train.run import DATA_FINGERPRINT
 from dtrain.train.run_dir import CHECKPOINTS, CONFIG_FILE, CONTRACT_FILE
 
@@ -39,6 +39,7 @@ class RecordedRun:
         data_fingerprint: of its data; None if no checkpoint names it.
         contract: the precision contract; empty if unknown.
         versions: of PyTorch and Python; empty if unknown.
+        device: as ``summary.json`` names it; None without that file.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class RecordedRun:
     data_fingerprint: str | None
     contract: Mapping[str, Any]
     versions: Mapping[str, str]
+    device: str | None
 
 
 def read_run(path: Path, step: int) -> RecordedRun:
@@ -70,7 +72,8 @@ def read_run(path: Path, step: int) -> RecordedRun:
     before = [manifest.state for manifest in manifests if manifest.step < step]
     # the process that ran the step saved the next checkpoint
     saved_next = [manifest.state for manifest in manifests if manifest.step >= step]
-    world_size = _world_size(path, failure, [*saved_next, *reversed(before)])
+    summary = read_summary(path)
+    world_size = _world_size(summary, failure, [*saved_next, *reversed(before)])
     contract = _read_json(path / CONTRACT_FILE) or {}
     if config.precision.name == "auto" and contract:  # this machine might choose another one
         config = replace(config, precision=replace(config.precision, name=contract["precision"]))
@@ -86,6 +89,7 @@ def read_run(path: Path, step: int) -> RecordedRun:
         fingerprints[0] if fingerprints else None,
         before[-1].get("contract") or contract if before else contract,
         states[0]["versions"] if states else {},
+        None if summary is None else summary.device,
     )
 
 
@@ -185,12 +189,13 @@ def _manifests(directory: Path) -> Iterator[Manifest]:
             continue
 
 
-def _world_size(path: Path, failure: Mapping[str, Any] | None, states: list[Mapping[str, Any]]) -> int | None:
+def _world_size(
+    summary: Summary | None, failure: Mapping[str, Any] | None, states: list[Mapping[str, Any]]
+) -> int | None:
     if failure is not None and "world_size" in failure:
         return int(failure["world_size"])
     if states:
         return int(states[0]["world_size"])
-    summary = read_summary(path)
     return None if summary is None else summary.world_size
 
 

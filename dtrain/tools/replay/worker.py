@@ -31,6 +31,7 @@ from dtrain.models import build_model
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import ModuleRecorder
 from dtrain.telemetry.metrics import finite
+from dtrain.telemetry.throughput import device_name
 from dtrain.tools.ranks import failure_reason, open_result, read_job
 from dtrain.tools.replay.dump import first_nonfinite, write_gradients, write_micro_batch
 from dtrain.tools.replay.records import (
@@ -165,6 +166,7 @@ class _Replayer:
             None if culprit is None else asdict(culprit),
             sorted(records, key=lambda record: record.index),
             gradients,
+            device_name(engine.device),
         )
 
     def _record(

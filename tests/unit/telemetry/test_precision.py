@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import math
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dtrain.distributed.logging import logger
+from dtrain.cli.resolve import compose
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.cast import E4M3, E5M2, scale_of
 from dtrain.precision.formats import FP8_E4M3, FP8_E5M2
@@ -147,13 +149,13 @@ ROOM = parameter("blocks.0.up.weight", [-20] * 5 + [-3] * 95)
             findings(ROOM, better=1.0),
             "5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, and "
             "1.0% of it is zero; no larger scale fits the largest gradients: use precision=bf16, or "
-            "'precision.rules={blocks.0.up: fp32}'",
+            "'precision.rules={\"blocks.0.up\": fp32}'",
         ),
         (PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.05),))), None),
         (
             PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.01), product("b", 0.06)))),
             "FP8 flushes 6.0% of the gradient of 'b' to zero in dgrad; to keep the module out of FP8: "
-            "'precision.rules={b: bf16}'",
+            "'precision.rules={\"b\": bf16}'",
         ),
     ],
 )
@@ -162,10 +164,24 @@ def test_console_speaks_of_the_formats_of_the_run(found: PrecisionFindings, mess
     assert (None if advice is None else advice[1]) == message
 
 
+def test_a_parameter_of_the_model_itself_gets_no_rule() -> None:
+    advice = findings(replace(ROOM, name="scale"), better=1.0).advice()
+    assert advice is not None
+    assert advice[1].endswith("no larger scale fits the largest gradients: use precision=bf16")
+
+
+@pytest.mark.parametrize("module", ["blocks.0", "experts[0]", "a b", "x:y", "0"])
+def test_rules_in_advice_are_accepted(module: str) -> None:
+    report = PrecisionReport(3, True, 1.0, None, (), (product(module, 0.06),))
+    advice = PrecisionFindings(report).advice()
+    assert advice is not None
+    rules = compose(["precision=fp8", *shlex.split(advice[1].partition("out of FP8: ")[2])]).precision.rules
+    assert rules == {glob.escape(module): "bf16"}
+
+
 def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixture) -> None:
     console = Console(10, 0)
     departed = PrecisionFindings(findings(ROOM).report, (Departure("p", "top", 3, 1), Departure("q", "low", -9, -8)))
-    logger.propagate = True
     with caplog.at_level(logging.WARNING):
         console.precision(findings(ROOM))
         console.precision(findings(ROOM, step=4))

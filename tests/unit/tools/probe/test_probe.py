@@ -95,9 +95,10 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("probe")
     with pytest.MonkeyPatch.context() as patch, (folder / "out").open("w+", encoding="utf-8") as out:
         patch.setattr("sys.stdout", out)
-        argv = ["probe", *TINY, FACTORY, "model.args.kind=overflow", "optim=lion", f"run_dir={folder}", *SECRETS]
+        run_dir = folder / "run"
+        argv = ["probe", *TINY, FACTORY, "model.args.kind=overflow", "optim=lion", f"run_dir={run_dir}", *SECRETS]
         assert main(argv) == 0
-    return folder, (folder / "out").read_text(encoding="utf-8")
+    return run_dir, (folder / "out").read_text(encoding="utf-8")
 
 
 def test_the_last_line_can_be_pasted(probed: tuple[Path, str]) -> None:

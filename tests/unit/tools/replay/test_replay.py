@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
@@ -114,15 +115,8 @@ def test_the_configuration_of_the_step_counts(tmp_path: Path) -> None:
 
 
 def test_a_blanked_value_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    import logging
-
     write_run(tmp_path, "model.factory=a.b:c", "model.args={token: '***'}")
-    logger = logging.getLogger("dtrain")
-    logger.addHandler(caplog.handler)
-    try:
-        read_run(tmp_path, 1)
-    finally:
-        logger.removeHandler(caplog.handler)
+    read_run(tmp_path, 1)
     assert "model.args.token is blanked in" in caplog.text
 
 
@@ -229,13 +223,13 @@ def replayed(step: int, **values: Any) -> ReplayedStep:
 
 def test_what_is_equal_and_what_differs(tmp_path: Path) -> None:
     source = source_of(tmp_path)
-    same = ReplayResult(None, [replayed(1), replayed(2)], None, [], [])
+    same = ReplayResult(None, [replayed(1), replayed(2)], None, [], [], "cpu")
     report = compare(source, same, 1)
     assert (report.agrees, report.num_compared, report.differences) == (True, 2, [])
     assert "losses, gradient norms and loss scales of 2 logged steps: equal bit for bit" in list(
         summary_lines(report, 1.0)
     )
-    other = ReplayResult(None, [replayed(1, loss=2.75), replayed(2, loss=None)], None, [], [])
+    other = ReplayResult(None, [replayed(1, loss=2.75), replayed(2, loss=None)], None, [], [], "cpu")
     report = compare(source, other, 1)
     assert not report.agrees
     assert [(item.step, item.field, item.replayed) for item in report.differences] == [
@@ -249,15 +243,34 @@ def test_what_is_equal_and_what_differs(tmp_path: Path) -> None:
 
 def test_a_run_that_promises_no_bits_may_differ(tmp_path: Path) -> None:
     source = source_of(tmp_path, "engine.reproducible=false")
-    report = compare(source, ReplayResult(None, [replayed(1, loss=2.75)], None, [], []), 1)
+    report = compare(source, ReplayResult(None, [replayed(1, loss=2.75)], None, [], [], "cpu"), 1)
     assert report.agrees
     assert "so bits may differ" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "version", "note"),
+    [
+        ("NVIDIA H100 80GB HBM3", None, "the run used device NVIDIA H100 80GB HBM3, this is cpu: kernels may round"),
+        ("cpu", "2.0.0", "the run used PyTorch 2.0.0, this is 2."),
+        ("cpu", torch.__version__, None),
+        (None, None, None),
+    ],
+)
+def test_bits_are_promised_on_the_same_device_and_version_alone(
+    tmp_path: Path, device: str | None, version: str | None, note: str | None
+) -> None:
+    versions = {} if version is None else {"torch": str(version)}
+    source = replace(source_of(tmp_path), device=device, versions=versions)
+    report = compare(source, ReplayResult(None, [replayed(1, loss=2.75)], None, [], [], "cpu"), 1)
+    assert (report.promises_bits, report.agrees) == (note is None, note is not None)
+    assert any(note is not None and own.startswith(note) for own in report.notes) == (note is not None)
 
 
 def test_a_skip_that_the_run_did_not_have_differs(tmp_path: Path) -> None:
     from dataclasses import asdict
 
-    result = ReplayResult(None, [replayed(2)], asdict(LOSS), [], [])
+    result = ReplayResult(None, [replayed(2)], asdict(LOSS), [], [], "cpu")
     report = compare(source_of(tmp_path), result, 1)
     assert (report.agrees, report.differing_fields) == (False, ["culprit"])
     assert "culprit differs from the recorded one in culprit; recorded: none" in "\n".join(summary_lines(report, 1.0))
