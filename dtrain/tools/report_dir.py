@@ -12,14 +12,26 @@ def make_run_dir(run_dir: str | None, tool: str) -> Path:
     """Creates ``run_dir``, or ``runs/<tool>-<date>_<time>`` for None, and returns its absolute path.
 
     Raises:
+        ConfigError: as :func:`make_empty_dir`.
+    """
+    return make_empty_dir(Path(run_dir or time.strftime(f"runs/{tool}-%Y-%m-%d_%H-%M-%S")), "run_dir")
+
+
+def make_empty_dir(path: Path, key: str) -> Path:
+    """Creates the directory at ``path``, or takes an empty one, and returns its absolute path.
+
+    Args:
+        key: names the directory on the command line, for the error.
+
+    Raises:
         ConfigError: it cannot be created, or it holds files, which may be those of a training run.
     """
-    path = Path(run_dir or time.strftime(f"runs/{tool}-%Y-%m-%d_%H-%M-%S")).absolute()
+    path = path.absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = not any(path.iterdir())
     except OSError as error:
-        raise ConfigError(f"run_dir={error.filename} cannot be created: {error.strerror}; choose another") from error
+        raise ConfigError(f"{key}={error.filename} cannot be created: {error.strerror}; choose another") from error
     if not is_empty:
-        raise ConfigError(f"run_dir={path} is not empty; choose a new folder, or leave it null for runs/{tool}-...")
+        raise ConfigError(f"{key}={path} is not empty; choose a new folder")
     return path

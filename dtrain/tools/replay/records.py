@@ -167,7 +167,7 @@ class ReplayReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs; what nobody promises may differ."""
+        """Whether nothing differs that must be equal."""
         return not self.promises_bits or not (self.differences or self.differing_fields)
 
 

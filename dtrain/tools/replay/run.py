@@ -14,7 +14,6 @@ import torch
 from dtrain.cli.checks import check_config
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
 from dtrain.tools.ranks import run_ranks
 from dtrain.tools.replay.dump import write_json
 from dtrain.tools.replay.records import (
@@ -29,6 +28,7 @@ from dtrain.tools.replay.records import (
 )
 from dtrain.tools.replay.source import RecordedRun
 from dtrain.tools.replay.worker import run_job
+from dtrain.tools.report_dir import make_empty_dir
 
 REPORT_FILE = "replay.json"
 _WORKER = "dtrain.tools.replay.worker"
@@ -68,19 +68,12 @@ def replay(source: RecordedRun, ranks: int = 1, out: Path | None = None) -> tupl
 
 def _make_folder(source: RecordedRun, out: Path | None) -> Path:
     name = source.path.resolve().name
-    path = (out or Path("runs", f"replay-{name}-step-{source.step}")).absolute()
+    path = out or Path("runs", f"replay-{name}-step-{source.step}")
     number = 2
     while out is None and path.exists():
         path = path.with_name(f"replay-{name}-step-{source.step}-{number}")
         number += 1
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        is_empty = not any(path.iterdir())
-    except OSError as error:
-        raise ConfigError(f"out={path} cannot be created: {error.strerror}; choose another") from error
-    if not is_empty:
-        raise ConfigError(f"out={path} is not empty; choose a new folder")
-    return path
+    return make_empty_dir(path, "out")
 
 
 def _run_on_ranks(job: ReplayJob, folder: Path) -> ReplayResult:

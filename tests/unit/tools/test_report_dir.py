@@ -26,7 +26,7 @@ def test_an_empty_one_is_taken_and_a_missing_one_created(tmp_path: Path) -> None
 
 def test_files_of_a_run_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("seed: 1\n")
-    with pytest.raises(ConfigError, match=r"run_dir=.* is not empty; choose a new folder, or leave it null"):
+    with pytest.raises(ConfigError, match=r"run_dir=.* is not empty; choose a new folder"):
         make_run_dir(str(tmp_path), "probe")
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
 
