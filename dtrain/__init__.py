@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
+    from dtrain.config.audit import Audit
     from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
     from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon, TorchOptimizer
     from dtrain.config.precision import Float8, LossScale
@@ -28,6 +29,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "AdamWBF16",
+    "Audit",
     "Constant",
     "Cosine",
     "Culprit",
@@ -52,6 +54,7 @@ __all__ = [
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
+    "dtrain.config.audit": ("Audit",),
     "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
     "dtrain.config.optim": ("SGD", "Adam", "AdamW", "AdamWBF16", "Lion", "Muon", "TorchOptimizer"),
     "dtrain.config.precision": ("Float8", "LossScale"),

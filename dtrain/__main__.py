@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import TracebackType
 
 from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
+from dtrain.redaction.redact import redact_text
 from dtrain.version import version
 
 _RANK_0_PRINTS_FIRST_S = 5.0
@@ -52,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code.
 
     0: done; 2: bad configuration; 75: stopped by a signal after saving; 1: any other failure. An error that dtrain
-    raises on purpose becomes one line on standard error; any other keeps its traceback.
+    raises on purpose becomes one line on standard error; any other keeps its traceback. Both are without secrets.
     """
+    if argv is None:  # this process is the command
+        sys.excepthook = _print_without_secrets
     verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help"):
         print(_usage())
@@ -87,8 +92,13 @@ def _usage() -> str:
 def _fail(error: DtrainError) -> int:
     rank = _rank()
     prefix = f"rank {rank}: " if rank else ""
-    print(f"dtrain: {prefix}{error}", file=sys.stderr, flush=True)
+    print(redact_text(f"dtrain: {prefix}{error}"), file=sys.stderr, flush=True)
     return error.exit_code
+
+
+def _print_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(redact_text(text), end="", file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

@@ -21,6 +21,7 @@ from tests.helpers.fault_counts import FaultCounts, FaultTotals
 _TESTS = Path(__file__).parent
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before dtrain.kernels is imported
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of about 200 processes would compile dtrain again
 torch.set_num_threads(1)  # the workers of pytest-xdist share the cores; waiting threads would spin on them
 
 # -- which tests run ---------------------------------------------------------------------------------------------------
@@ -38,8 +39,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks tests by folder and by name; deselects ``soak``, and under ``-m`` also ``gpu``, unless ``-m`` names it."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
-        if folder == "faults":
+        if folder == "faults" or "faults" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.faults)
+        if folder == "faults":
             item.add_marker(pytest.mark.processes)
         elif folder == "gpu":
             item.add_marker(pytest.mark.gpu)

@@ -17,7 +17,7 @@ from dtrain.checkpoint.snapshot import HostCopy, Snapshot, stored_state
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, CorruptionError
 
 
 class _SaveThread(threading.Thread):
@@ -165,7 +165,12 @@ class AsyncSaver:
         if thread is not None:
             thread.join()
             self._thread = None
-            on_every_rank(self._comm, "", thread.raise_error, CheckpointError)
+            try:
+                on_every_rank(self._comm, "", thread.raise_error, CheckpointError)
+            except CheckpointError:
+                if isinstance(thread.error, CorruptionError):  # on all ranks, whose threads have agreed on it
+                    raise thread.error from None
+                raise
             self._last = thread.path
         return self._last
 
@@ -173,7 +178,7 @@ class AsyncSaver:
         """Cancels the current save, which a rank reported as failed, and raises its failure; collective.
 
         Raises:
-            CheckpointError: as :meth:`wait`.
+            CheckpointError, CorruptionError: as :meth:`wait`.
         """
         self._cancel()
         self.wait()

@@ -33,13 +33,14 @@ from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.format.safetensors_file import DTYPES, DamageError
 from dtrain.checkpoint.format.shard_file import WrittenShard, new_file, write_shard_file
+from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.retention import Retention, find_expired
 from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
-from dtrain.errors import CheckpointError
+from dtrain.errors import CheckpointError, Corruption, CorruptionError
 
 
 # flags shared by the thread that saves and the thread that trains
@@ -82,6 +83,7 @@ def save(
         The path of the committed checkpoint.
 
     Raises:
+        CorruptionError: a shard has another fingerprint than ``snapshot.expected``.
         CheckpointError: names the rank and the reason: an error of the file system, shards that do not tile a tensor,
             state that is not JSON, an existing good checkpoint of this step, or another process that holds the
             directory's lease.
@@ -94,7 +96,10 @@ def save(
     # rank 0 holds the lease from the first clean-up to the removal of older checkpoints
     with ExitStack() as lease_stack:
         begin = on_rank_0_for_long(
-            comm, what, lambda keep_alive: _begin(directory, snapshot, lease_stack, keep_alive), CheckpointError
+            comm,
+            what,
+            lambda keep_alive: _begin(directory, snapshot, comm.world_size, lease_stack, keep_alive),
+            CheckpointError,
         )
         temporary = directory / begin["temporary"]
 
@@ -103,9 +108,10 @@ def save(
                 if snapshot.step != begin["step"]:
                     raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {begin['step']}")
                 snapshot.ready()
-                return write_shard_file(
-                    temporary / f"r{comm.rank:04d}.safetensors", snapshot.shards, control.raise_if_cancelled
-                )
+                path = temporary / f"r{comm.rank:04d}.safetensors"
+                report = write_shard_file(path, snapshot.shards, control.raise_if_cancelled)
+                written = ((s["kind"], s["name"], s["start"], s["fingerprint"]) for s in report["shards"])
+                return {**report, "unexpected": snapshot.unexpected(written)}
             except _SaveCancelledError:
                 return {}
             except Exception:
@@ -115,8 +121,9 @@ def save(
 
         try:
             reports = on_every_rank(comm, what, write, CheckpointError)
+            _require_expected(snapshot.step, reports)
             on_rank_0(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)), CheckpointError)
-        except CheckpointError:
+        except (CheckpointError, CorruptionError):
             if comm.rank == 0:
                 _warn_on_failure(lambda: _discard(temporary), "removing the failed save")
             raise
@@ -129,9 +136,10 @@ def save(
 
 
 def _begin(
-    directory: Path, snapshot: Snapshot, lease_stack: ExitStack, keep_alive: Callable[[], None]
+    directory: Path, snapshot: Snapshot, world_size: int, lease_stack: ExitStack, keep_alive: Callable[[], None]
 ) -> dict[str, Any]:
-    stored_state(snapshot.state)  # refuses unsupported state before anything is written
+    # refuses a state that no load would take before anything is written
+    TrainingState.of(stored_state(snapshot.state), step=snapshot.step, num_files=world_size)
     lease = lease_stack.enter_context(hold(directory, while_waiting=keep_alive))
     lease_stack.enter_context(lease.save_lock)  # before clean_up, which would remove another thread's save
     lease.check()
@@ -153,13 +161,24 @@ def _begin(
     return {"temporary": temporary.name, "step": snapshot.step}
 
 
+def _require_expected(step: int, reports: Sequence[dict[str, Any]]) -> None:
+    """Raises ``CorruptionError``, the same on every rank, if a rank wrote other bits than its update had left."""
+    found = [
+        Corruption((rank,), name, kind, "written to the checkpoint with other bits than its last update wrote")
+        for rank, report in enumerate(reports)
+        for kind, name in report.get("unexpected", ())
+    ]
+    if found:
+        raise CorruptionError.of_state(step, found)
+
+
 def _discard(temporary: Path) -> None:
     storage.sync_directory(temporary.parent)  # a reverted rename must be on disk before any file is removed
     remove_tree(temporary)
 
 
 def _assemble(snapshot: Snapshot, reports: Sequence[dict[str, Any]]) -> Manifest:
-    files = tuple(FileEntry(report["file"], report["bytes"], report["sha256"]) for report in reports)
+    files = tuple(FileEntry(report["file"], report["bytes"], report["hash"], report["digest"]) for report in reports)
     tensors: dict[tuple[str, str], list[tuple[int, WrittenShard]]] = {}
     # reports are in rank order, and so are the files: _entry names a shard's file by its rank
     for rank, report in enumerate(reports):

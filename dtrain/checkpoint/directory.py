@@ -2,7 +2,7 @@
 
 step-00000200/              committed: it has this name only once it is complete on disk
 step-00000300.tmp-1f0c9a2b/ a save in progress, or leftovers of one; never read
-bad-step-00000100-sha256/   quarantined: it did not verify; renamed, never deleted
+bad-step-00000100-hash/     quarantined: it did not verify; renamed, never deleted
 lease-00000001.json         which process may write here (dtrain.checkpoint.lease.lease)
 
 A directory that must go is first renamed to a ``.tmp-...`` name, its tombstone, and the rename is synced: no crash can

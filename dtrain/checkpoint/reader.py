@@ -43,6 +43,7 @@ class CheckpointReader:
         path: its directory.
         step: number of attempted steps at the save.
         state: the snapshot's state, plain JSON.
+        training: the state of the engine that saved it, checked; None: no engine did.
         tensors: all logical tensors with name, kind, dtype and shape.
     """
 
@@ -51,6 +52,7 @@ class CheckpointReader:
         self.step = manifest.step
         self.state: Mapping[str, Any] = manifest.state
         self.tensors: tuple[TensorEntry, ...] = manifest.tensors
+        self.training = manifest.training
         self._manifest = manifest
         self._files = {file.name: file for file in manifest.files}
         self._stored: dict[str, dict[str, StoredTensor]] = {}

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.format.manifest import canonical_json
 from dtrain.checkpoint.format.safetensors_file import require_dtype
 from dtrain.errors import CheckpointError
+from dtrain.redaction.redact import redact
 
 _ALIGNMENT = 64  # bytes; alignment of a shard in the host copy: one cache line
 _KIND = re.compile(r"[a-z][a-z0-9_]*")
-_SECRET_KEY = re.compile(
-    r"secret|passw|passphrase|credential|webhook|bearer|(api|access|private|auth|encryption)[_-]?key|(^|[_-])tokens?$",
-    re.IGNORECASE,
-)
-_COUNT_KEY = re.compile(r"tokens?$", re.IGNORECASE)  # `tokens: 4096` is a count, `hf_token: "..."` a secret
-_URL_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,29 @@ class Snapshot:
         shards: this rank's shards. The shards of all ranks tile every tensor exactly, so a tensor that several ranks
             hold (buffers, frozen parameters, masters at stage 0) comes from one of them.
         state: plain JSON values (rank 0's is stored): run id, engine, world size, contract, versions, config, counters,
-            RNG, data cursor, aliases, metrics, extra. Secrets in ``state["config"]`` are redacted; all else is stored
-            unchanged.
+            RNG, data cursor, aliases, metrics, extra. Secrets in ``state["config"]`` and
+            ``state["optimizer"]`` are redacted; all else is stored unchanged.
         ready: blocks until the shards may be read.
+        expected: fingerprints that shards must have when they are written, by kind, name and first element; the save
+            fails if one has another.
     """
 
     step: int
     shards: tuple[TensorShard, ...]
     state: Mapping[str, Any]
     ready: Callable[[], None] = lambda: None
+    expected: Mapping[tuple[str, str, int], int] = field(default_factory=dict)
+
+    def unexpected(self, written: Iterable[tuple[str, str, int, int]]) -> list[tuple[str, str]]:
+        """Returns the kind and the name of each shard that was written with another fingerprint than expected.
+
+        ``written``: kind, name, first element and fingerprint of each.
+        """
+        return [
+            (kind, name)
+            for kind, name, start, fingerprint in written
+            if self.expected.get((kind, name, start), fingerprint) != fingerprint
+        ]
 
     def __post_init__(self) -> None:
         if self.step < 0:
@@ -162,14 +173,19 @@ def _places(nbytes: Sequence[int], block: int) -> list[tuple[int, int]]:
 
 
 def stored_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state as the manifest stores it: plain JSON, with the secrets of ``config`` redacted.
+    """Returns the state as the manifest stores it: plain JSON, without the secrets of the settings.
+
+    ``config_hash`` is that of the settings without secrets, so that it gives nothing away to who guesses one.
 
     Raises:
         CheckpointError: a value would not survive a JSON round trip; names its path.
     """
     plain = {str(key): _plain(value, f"state[{key!r}]") for key, value in state.items()}
+    for name in ("config", "optimizer"):
+        if name in plain:
+            plain[name] = redact(plain[name])
     if "config" in plain:
-        plain["config"] = redact(plain["config"])
+        plain["config_hash"] = hashlib.sha256(canonical_json(plain["config"])).hexdigest()
     return plain
 
 
@@ -189,20 +205,3 @@ def _plain(value: Any, path: str) -> Any:
         f"{path} is {value!r} ({type(value).__name__}); a checkpoint's state is plain JSON: finite numbers, strings, "
         "booleans, None, lists and dicts of them"
     )
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """Returns a copy of plain JSON with ``***`` for values under secret-like keys and for users in URLs."""
-    if _SECRET_KEY.search(key) and not _is_harmless(key, value):
-        return "***"
-    if isinstance(value, dict):
-        return {name: redact(item, name) for name, item in value.items()}
-    if isinstance(value, list):
-        return [redact(item) for item in value]
-    return _URL_USER.sub("***", value) if isinstance(value, str) else value
-
-
-def _is_harmless(key: str, value: Any) -> bool:
-    if value is None or isinstance(value, bool):
-        return True
-    return isinstance(value, int | float) and _COUNT_KEY.search(key) is not None

@@ -7,18 +7,26 @@ registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -26,6 +34,7 @@ from dtrain.cli.explain import unknown_key
 from dtrain.config.commands import PRIMARIES, TRAIN, Primary, Root
 from dtrain.config.fields import in_keys
 from dtrain.config.schema import GROUP_OPTIONS
+from dtrain.config.yaml_files import check_size
 from dtrain.errors import ConfigError, nearest
 
 
@@ -47,6 +56,8 @@ def register_schema() -> None:
     """Registers the schemas in Hydra's ConfigStore, once, as ``PRIMARY_schema`` and ``GROUP_OPTION_schema``."""
     version.setbase("1.3")
     setup_globals()
+    Plugins.instance()  # registers Hydra's own sources, which the checked ones replace
+    SourcesRegistry.instance().types |= {"file": _Files, "pkg": _Packages}
     store = ConfigStore.instance()
     for primary in PRIMARIES:
         root = _writable(OmegaConf.structured(primary.schema))
@@ -73,6 +84,26 @@ def _writable(node: DictConfig) -> DictConfig:
         if isinstance(child, DictConfig):
             _writable(child)
     return node
+
+
+class _SizeCheck:
+    """Part of a source of YAML: its files are checked before OmegaConf copies what each alias stands for."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        source: Any = self
+        name = source._normalize_file_name(config_path)
+        file = resources.files(source.path) if source.scheme() == "pkg" else Path(source.path)
+        file = file.joinpath(*name.split("/"))
+        if file.is_file():
+            with suppress(yaml.YAMLError):  # which Hydra reports
+                check_size(file.read_text(encoding="utf-8"), file)
+        return super().load_config(config_path)  # type: ignore[misc,no-any-return]
+
+
+class _Files(_SizeCheck, FileConfigSource): ...
+
+
+class _Packages(_SizeCheck, ImportlibResourcesConfigSource): ...
 
 
 def open_loader(config_path: str | None = None, config_dir: str | None = None) -> ConfigLoaderImpl:

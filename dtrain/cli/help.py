@@ -15,6 +15,7 @@ from dtrain.config.dump import config_to_dict
 from dtrain.config.fields import written
 from dtrain.config.keys import Key, KeyGroup, list_keys
 from dtrain.config.schema import GROUP_OPTIONS
+from dtrain.redaction.redact import redact
 
 _KEY_WIDTH = 34  # of "  key=default"; a longer one has a line of its own
 _FREE_GROUP_DOCS = {
@@ -41,7 +42,7 @@ def documented_keys(primary: Primary[Any]) -> list[KeyGroup]:
 
 def help_text(primary: Primary[Root], config: Root, command: str = "") -> str:
     """The text of ``--help``: the values of ``config`` are shown as defaults; ``command`` is for the usage line."""
-    values = _flat(config_to_dict(config))
+    values = _flat(redact(config_to_dict(config)))
     groups = documented_keys(primary)
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [f"usage: dtrain {command or primary.command} [key=value ...] [option ...]", ""]

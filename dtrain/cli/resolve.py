@@ -6,6 +6,7 @@ mistake in the last one costs no training.
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import re
@@ -13,7 +14,7 @@ import sys
 import time
 from argparse import ArgumentError, ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic
 
@@ -36,6 +37,7 @@ from dtrain.config.precision import unsupported_format_reason
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
+from dtrain.redaction.redact import redact_text
 
 PRECISION_VARIABLE = "DTRAIN_PRECISION"
 _QUOTED_KEY = re.compile(r"""(?P<before>[{,]\s*)(?P<quote>["'])(?P<key>[^"']+)(?P=quote)\s*:""")
@@ -229,13 +231,16 @@ def _precision_override(loader: ConfigLoaderImpl, parsed: list[Override]) -> lis
 
 
 def _run_hydra_option(parser: ArgumentParser, args: Namespace, primary: Primary[Any]) -> None:
-    # the variable makes Hydra raise instead of printing and exiting
-    with _explained(primary), env_override({"HYDRA_FULL_ERROR": "1"}):
-        try:
+    shown = io.StringIO()
+    try:
+        # the variable makes Hydra raise instead of printing and exiting
+        with _explained(primary), env_override({"HYDRA_FULL_ERROR": "1"}), redirect_stdout(shown):
             _run_hydra(args, parser, read_jobs, str(config_folder()), primary.name)
-        except SystemExit as stop:
-            if stop.code:
-                raise ConfigError("Hydra cannot show that, for the reason above") from None
+    except SystemExit as stop:
+        if stop.code:
+            raise ConfigError("Hydra cannot show that, for the reason above") from None
+    finally:
+        print(redact_text(shown.getvalue()), end="")
 
 
 def _sweep(request: _Request[RunConfig]) -> list[Job]:
@@ -287,7 +292,8 @@ def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
     for job in jobs:
         if job.number is not None and LaunchEnv.read().rank == 0:
             folder = f"{job.config.run_dir}/{job.number}"
-            print(f"job {job.number}/{len(jobs)}: {job.label or 'one run'} -> {folder}", file=sys.stderr, flush=True)
+            line = redact_text(f"job {job.number}/{len(jobs)}: {job.label or 'one run'} -> {folder}")
+            print(line, file=sys.stderr, flush=True)
         code = run_training(job.config, job=job.number)
         if code:
             return code

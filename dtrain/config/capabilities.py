@@ -101,6 +101,7 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "reduce_dtype": ("auto", "fp32", "bf16", "fp16"),
     "compile": ("auto", False, True),
     "optimizer": ("adamw", "adamw-bf16", "adam", "sgd", "lion", "muon", "torch"),
+    "replay_every": (0, "above 0"),
 }
 """Every key of several engines in which they differ, with all values that any engine supports."""
 
@@ -155,6 +156,9 @@ CAPABILITIES: dict[str, Capabilities] = {
             "optimizer": SupportedValues(
                 ("adamw", "adamw-bf16", "adam", "sgd", "lion", "torch"),
                 "DeepSpeed updates one partition after the other, so no whole matrix is at hand",
+            ),
+            "replay_every": SupportedValues(
+                (0,), "DeepSpeed would reduce the gradients of a backward that is only compared"
             ),
         },
         unsupported=(
@@ -227,9 +231,10 @@ def check_engine(
     *,
     optimizer: str = "adamw",
     compiles: bool | str = "auto",
+    replay_every: int = 0,
     format_key: Callable[[str], str] = str,
 ) -> None:
-    """Checks that an engine supports a precision with the formats of its rules, an optimizer, and the compiled update.
+    """Checks that an engine supports a precision with the formats of its rules, an optimizer, and other settings.
 
     Args:
         precision: the name of a policy; one of the user's own is not known here.
@@ -239,7 +244,9 @@ def check_engine(
     """
     names = {"precision": precision} if precision in SETTINGS["precision"] else {}
     for name in dict.fromkeys(("fp32", *rules)):
-        check(engine, format_key=format_key, **names, rules=name, compile=compiles, optimizer=optimizer)
+        replays = "above 0" if replay_every else 0
+        settings = {"rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
+        check(engine, format_key=format_key, **names, **settings)
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:

@@ -12,14 +12,17 @@ import re
 import types
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dtrain.errors import ConfigError, nearest
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LONGEST = 80  # characters of a value in a message: a tensor or a model has thousands
+_LARGEST = 10**308  # of whole numbers that become a float
+
+Record = TypeVar("Record")
 
 
 def setting(default: Any, doc: str, **limits: Any) -> Any:
@@ -86,7 +89,33 @@ class CheckedRecord:
 
 def in_keys(error: ConfigError, record: type[Any], prefix: str) -> ConfigError:
     """The error of a record with its fields named as keys: ``Native.prefetch`` is ``engine.prefetch``."""
-    return ConfigError(re.sub(rf"\b{record.__name__}\.(?=[a-z])", prefix, str(error)))
+    return ConfigError(re.sub(rf"\b{record.__name__}\.(?=[a-z])", lambda _: prefix, str(error)))
+
+
+def from_json(kind: type[Record], values: Any, path: str) -> Record:
+    """Returns the record ``kind``, whose fields may be records, from the JSON object at ``path``; checks all fields.
+
+    An entry that is no field is ignored.
+
+    Raises:
+        ConfigError: names an entry, by its path, that is missing, has another type, or is not permitted.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}={shown(values)} is not a mapping {{key: value}}")
+    found: dict[str, Any] = {}
+    hints: dict[str, Any] = get_type_hints(kind)
+    for item in fields(kind):  # type: ignore[arg-type]
+        key, hint = f"{path}.{item.name}", hints[item.name]
+        if item.name in values:
+            value = values[item.name]
+            is_record = isinstance(hint, type) and is_dataclass(hint)
+            found[item.name] = from_json(hint, value, key) if is_record else check_field(kind, item.name, value, key)
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise ConfigError(f"{key} is missing")
+    try:
+        return kind(**found)
+    except ConfigError as error:  # of rules between fields
+        raise in_keys(error, kind, f"{path}.") from None
 
 
 def check_field(record: Any, name: str, value: Any, path: str) -> Any:
@@ -148,7 +177,7 @@ def _as_type(value: Any, kind: Any) -> Any:
         return origin(_as_type(item, arguments[0]) for item in value)
     elif origin is dict and isinstance(value, dict):
         return {key: _as_type(item, arguments[1]) for key, item in value.items()}
-    elif kind is float and type(value) is int:
+    elif kind is float and type(value) is int and abs(value) < _LARGEST:
         return float(value)
     elif origin is None and isinstance(value, kind) and not (isinstance(value, bool) and kind in (int, float)):
         return value

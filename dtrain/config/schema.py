@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain.config.audit import Audit
 from dtrain.config.engines import ENGINES, EngineConfig, Native
-from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, option, setting
+from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, option, setting
 from dtrain.config.imports import NAMED
 from dtrain.config.optim import OPTIM_KEYS, EmaConfig, OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import PrecisionConfig
@@ -164,7 +165,7 @@ class TensorboardConfig(TrackerConfig):
 
 @dataclass(frozen=True)
 class TelemetryConfig(CheckedRecord):
-    """Samples of what precision costs a run. See docs/telemetry.md."""
+    """Samples of what precision costs a run, and of how long its ranks are busy. See docs/telemetry.md."""
 
     precision_every: int = at_least(
         100, 0, "Steps from one sampled step, in which every gradient and update is measured, to the next; 0: none."
@@ -174,6 +175,12 @@ class TelemetryConfig(CheckedRecord):
     )
     advice: str | None = setting(
         None, "JSON of dtrain probe: warn when a sampled step leaves the range in which its advice was given."
+    )
+    busy_every: int = at_least(
+        20,
+        0,
+        "Steps over which the ranks compare how long each was busy; one slower than 1.2 times the median is named; "
+        "0: never.",
     )
 
     def _check(self) -> None:
@@ -234,6 +241,21 @@ class LaunchConfig(CheckedRecord):
 
 
 @dataclass(frozen=True)
+class SuperviseConfig(CheckedRecord):
+    """Limits after which a run that hangs is ended, and restarts without progress. See docs/supervision.md."""
+
+    enabled: bool = setting(True, "Watch the ranks of each host from another process; off in a debugger.")
+    limit_s: float = above(
+        60.0, 0.0, "Seconds without progress after which a rank hangs; 10 x the median of the phase if that is more."
+    )
+    start_s: float = above(600.0, 0.0, "The same until the end of the first step, in a compilation and at the end.")
+    save_s: float = above(600.0, 0.0, "The same while a checkpoint is saved or loaded.")
+    restarts: int = at_least(
+        3, 0, "Restarts after a failure without a newer checkpoint, after which the run refuses to start; 0: no limit."
+    )
+
+
+@dataclass(frozen=True)
 class RunConfig(CheckedRecord):
     """One training run, resolved and checked; ``config.yaml`` in the run directory holds it."""
 
@@ -254,7 +276,9 @@ class RunConfig(CheckedRecord):
     tracker: TrackerConfig = group(TrackerConfig)
     telemetry: TelemetryConfig = group(TelemetryConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
+    audit: Audit = group(Audit)
     launch: LaunchConfig = group(LaunchConfig)
+    supervise: SuperviseConfig = group(SuperviseConfig)
 
     def _check(self) -> None:
         if self.run_dir == "":

@@ -36,9 +36,8 @@ only after all of them have read it. No rank waits for that explicitly; it follo
 
 from __future__ import annotations
 
-import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,10 +45,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
-_HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
-_LOG_LENGTH = 4096  # collectives of one step that are kept by name
-_REDUCTIONS = ("all_to_all_single", "reduce_scatter_sum")
+from dtrain.distributed.schedule import CollectiveSchedule
 
 
 class Handle(Protocol):
@@ -63,39 +59,6 @@ class Handle(Protocol):
         Raises:
             CommunicationError: the collective failed.
         """
-
-
-class CollectiveSchedule:
-    """The order of the collectives, which the vote compares; the axes of a mesh share one.
-
-    Attributes:
-        hash: of all collectives since the start.
-        log: those of the current step, by name.
-        num_issued: number of collectives since the start.
-        on_reduction: called with label and tensor of each all-to-all and reduce-scatter before it starts.
-    """
-
-    def __init__(self) -> None:
-        self.hash = 0
-        self.log: list[str] = []
-        self.num_issued = 0
-        self.on_reduction: Callable[[str, Tensor], None] | None = None
-
-    def begin_step(self) -> None:
-        """Starts the log of one step; the hash covers the whole run."""
-        self.log.clear()
-
-    def record(self, op: str, label: str, tensor: Tensor) -> str:
-        """Adds a collective, dtrain's or a library's; returns its entry."""
-        # sizes and labels only: reading values would wait for the device
-        entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')})"
-        if len(self.log) < _LOG_LENGTH:
-            self.log.append(entry)
-        self.num_issued += 1
-        self.hash = (self.hash * _HASH_MULTIPLIER ^ zlib.crc32(entry.encode())) & _HASH_MASK
-        if self.on_reduction is not None and op in _REDUCTIONS:
-            self.on_reduction(label, tensor)
-        return entry
 
 
 @dataclass(frozen=True)
@@ -279,6 +242,13 @@ class Communicator(Protocol):
     @abstractmethod
     def exchange_text(self, text: str) -> list[str]:
         """Returns the text of every rank, in rank order. The host waits for the device, except on a single rank."""
+
+    def agree(self, op: str, label: str, tensor: Tensor) -> None:
+        """Records a collective that a library issues next over :attr:`process_group`; all ranks call.
+
+        gloo returns when every rank has called it, so that the library's never meets another one; NCCL at once.
+        """
+        self.schedule.record(op, label, tensor)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

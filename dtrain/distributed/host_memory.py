@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
-    CollectiveSchedule,
     GradientExchange,
     GradientSend,
     Handle,
@@ -25,22 +24,23 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
+from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.logging import logger
-from dtrain.distributed.pipes import MAX_PAYLOAD_BYTES, Message, Pipes
-from dtrain.distributed.process_group import ProcessGroup, named_failure, sum_in_order
+from dtrain.distributed.messages import MESSAGE_BYTES, MESSAGE_ENTRIES, Message
+from dtrain.distributed.pipes import Pipes
+from dtrain.distributed.process_group import sum_in_order
 from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.ring_exchange import RingExchange
+from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.shared_memory import SharedMemory
-from dtrain.errors import CommunicationError
+from dtrain.errors import DivergenceError
 
-_READY_MESSAGE_BYTES = 16 * 2**20  # bytes of announced buffers after which the message is sent
-_READY_MESSAGE_ENTRIES = 16  # buffers in one message
 _ENTRY = struct.Struct("<5q")  # number of the collective, region, offset, bytes, weight of a buffer
 _ALIGNMENT = 64  # bytes; of the slots of the ring
 
 
-class HostMemory(ProcessGroup):
+class HostMemory(GlooGroup):
     """Collectives over ``group``, whose ranks are CPU ranks of one host.
 
     Args:
@@ -54,10 +54,12 @@ class HostMemory(ProcessGroup):
     ) -> None:
         super().__init__(group, device, schedule)
         self._ready_message = _ReadyMessage(self)
-        self.pipes = Pipes(self.rank, self.world_size, group._get_backend(device).options._timeout)
-        self.pipes.open(self.exchange_text)
+        self._pipes = Pipes(self.rank, self.world_size, group._get_backend(device).options._timeout)
+        self._pipes.open(self.exchange_text)
+        if not self._pipes.unsupported_reason:
+            self.messages = self._pipes
         self.memory = SharedMemory(self.rank, self.exchange_text)
-        self.memory.unsupported_reason = self.pipes.unsupported_reason  # shared buffers need ready messages
+        self.memory.unsupported_reason = self._pipes.unsupported_reason  # shared buffers need ready messages
         self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
         self._written: set[tuple[int, int]] = set()  # sums that this rank has written, or will write, to all ranks
 
@@ -87,7 +89,7 @@ class HostMemory(ProcessGroup):
 
     def publish(self, shards: Sequence[Tensor]) -> None:
         shared = [shard for shard in map(byte_view, shards) if self.is_shared(shard)]
-        self._published = {_extent(shard): self.announce("publish", shard) for shard in shared}
+        self._published = {_extent(shard): self.announce(self.schedule.current("publish"), shard) for shard in shared}
         for announcement in self._published.values():  # before the next vote: [Note: buffer reuse]
             announcement.wait()
 
@@ -119,20 +121,10 @@ class HostMemory(ProcessGroup):
         what = self.schedule.record("all_to_all", label, recorded(input.dtype, total))
         self.flush()
         # a message of its own: a buffer announced with others has one size on all ranks
-        entry = struct.pack(f"<{3 + self.world_size}q", self.schedule.num_issued, *location, *input_sizes)
-        with named_failure(f"rank {self.rank}: {what}"):
-            message = self.pipes.send("all-to-all", entry)
+        entry = struct.pack(f"<{3 + self.world_size}q", what.number, *location, *input_sizes)
+        with self.waiting(what):
+            message = self.messages.send(what, entry)
         return _PartsRead(self, what, message, output.split(list(output_sizes)))
-
-    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        if self.pipes.unsupported_reason or not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:
-            return super().gather_rows(row, label=label)
-        what = self.schedule.record("gather_rows", label, row)
-        self.flush()
-        payload = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        with named_failure(f"rank {self.rank}: {what}"):
-            payloads = self.pipes.receive(self.pipes.send("gather_rows", payload))
-        return torch.frombuffer(bytearray().join(payloads), dtype=row.dtype).view(self.world_size, row.numel())
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if sends:
@@ -147,22 +139,24 @@ class HostMemory(ProcessGroup):
         super().release()
         self._published.clear()
         self.memory.release()
-        self.pipes.release()
 
-    def announce(self, what: str, tensor: Tensor, weight: int = 0) -> Announcement:
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> Announcement:
         """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order."""
         location = self.memory.find(tensor)
         assert location is not None
         message = self._ready_message
-        announcement = Announcement(self, what, self.schedule.num_issued, tensor, message)
-        message.entries.append(_ENTRY.pack(announcement.collective, *location, tensor.nbytes, weight))
+        announcement = Announcement(self, what, tensor, message)
+        message.entries.append(_ENTRY.pack(what.number, *location, tensor.nbytes, weight))
+        message.what = what.joined(message.first)
+        message.first = message.first or what
         message.nbytes += tensor.nbytes
         # by the sizes alone, which are equal on all ranks, so that all send at the same point
-        if message.nbytes >= _READY_MESSAGE_BYTES or len(message.entries) == _READY_MESSAGE_ENTRIES:
+        if message.nbytes >= MESSAGE_BYTES or len(message.entries) == MESSAGE_ENTRIES:
             self.flush()
         return announcement
 
     def flush(self) -> None:
+        super().flush()
         message = self._ready_message
         if message.entries:
             # first: a failure below must not leave the next buffers in a message that is never sent
@@ -175,38 +169,45 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 class _ReadyMessage:
-    """The locations of buffers that are ready; sent when a rank waits for one of them, or earlier."""
+    """The locations of buffers that are ready; sent when a rank waits for one of them, or earlier.
+
+    Attributes:
+        entries: one for each buffer.
+        nbytes: of the buffers.
+        what: the last collective of them, under the names of the first and the last.
+        first: the first.
+    """
 
     def __init__(self, comm: HostMemory) -> None:
         self._comm = comm
+        self.what = Collective(0, "")
+        self.first: Collective | None = None
         self.entries: list[bytes] = []
         self.nbytes = 0
         self._message: Message | None = None  # once it is sent
 
     def send(self) -> None:
-        with named_failure(f"rank {self._comm.rank}: the message that buffers are ready"):
-            self._message = self._comm.pipes.send("ready message", b"".join(self.entries))
+        with self._comm.waiting(self.what):
+            self._message = self._comm.messages.send(self.what, b"".join(self.entries))
 
-    def wait(self, index: int) -> list[tuple[int, ...]]:
-        """Returns entry number ``index`` of every rank."""
+    def require_sent(self) -> None:
+        """Sends the message unless that has been tried."""
         if self._message is None:
             self._comm.flush()
-        if self._message is None:  # the communicator has dropped this message, so another send would be empty
-            raise RuntimeError("an earlier attempt to send it failed")
-        return [_ENTRY.unpack_from(row, index * _ENTRY.size) for row in self._comm.pipes.receive(self._message)]
+
+    def receive(self, index: int) -> list[tuple[int, ...]]:
+        """Returns entry number ``index`` of every rank."""
+        assert self._message is not None  # else the schedule has kept the failure to send it
+        return [_ENTRY.unpack_from(row, index * _ENTRY.size) for row in self._comm.messages.receive(self._message)]
 
 
 class Announcement:
-    """A buffer of this rank that the others may read once they have the ready message, and theirs.
+    """A buffer of this rank that the others may read once they have the ready message, and theirs."""
 
-    Attributes:
-        collective: number of the collective in the schedule.
-    """
-
-    def __init__(self, comm: HostMemory, what: str, collective: int, tensor: Tensor, message: _ReadyMessage) -> None:
+    def __init__(self, comm: HostMemory, what: Collective, tensor: Tensor, message: _ReadyMessage) -> None:
         self._comm = comm
-        self._what = f"rank {comm.rank}: {what}"
-        self.collective = collective
+        self.schedule = comm.schedule
+        self._what = what
         self._tensor = tensor
         self._message = message
         self._index = len(message.entries)
@@ -215,20 +216,23 @@ class Announcement:
         """Returns the buffer and the weight of every rank, in rank order.
 
         Raises:
-            CommunicationError: the message failed, or a rank has announced another buffer.
+            CommunicationError: the message failed.
+            DivergenceError: a rank has announced another buffer.
         """
-        with named_failure(self._what):
-            entries = self._message.wait(self._index)
-        comm, tensor = self._comm, self._tensor
-        tensors = []
-        for rank, (other, region, offset, nbytes, _) in enumerate(entries):
-            # before the bytes are used: a rank that issued another collective offers another buffer
-            if (other, nbytes) != (self.collective, tensor.nbytes):
-                raise CommunicationError(
-                    f"{self._what} is collective number {self.collective} here, of {tensor.nbytes} bytes, and met "
-                    f"number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
-                )
-            tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
+        comm, tensor, what = self._comm, self._tensor, self._what
+        comm.schedule.require_working()
+        self._message.require_sent()  # before the wait, because sending is a wait of its own
+        with comm.waiting(what):
+            entries = self._message.receive(self._index)
+            tensors = []
+            for rank, (other, region, offset, nbytes, _) in enumerate(entries):
+                # before the bytes are used: a rank that issued another collective offers another buffer
+                if (other, nbytes) != (what.number, tensor.nbytes):
+                    raise DivergenceError(
+                        f"{what.on(comm.rank)} is collective number {what.number} here, of {tensor.nbytes} bytes, and "
+                        f"met number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
+                    )
+                tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
         return tensors, [weight for *_, weight in entries]
 
 
@@ -237,13 +241,16 @@ class _Read:
 
     def __init__(self, announcement: Announcement, output: Tensor) -> None:
         self._in_flight: tuple[Announcement, Tensor] | None = announcement, output
+        self._schedule = announcement.schedule
 
     def wait(self) -> None:
-        # before the wait: a collective that failed is not waited for again, and one that is complete holds no memory
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None:
-            announcement, output = in_flight
-            self._use(announcement.wait()[0], output)
+        if self._in_flight is None:
+            self._schedule.require_working()
+            return
+        announcement, output = self._in_flight
+        tensors, _ = announcement.wait()
+        self._in_flight = None  # one that is complete holds no memory
+        self._use(tensors, output)
 
     def _use(self, tensors: list[Tensor], output: Tensor) -> None:
         pass
@@ -280,27 +287,28 @@ class _PartsRead:
         parts: of the output, one for each rank.
     """
 
-    def __init__(self, comm: HostMemory, what: str, message: Message, parts: Sequence[Tensor]) -> None:
+    def __init__(self, comm: HostMemory, what: Collective, message: Message, parts: Sequence[Tensor]) -> None:
         self._comm = comm
-        self._what = f"rank {comm.rank}: {what}"
+        self._what = what
         self._in_flight: tuple[Message, Sequence[Tensor]] | None = message, parts
 
     def wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is None:
+        if self._in_flight is None:
+            self._comm.schedule.require_working()
             return
-        message, parts = in_flight
-        with named_failure(self._what):
-            payloads = self._comm.pipes.receive(message)
-        own = struct.unpack_from("<q", message.payload)[0]
-        for rank, (part, payload) in enumerate(zip(parts, payloads, strict=True)):
-            number, region, offset, *sizes = struct.unpack(f"<{3 + len(parts)}q", payload)
-            if (number, sizes[self._comm.rank]) != (own, part.numel()):
-                raise CommunicationError(
-                    f"{self._what} is collective number {own} here, which expects {part.numel()} elements of rank "
-                    f"{rank}, and met number {number}, with {sizes[self._comm.rank]}; the ranks issued different "
-                    f"collectives"
-                )
-            if part.numel():
-                start = offset + sum(sizes[: self._comm.rank]) * part.element_size()
-                part.copy_(self._comm.memory.read(rank, region, start, part))
+        message, parts = self._in_flight
+        what, own = self._what, self._comm.rank
+        with self._comm.waiting(what):
+            payloads = self._comm.messages.receive(message)
+            self._in_flight = None
+            for rank, (part, payload) in enumerate(zip(parts, payloads, strict=True)):
+                number, region, offset, *sizes = struct.unpack(f"<{3 + len(parts)}q", payload)
+                if (number, sizes[own]) != (what.number, part.numel()) or min(sizes) < 0:
+                    raise DivergenceError(
+                        f"{what.on(own)} is collective number {what.number} here, which expects {part.numel()} "
+                        f"elements of rank {rank}, and met number {number}, with {sizes[own]}; the ranks issued "
+                        "different collectives"
+                    )
+                if part.numel():
+                    start = offset + sum(sizes[:own]) * part.element_size()
+                    part.copy_(self._comm.memory.read(rank, region, start, part))

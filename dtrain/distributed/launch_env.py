@@ -19,12 +19,16 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def follow_launcher() -> None:
-    """Makes the kernel send this rank SIGTERM when dtrain's own launcher ends, so that no rank outlives it."""
+    """Makes the kernel send this rank SIGTERM when its launcher ends, so that no rank outlives it.
+
+    The launcher is dtrain's own, torchrun or DeepSpeed's: each of them waits for its ranks as long as it lives.
+    """
     launcher = os.environ.pop(LAUNCHER_PID, None)  # not for processes that this rank starts
-    if launcher is None or sys.platform != "linux":
+    waits = launcher is not None or "TORCHELASTIC_RUN_ID" in os.environ or "LOCAL_SIZE" in os.environ
+    if not waits or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):  # it has ended already
+    if launcher is not None and os.getppid() != int(launcher):  # it has ended already
         sys.exit(1)
 
 

@@ -18,58 +18,29 @@ import fcntl
 import mmap
 import os
 import select
-import struct
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import finalize
 
 from dtrain.distributed.logging import logger
-from dtrain.distributed.shared_memory import open_descriptor, try_on_every_rank
+from dtrain.distributed.messages import HEADER, MAX_PAYLOAD_BYTES, Message, Messages, failure_message, find_failure
+from dtrain.distributed.processes import open_descriptor
+from dtrain.distributed.schedule import Collective
+from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.errors import DtrainError
 
-_HEADER = struct.Struct("<QI16s")  # number of the message, bytes of its payload, kind
-MAX_PAYLOAD_BYTES = select.PIPE_BUF - _HEADER.size  # longer writes are not atomic
 _MAX_TIMEOUT_MS = 2**31 - 1  # of poll
+_CLOSE_MS = 500  # longest wait for space in a pipe for the failure of this rank
 
 
-class Message:
-    """A message of this rank.
-
-    Args:
-        number: 0, 1, ... over all messages.
-        kind: name in errors.
-        payload: at most ``MAX_PAYLOAD_BYTES``.
-
-    Attributes:
-        payloads: of all ranks, in rank order, once they are received.
-    """
-
-    def __init__(self, number: int, kind: str, payload: bytes) -> None:
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a message has at most {MAX_PAYLOAD_BYTES} bytes; got {len(payload)}")
-        self.header = _HEADER.pack(number, len(payload), kind.encode())
-        self.payload = payload
-        self.payloads: list[bytes] | None = None
-
-    def is_complete(self, rank: int, unread: bytearray) -> bool:
-        """Whether ``unread``, the bytes that ``rank`` has sent, begin with its message of this number.
-
-        Raises:
-            RuntimeError: they begin with another message.
-        """
-        size = _HEADER.size
-        if len(unread) >= size and unread[:size] != self.header:  # before more bytes are waited for, which may not come
-            here, there = _describe(self.header), _describe(bytes(unread[:size]))
-            raise RuntimeError(f"expected {here}, got {there} of rank {rank}; the ranks issued different collectives")
-        return len(unread) >= size + len(self.payload)
-
-
-class Pipes:
+class Pipes(Messages):
     """One pipe from each rank to each other rank of one host; every rank sends the same kinds of messages in one order.
 
-    Failures are ``RuntimeError``: no message within the time-out, a rank that has ended, or one that has sent a message
-    of another kind or length.
+    Failures are ``RuntimeError``: no message within the time-out, or a rank that has ended. A message of another
+    collective or length is a ``DivergenceError``; a rank that has failed sends what it raises.
 
     Args:
         rank: rank of this process.
@@ -79,6 +50,9 @@ class Pipes:
     Attributes:
         unsupported_reason: why nothing can be sent; empty if it can.
     """
+
+    max_payload_bytes = MAX_PAYLOAD_BYTES
+    batches = False
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
         self.unsupported_reason = "the pipes are not open yet"
@@ -131,12 +105,12 @@ class Pipes:
         self._close()
         self.unsupported_reason = "the pipes were released"
 
-    def send(self, kind: str, payload: bytes) -> Message:
-        """Sends ``payload`` to all other ranks."""
+    def send(self, what: Collective, payload: bytes = b"") -> Message:
+        """Sends ``payload`` to all other ranks, as a part of ``what``."""
         self._require_open()
         while len(self._in_flight) >= self._max_in_flight:  # [Note: full pipes]
             self._receive_oldest()
-        message = Message(self._num_sent, kind, payload)
+        message = Message(self._rank, self._num_sent, what, payload)
         # first: after a failed write the others find a gap in the numbers
         self._num_sent += 1
         self._in_flight.append(message)
@@ -150,25 +124,37 @@ class Pipes:
             self._receive_oldest()
         return message.payloads
 
-    def _receive_oldest(self) -> None:
+    def has_arrived(self, message: Message) -> bool:
+        """Whether :meth:`receive` would not wait."""
+        while message.payloads is None:
+            if not self._receive_oldest(waits=False):
+                return False
+        return True
+
+    def _receive_oldest(self, *, waits: bool = True) -> bool:
+        """Receives the oldest message in flight; returns False if that would take a wait and ``waits`` is not set."""
         self._require_open()
         message = self._in_flight[0]
         missing = {r: end for r, end in self._readers.items() if not message.is_complete(r, self._unread[r])}
         while missing:
-            for rank in self._wait(missing, select.POLLIN):
-                chunk = os.read(missing[rank], select.PIPE_BUF)
+            for rank in self._wait(missing, select.POLLIN) if waits else list(missing):
+                try:
+                    chunk = os.read(missing[rank], select.PIPE_BUF)
+                except BlockingIOError:  # never after a wait
+                    return False
                 if not chunk:
-                    raise _ended(rank)
+                    raise RuntimeError(f"rank {rank} has ended")
                 self._unread[rank] += chunk
                 if message.is_complete(rank, self._unread[rank]):
                     del missing[rank]
-        start, stop = _HEADER.size, _HEADER.size + len(message.payload)
+        start, stop = HEADER.size, HEADER.size + len(message.payload)
         received = {rank: bytes(unread[start:stop]) for rank, unread in self._unread.items()}
         for unread in self._unread.values():
             del unread[:stop]
         received[self._rank] = message.payload
         message.payloads = [received[rank] for rank in sorted(received)]
         self._in_flight.popleft()
+        return True
 
     def _write(self, rank: int, writer: int, data: bytes) -> None:
         while True:
@@ -177,8 +163,35 @@ class Pipes:
                 return
             except BlockingIOError:
                 self._wait({rank: writer}, select.POLLOUT)
-            except BrokenPipeError as error:
-                raise _ended(rank) from error
+            except BrokenPipeError:  # what the rank has sent before it ended says why, and is read where it is awaited
+                return
+
+    def close_failed(self, failure: DtrainError) -> None:
+        """Sends ``failure`` to the other ranks, as far as their pipes have space, and closes the pipes."""
+        if self.unsupported_reason:
+            return
+        data = failure_message(failure)
+        for writer in self._writers.values():
+            with suppress(OSError):
+                try:
+                    os.write(writer, data)
+                except BlockingIOError:
+                    poll = select.poll()
+                    poll.register(writer, select.POLLOUT)
+                    poll.poll(_CLOSE_MS)
+                    os.write(writer, data)
+        self.release()
+
+    def failure_of_others(self) -> DtrainError | None:
+        """Returns the failure that another rank has sent, if any has; what else it has sent is dropped."""
+        for rank, reader in self._readers.items():
+            with suppress(BlockingIOError):
+                while chunk := os.read(reader, select.PIPE_BUF):
+                    self._unread[rank] += chunk
+            found = find_failure(rank, self._unread[rank])
+            if found is not None:
+                return found
+        return None
 
     def _wait(self, ends: Mapping[int, int], event: int) -> list[int]:
         """Returns the ranks whose end is ready or has failed; at least one."""
@@ -194,15 +207,6 @@ class Pipes:
     def _require_open(self) -> None:
         if self.unsupported_reason:  # the numbers of the descriptors may be other files by now
             raise RuntimeError(self.unsupported_reason)
-
-
-def _describe(header: bytes) -> str:
-    number, size, kind = _HEADER.unpack(header)
-    return f"message {number}, {kind.rstrip(bytes(1)).decode()} of {size} bytes"
-
-
-def _ended(rank: int) -> RuntimeError:
-    return RuntimeError(f"rank {rank} has ended")
 
 
 def _close_all(*descriptors: dict[int, int]) -> None:

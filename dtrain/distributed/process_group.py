@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
-    CollectiveSchedule,
     Communicator,
     GradientExchange,
     GradientHandle,
@@ -31,6 +29,7 @@ from dtrain.distributed.communicator import (
     require_fp32,
 )
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange
+from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError
 
@@ -39,6 +38,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
+_MAX_TEXT_BYTES = 2**30  # of a rank; refused before it is allocated
 _WEIGHT_NUMEL = 64  # elements that a weight takes, so that the shards after it are aligned
 
 
@@ -76,7 +76,7 @@ class ProcessGroup(Communicator):
             self._finish_row_sums()
             received = torch.empty_like(flat, dtype=dtype)
             arrival = self.all_to_all_single(received, flat.to(dtype), label=label)
-            self._row_sums.append(_RowSum(arrival, received.view(self.world_size, -1).unbind(), output))
+            self._row_sums.append(_RowSum(self.schedule, arrival, received.view(self.world_size, -1).unbind(), output))
             return self._row_sums[-1]
         what = self.schedule.record("reduce_scatter_sum", label, flat)
         return self._start(what, reduce_scatter_single, output, flat)
@@ -127,6 +127,8 @@ class ProcessGroup(Communicator):
         payload = text.encode()
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
+        if min(sizes) < 0 or max(sizes) > _MAX_TEXT_BYTES:
+            raise CommunicationError(f"rank {self.rank}: expected texts of 0 to {_MAX_TEXT_BYTES} bytes, got {sizes}")
         if not max(sizes):  # a gather of no bytes would be a collective for nothing
             return [""] * self.world_size
         # without a list of Python numbers, which would hold the GIL while another thread trains
@@ -147,11 +149,14 @@ class ProcessGroup(Communicator):
         assert group is not None
         if group not in _siblings:
             timeout = group._get_backend(self.device).options._timeout
-            with named_failure(f"rank {self.rank}: a second process group"):
+            self.barrier()  # a rank that makes another call instead is named here
+            with self.waiting(self.schedule.current("a second process group")):
                 second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
             if not _siblings:
                 atexit.register(_end_siblings)
-            _siblings[group] = ProcessGroup(second, torch.device("cpu"))
+            from dtrain.distributed.gloo_group import GlooGroup  # here, because it inherits this class
+
+            _siblings[group] = GlooGroup(second, torch.device("cpu"))
         return _siblings[group]
 
     def release(self) -> None:
@@ -159,33 +164,41 @@ class ProcessGroup(Communicator):
             _siblings.pop(self.process_group).release()
         self.process_group = None
 
-    def _call(self, what: str, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def waiting(self, what: Collective) -> Waiting:
+        """Returns a context in which this rank waits for ``what``."""
+        return self.schedule.waiting(self.rank, what)
+
+    def _call(self, what: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.flush()  # before anything else: backends match collectives by their order
-        with named_failure(f"rank {self.rank}: {what}"):
+        with self.waiting(what):
             return collective(*args, group=self.process_group, **kwargs)
 
-    def _start(self, what: str, collective: Callable[..., Any], *args: Any) -> Handle:
-        return _WorkHandle(self._call(what, collective, *args, async_op=True), f"rank {self.rank}: {what}")
+    def _start(self, what: Collective, collective: Callable[..., Any], *args: Any) -> Handle:
+        return _WorkHandle(self._call(what, collective, *args, async_op=True), self.schedule, self.waiting(what))
 
 
 class _WorkHandle:
     """A collective of the backend."""
 
-    def __init__(self, work: Any, what: str) -> None:
+    def __init__(self, work: Any, schedule: CollectiveSchedule, waiting: Waiting) -> None:
         self._work = work
-        self._what = what
+        self._schedule = schedule
+        self._waiting = waiting
 
     def wait(self) -> None:
-        work, self._work = self._work, None  # before the wait: a collective that failed is not waited for again
-        if work is not None:
-            with named_failure(self._what):
-                work.wait()
+        work, self._work = self._work, None  # before the wait: torch's handle of one that failed holds garbage
+        if work is None:
+            self._schedule.require_working()
+            return
+        with self._waiting:
+            work.wait()
 
 
 class _RowSum:
     """An all-to-all, and the sum of what arrives."""
 
-    def __init__(self, arrival: Handle, rows: Sequence[Tensor], output: Tensor) -> None:
+    def __init__(self, schedule: CollectiveSchedule, arrival: Handle, rows: Sequence[Tensor], output: Tensor) -> None:
+        self._schedule = schedule
         self._in_flight: tuple[Handle, Sequence[Tensor], Tensor] | None = arrival, rows, output
 
     @property
@@ -194,11 +207,13 @@ class _RowSum:
         return sum(row.nbytes for row in self._in_flight[1]) if self._in_flight is not None else 0
 
     def wait(self) -> None:
-        in_flight, self._in_flight = self._in_flight, None  # a collective that is complete holds no memory
-        if in_flight is not None:
-            arrival, rows, output = in_flight
-            arrival.wait()
-            sum_in_order(output, rows, rows[0].dtype)
+        if self._in_flight is None:
+            self._schedule.require_working()
+            return
+        arrival, rows, output = self._in_flight
+        arrival.wait()
+        self._in_flight = None  # a collective that is complete holds no memory
+        sum_in_order(output, rows, rows[0].dtype)
 
 
 class _AllToAllExchange(PrivateExchange):
@@ -286,20 +301,6 @@ def _end_siblings() -> None:
         group, sibling.process_group = sibling.process_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-@contextmanager
-def named_failure(what: str) -> Iterator[None]:
-    """Names the collective that failed; the backends name an address at best."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise  # a failure of this rank alone, with a message of its own; a kernel's shows up in any later call
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"{what} failed: another rank has died, hangs, or issued other collectives; the first error of the other "
-            f"ranks says why ({str(error).splitlines()[0][:200]})"
-        ) from error
 
 
 def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype, copies: Sequence[Tensor] = ()) -> None:

@@ -7,12 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from textwrap import shorten
 
 import torch.distributed as dist
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.processes import process_start
 from dtrain.distributed.shared_memory import host_identity
 from dtrain.errors import CommunicationError
 
@@ -69,13 +69,3 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether ``error`` is a failed collective, dtrain's or a library's: another rank has ended or does not answer."""
     lost = isinstance(error, RuntimeError) and (isinstance(error, dist.DistError) or "gloo" in str(error))
     return lost or isinstance(error, CommunicationError)
-
-
-def process_start(process: str) -> str | None:
-    """Returns when a process started, in the kernel's ticks, or None if it has ended or cannot be seen."""
-    try:
-        # proc(5): the name in parentheses may hold blanks and parentheses, so the fields are counted after the last one
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

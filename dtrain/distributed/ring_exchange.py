@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtrain.distributed.communicator import CollectiveSchedule, GradientExchange, GradientHandle, GradientSend
+from dtrain.distributed.communicator import GradientExchange, GradientHandle, GradientSend
 from dtrain.distributed.gradient_buffers import BufferPool
 from dtrain.distributed.ring import RingSchedule
+from dtrain.distributed.schedule import Collective, CollectiveSchedule
 
 
 class Announced(Protocol):
@@ -27,7 +28,7 @@ class Announcer(Protocol):
     device: torch.device
     schedule: CollectiveSchedule
 
-    def announce(self, what: str, tensor: Tensor, weight: int = 0) -> Announced:
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> Announced:
         """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order."""
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
@@ -128,14 +129,15 @@ def make_communicator(
     """
     if group is None or dist.get_world_size(group) == 1:
         return SingleRank(device)
-    comm = ProcessGroup(group, device)
-    if device.type == "cpu":
-        reason = compare_hosts(comm.exchange_text, is_allowed=shared_memory)
-        if not reason:
-            logger.info("the ranks share memory: buffers are read in place")
-            return HostMemory(group, device, comm.schedule)
-        if shared_memory:
-            logger.info(f"buffers are sent through sockets, not shared memory: {reason}")
+    if device.type != "cpu":
+        return ProcessGroup(group, device)
+    comm = GlooGroup(group, device)
+    reason = compare_hosts(comm.exchange_text, is_allowed=shared_memory)
+    if not reason:
+        logger.info("the ranks share memory: buffers are read in place")
+        return HostMemory(group, device, comm.schedule)
+    if shared_memory:
+        logger.info(f"buffers are sent through sockets, not shared memory: {reason}")
     return comm
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from dtrain.distributed.processes import open_descriptor
 from dtrain.errors import CommunicationError, DivergenceError
 
 
@@ -143,19 +144,6 @@ def _host_of_memory() -> list[str]:
     if host is None:
         raise OSError("this system does not identify the host in /proc")
     return host
-
-
-def open_descriptor(pid: int, descriptor: int, inode: int, flags: int) -> int:
-    """Opens an open file of another process of this user, and returns the new descriptor.
-
-    Raises:
-        OSError: it cannot be opened, or is another file.
-    """
-    opened = os.open(f"/proc/{pid}/fd/{descriptor}", flags | os.O_CLOEXEC)
-    if os.fstat(opened).st_ino != inode:  # the number is another process in this rank's /proc
-        os.close(opened)
-        raise OSError(f"/proc/{pid} is another process here")
-    return opened
 
 
 def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:

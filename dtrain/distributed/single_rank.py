@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
-    CollectiveSchedule,
     Communicator,
     GradientExchange,
     GradientHandle,
@@ -19,6 +18,7 @@ from dtrain.distributed.communicator import (
     require_fp32,
 )
 from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.schedule import CollectiveSchedule
 
 
 class Completed:

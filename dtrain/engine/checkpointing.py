@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -14,10 +12,17 @@ from typing import Any
 import torch
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
+from dtrain.checkpoint.format.training_state import KEYED_BY
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.arguments import checked_metrics
-from dtrain.engine.compatibility import check_same_model, replicated_tensors, trained_kinds, warn_of_other_bits
+from dtrain.engine.compatibility import (
+    check_same_model,
+    replicated_tensors,
+    trained_kinds,
+    training_state,
+    warn_of_other_bits,
+)
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
@@ -60,12 +65,15 @@ class Checkpointer:
         metrics: Mapping[str, float | None] | None = None,
         retention: Retention | None = None,
         asynchronous: bool = False,
+        expected: Mapping[tuple[str, str, int], int] | None = None,
     ) -> Path:
+        """Saves the state; ``expected``: fingerprints that intervals must have, as in :class:`Snapshot`."""
         self.wait()
         snapshots: list[Snapshot] = []
 
         def take() -> None:
-            snapshots.append(self._snapshot(extra or {}, config or {}, metrics or {}))
+            snapshot = self._snapshot(extra or {}, config or {}, metrics or {})
+            snapshots.append(replace(snapshot, expected=expected or {}))
 
         # agreed on before the save: a rank without a snapshot would leave the others waiting in its collectives
         on_every_rank(self._comm, f"saving step {self._engine.attempted_steps}", take, CheckpointError)
@@ -116,12 +124,11 @@ class Checkpointer:
                 "loss_scale": self._finalizer.scale.to_dict(),
                 "rules": [rule.state_dict() for rule in engine.plan.rules],
             },
-            "rng": {"seed": engine.seed, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
+            "rng": {"seed": engine.seed, "keyed_by": KEYED_BY},
             "data_cursor": engine.data_cursor,
             "aliases": aliases(engine.module),
             "metrics": checked_metrics(metrics),
             "config": dict(config),
-            "config_hash": _config_hash(config),
             "extra": dict(extra),
         }
         return Snapshot(engine.attempted_steps, tuple(shards), state)
@@ -143,6 +150,7 @@ class Checkpointer:
         self.wait()
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
+        training_state(reader)
         check_same_model(reader, self._engine)
         self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
@@ -195,36 +203,34 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint has them for other rules.
         """
-        num_rules = len(self._engine.plan.rules)
-        saved: list[dict[str, float]] = reader.state["engine_state"].get("rules", [])
-        if len(saved) != num_rules and any(saved):
+        rules, saved = self._engine.plan.rules, training_state(reader).engine_state.rules
+        if len(saved) != len(rules) and any(saved):
             raise CheckpointError(
-                f"{reader.path} holds the numbers of {len(saved)} optimizer groups, this run has {num_rules}; resume "
+                f"{reader.path} holds the numbers of {len(saved)} optimizer groups, this run has {len(rules)}; resume "
                 f"with the optimizer and the groups that it was saved with"
             )
-        return saved if len(saved) == num_rules else [{} for _ in range(num_rules)]
+        for number, (rule, values) in enumerate(zip(rules, saved, strict=False)):
+            if values and values.keys() != rule.state_dict().keys():
+                raise CheckpointError(
+                    f"{reader.path} holds the numbers {sorted(values)} of optimizer group {number}, this run's "
+                    f"optimizer keeps {sorted(rule.state_dict())}; resume with the optimizer that it was saved with"
+                )
+        return saved if len(saved) == len(rules) else [{} for _ in rules]
 
     def _restore(self, reader: CheckpointReader) -> dict[str, Any]:
-        engine, finalizer, saved = self._engine, self._finalizer, reader.state["engine_state"]
-        engine.attempted_steps = int(saved["attempted_steps"])
-        finalizer.applied_steps = int(saved["applied_steps"])
+        engine, finalizer, saved = self._engine, self._finalizer, training_state(reader)
+        engine.attempted_steps = saved.engine_state.attempted_steps
+        finalizer.applied_steps = saved.engine_state.applied_steps
         warn_of_other_bits(reader, engine)
-        finalizer.scale = finalizer.scale.restored(saved["loss_scale"])
+        finalizer.scale = finalizer.scale.restored(saved.engine_state.loss_scale)
         for rule, values in zip(engine.plan.rules, self._rule_states(reader), strict=True):
             rule.load_state_dict(values)
         finalizer.skips.reset()  # skips before the load say nothing about the loaded weights
-        engine.data_cursor = int(reader.state["data_cursor"])
-        seed = reader.state["rng"]["seed"]
-        if seed is not None:  # an imported model has none
-            engine.seed = int(seed)
-        engine.run_id = str(reader.state["run_id"])
-        extra: dict[str, Any] = reader.state["extra"]
-        return extra
-
-
-def _config_hash(config: Mapping[str, Any]) -> str:
-    """Returns the hash of a configuration before its secrets are blanked; what is not plain JSON is refused later."""
-    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":"), default=repr).encode()).hexdigest()
+        engine.data_cursor = saved.data_cursor
+        if saved.rng.seed is not None:  # an imported model has none
+            engine.seed = saved.rng.seed
+        engine.run_id = saved.run_id
+        return saved.extra
 
 
 def _replicated_shards(engine: StateEngine) -> Iterator[TensorShard]:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dtrain.checkpoint import CheckpointReader
+from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.distributed.logging import logger
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.errors import CheckpointError, nearest
@@ -30,6 +31,16 @@ def replicated_tensors(engine: StateEngine) -> Iterator[tuple[str, str, Tensor]]
             yield "buffer", name, buffer.detach()
     for name, parameter in engine.replicated_frozen().items():
         yield "frozen", name, parameter
+
+
+def training_state(reader: CheckpointReader) -> TrainingState:
+    """Returns the state of the engine that saved a checkpoint; raises ``CheckpointError`` if no engine did."""
+    if reader.training is None:
+        raise CheckpointError(
+            f"{reader.path} holds no state of an engine, only tensors, as dtrain.checkpoint.save writes them; load one "
+            f"that engine.save has written"
+        )
+    return reader.training
 
 
 def check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
@@ -92,7 +103,7 @@ def trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
     missing = [name for name in states if name not in saved]
     if not missing or MASTER not in saved:
         return [MASTER, *states]
-    if missing == states and reader.state["engine_state"]["applied_steps"] == 0:
+    if missing == states and training_state(reader).engine_state.applied_steps == 0:
         return [MASTER]
     raise CheckpointError(
         f"{reader.path} holds no {' and no '.join(map(repr, missing))}, the state that "
@@ -103,13 +114,14 @@ def trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
 def warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
     if engine.ema_decay is not None and all(tensor.kind != EMA.name for tensor in reader.tensors):
         logger.warning(f"{reader.path} holds no moving average of the weights; it starts from the loaded ones")
-    saved, own = reader.state["optimizer"].get("compile"), engine.plan.is_compiled
+    state = training_state(reader)
+    saved, own = state.optimizer.get("compile"), engine.plan.is_compiled
     if saved is not None and saved != own:
         logger.warning(
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
             f"two updates round differently, so the run resumes, but not bit for bit"
         )
-    contracts = (reader.state.get("contract") or {}, engine.contract.to_dict())
+    contracts = (state.contract or {}, engine.contract.to_dict())
     before, now = map(_formats, contracts)
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if changed:
@@ -120,7 +132,7 @@ def warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
         )
     saved_options, own_options = (contract.get("float8") for contract in contracts)
     if saved_options and own_options:
-        others = {key: saved_options[key] for key in _FLOAT8_BITS if saved_options[key] != own_options[key]}
+        others = {key: saved_options.get(key) for key in _FLOAT8_BITS if saved_options.get(key) != own_options[key]}
         if others:
             listed = ", ".join(f"{key}={value} (now {own_options[key]})" for key, value in others.items())
             logger.warning(

@@ -6,7 +6,7 @@ The weights of FP8 products are cast to FP8 once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 from weakref import ref
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import recorded
+from dtrain.distributed.progress import Phase
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
@@ -65,11 +67,15 @@ class DdpEngine(StepEngine):
         for number, name in enumerate(self.backward_names):
             parameter = self._parameters[name]
             parameter.register_hook(self._gradients.hook(name, number, ref(parameter)))
-            parameter.register_post_accumulate_grad_hook(self._gradients.restore(name))
+            parameter.register_post_accumulate_grad_hook(self._gradients.after_accumulation(name, number))
         self._replicated: DistributedDataParallel | None = None
         if self.comm.process_group is not None:
             self._replicated = self._replicate()
         self.check_contract()
+
+    @property
+    def timed_phases(self) -> Sequence[Phase]:
+        return (Phase.DATA, Phase.FORWARD)  # DistributedDataParallel waits in its own backward
 
     def _replicate(self) -> DistributedDataParallel:
         replicated = DistributedDataParallel(
@@ -93,9 +99,14 @@ class DdpEngine(StepEngine):
             with self._gradients.weighted(weight, self._micro_batch), accumulates:
                 self._differentiate(loss)
             return
+        self._agree_on_sums()
         with self._gradients.weighted(weight, self._micro_batch):
             self._differentiate(replicated(loss))
         self._add_zeros()
+
+    def _agree_on_sums(self) -> None:
+        # also on the order of its buckets, which DistributedDataParallel broadcasts in the second step
+        self.comm.agree("all_reduce", "gradients", recorded(torch.float32, self.num_parameters))
 
     def _differentiate(self, loss: Tensor) -> None:
         if loss.requires_grad:
@@ -130,6 +141,7 @@ class DdpEngine(StepEngine):
     def _finish_sums(self, replicated: DistributedDataParallel) -> None:
         if not self._gradients.num_summed:  # the last micro-batch had no backward
             self._gradients.received.clear()
+            self._agree_on_sums()
             with torch.enable_grad():
                 replicated(None)
             self._add_zeros()
@@ -167,6 +179,9 @@ class DdpEngine(StepEngine):
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         return self._local_shards.local_shards(kind)
+
+    def replicated_masters(self) -> Collection[str]:
+        return self._parameters
 
     def _check_live(self) -> None:
         self.contract.check_parameters(self.module)
@@ -258,17 +273,19 @@ class _Gradients:
                 return None
             if self._micro_batch is not None:
                 self._monitor.record_magnitude(number, grad)
-                self._monitor.record_finiteness(self._micro_batch, number, grad)
             return None if self._weight.is_one else grad * self._weight.value
 
         return on_gradient
 
-    def restore(self, name: str) -> Callable[[Tensor], None]:
-        def after_accumulation(parameter: Tensor) -> None:
+    def after_accumulation(self, name: str, number: int) -> Callable[[Tensor], None]:
+        def on_accumulated(parameter: Tensor) -> None:
             if name in self._kept:
                 parameter.grad = self._kept.pop(name)
+            elif self._weight is not None and self._micro_batch is not None and parameter.grad is not None:
+                # only now: hooks that were added to the parameter later have run, and no other rank's gradient is in it
+                self._monitor.record_finiteness(self._micro_batch, number, parameter.grad)
 
-        return after_accumulation
+        return on_accumulated
 
     def sum(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
         """Starts the sum of the gradients in ``bucket``, FP32 [n]; by default the library forms the mean."""

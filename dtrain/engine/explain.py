@@ -8,73 +8,32 @@ norm are restored, and no gradient reaches a parameter.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
+from dtrain.engine.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
 
 
-class ForwardEngine(Protocol):
-    """The part of :class:`dtrain.engine.step.StepEngine` that an explanation needs; see there."""
-
-    name: str
-    module: nn.Module
-    comm: Communicator
-    searches_backward: bool
-
-    def run_forward(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the model's forward under the contract, with random numbers seeded by ``key``."""
-
-    def discard_forward(self) -> None:
-        """Releases what the engine holds of a forward that gets no backward."""
-
-
-@dataclass(frozen=True)
-class ForwardCall:
-    """A call of the engine: the key of its random numbers, None for none, and its arguments."""
-
-    key: int | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 class SkipExplainer:
-    """Keeps the arguments of a step's forwards until the step is finalized, and explains it if it was skipped.
+    """Explains a skipped step when it is finalized.
 
     Args:
         engine: runs the forwards.
+        calls: the forwards of the step.
     """
 
-    def __init__(self, engine: ForwardEngine) -> None:
+    def __init__(self, engine: ForwardEngine, calls: ForwardCalls) -> None:
         self._engine = engine
-        self._current: dict[int, list[ForwardCall]] = {}  # of the step under way, by micro-batch
-        self._last: dict[int, list[ForwardCall]] = {}  # of the last step, until it is finalized
-
-    def remember(self, micro_batch: int, key: int | None, args: Any, kwargs: Any, *, is_first: bool) -> None:
-        """Keeps references to the arguments of a forward; the caller must not overwrite them before the next step."""
-        if is_first:  # of its micro-batch: those before it were given up
-            self._current[micro_batch] = []
-        args, kwargs = pytree.tree_map(_without_graph, (args, kwargs))
-        self._current.setdefault(micro_batch, []).append(ForwardCall(key, args, kwargs))
-
-    def end_step(self) -> None:
-        """The arguments kept so far are those of the step that is to be finalized."""
-        self._last, self._current = self._current, {}
-
-    def forget(self) -> None:
-        """Releases the last step's arguments."""
-        self._last = {}
+        self._calls = calls
 
     def explain(self, culprit: Culprit | None, loss_scale: float) -> Culprit | None:
         """Returns ``culprit`` with its origin; all ranks call, and run their own micro-batch of that number together.
@@ -83,10 +42,10 @@ class SkipExplainer:
         """
         if culprit is None or culprit.micro_batch is None:
             return culprit
-        calls = self._last.get(culprit.micro_batch, [])
+        calls = self._calls.last(culprit.micro_batch)
         search = _Search(self._engine, calls, needs_calls=self._engine.comm.rank == culprit.rank)
         try:
-            with _kept_buffers(self._engine.module):
+            with kept_buffers(self._engine.module):
                 origin = self._agree(culprit.rank, search.search_forward)
                 if origin is None and self._engine.searches_backward:
                     owner = (culprit.tensor or "").rpartition(".")[0] if culprit.tensor is not None else None
@@ -232,24 +191,3 @@ def _newest(records: list[TensorRecord]) -> list[TensorRecord]:
 
 def _first_call(records: list[TensorRecord]) -> list[TensorRecord]:
     return list({record.name: record for record in reversed(records)}.values())[::-1]
-
-
-def _without_graph(value: Any) -> Any:
-    """Detaches a tensor, so that no graph of another model is kept alive."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        return value.detach().requires_grad_()
-    return value
-
-
-@contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Inside, the buffers are copies: the graph of a forward that awaits its backward may hold the originals."""
-    buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-    copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
-    try:
-        for module, name, buffer in buffers:
-            module._buffers[name] = copies[id(buffer)]
-        yield
-    finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer

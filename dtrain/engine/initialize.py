@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from dtrain.config.audit import Audit
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
@@ -25,10 +26,11 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.clip_warning import warn_of_clipping
-from dtrain.engine.deterministic import require_reproducible, use_deterministic_kernels
+from dtrain.engine.deterministic import allow_deterministic_kernels, require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
 from dtrain.engine.settings import (
+    audit_record,
     check_model,
     check_others,
     check_precision,
@@ -60,6 +62,7 @@ def initialize(
     loss_scale: str | float | LossScale = "auto",
     max_grad_norm: float | None = 1.0,
     ema_decay: float | None = None,
+    audit: Audit | int | None = None,
     seed: int | None = None,
     comm: Communicator | None = None,
     **engine_settings: Any,
@@ -87,6 +90,8 @@ def initialize(
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
         ema_decay: decay of an exponential moving average of the weights, such as 0.999 (:meth:`Engine.ema`); None keeps
             none.
+        audit: how often the bits of weights and optimizer states are checked: ``dtrain.Audit(every=100)``, which is
+            the default, or the number of steps; 0 for none. See docs/audit.md.
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
@@ -101,8 +106,9 @@ def initialize(
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
     ema_decay = checked_ema_decay(ema_decay)
+    audits = audit_record(audit)
     optimizer = optimizer_record(optimizer)
-    options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay)
+    options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay, audits)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
     check_others(seed, comm)
@@ -126,6 +132,8 @@ def initialize(
     _require_equal_configs(comm, _config_text(model, undecided, options, rule))
     if record.reproducible:
         use_deterministic_kernels(comm.device)  # before the first product, which may be one that is timed below
+    elif audits.replay_every:
+        allow_deterministic_kernels(comm.device)
     contract = _with_decisions(undecided, model, comm, casts_each_time=capabilities.casts_each_time)
     config_text = _config_text(model, contract, options, rule)
     set_matmul_precision(policy)
@@ -251,8 +259,13 @@ def _config_text(model: nn.Module, contract: Contract, options: StepOptions, rul
         "schedule": type(options.schedule).__name__,  # asdict leaves out the class, which has the formula
         "loss_scale": asdict(rule),
         "contract": contract.to_dict(),
-        "shapes": {name: list(p.shape) for name, p in model.named_parameters()},
-        "trainable": {name: p.requires_grad for name, p in model.named_parameters()},
+        # with their order, dtypes and buffers: the broadcast of the weights would fill memory of another size or type
+        "parameters": {
+            name: {**_tensor_fields(position, p), "trainable": p.requires_grad}
+            for position, (name, p) in enumerate(model.named_parameters())
+        },
+        "buffers": {name: _tensor_fields(position, b) for position, (name, b) in enumerate(model.named_buffers())},
+        "modules": {name: _module_text(module) for name, module in model.named_modules()},
         "versions": {"torch": str(torch.__version__)},
         # kernels split their sums by threads, so reproducible ranks need the same number
         "threads": torch.get_num_threads() if options.reproducible else None,
@@ -264,6 +277,17 @@ def _config_text(model: nn.Module, contract: Contract, options: StepOptions, rul
             f"the fields of the optimizer and of the schedule must be numbers, strings, or lists of them, so that the "
             f"ranks can compare them ({error})"
         ) from None
+
+
+def _tensor_fields(position: int, tensor: Tensor) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"position": position, "shape": list(tensor.shape), "dtype": dtype}
+
+
+def _module_text(module: nn.Module) -> str:
+    """Returns the class of a module; of one of torch's also its options, which no parameter may show."""
+    kind = type(module)
+    return f"{kind.__qualname__}({module.extra_repr() if kind.__module__.startswith('torch.nn.') else ''})"
 
 
 def _require_equal_configs(comm: Communicator, config_text: str) -> None:

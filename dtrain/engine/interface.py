@@ -16,6 +16,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.engine.arguments import iterated
 from dtrain.engine.micro_batch import INCOMPLETE, MicroBatch
 from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.stragglers import BusyMeter
 from dtrain.errors import UsageError
 from dtrain.precision.contract import Contract
 from dtrain.precision.policy import PrecisionPolicy
@@ -38,12 +39,14 @@ class Engine(ABC):
         data_cursor: samples consumed so far; advanced by the caller, saved, and compared in each vote.
         ema_decay: decay of the moving average of the weights; None: none is kept.
         library_config: configuration of the library below, as plain values; None if it takes none.
+        busy: compares how long the ranks are busy; set ``busy.every``, the same on all ranks, for other windows.
         explain_skips: whether the culprit of a skipped step names the module where it went wrong
             (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
             the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
     """
 
     name: str
+    busy: BusyMeter
     module: nn.Module
     comm: Communicator
     policy: PrecisionPolicy
@@ -59,6 +62,7 @@ class Engine(ABC):
         self._current = MicroBatch()
         self._evaluating = False
         self._stop_requested = False
+        self._save_expected = False
 
     @property
     def is_synchronous(self) -> bool:
@@ -216,6 +220,14 @@ class Engine(ABC):
         """Requests, through the next vote, that all ranks stop after that step; the request holds for one step."""
         self._stop_requested = True  # a rank that stopped alone would leave the others waiting in a collective
 
+    def expect_save(self) -> None:
+        """Declares that the weights after the next :meth:`step` will be saved; the same on all ranks, for one step.
+
+        The update then leaves fingerprints of what it wrote, which the save compares with what reaches the file.
+        Without it a save still audits all but the masters and optimizer states that only one rank holds.
+        """
+        self._save_expected = True
+
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own forward under the precision policy; returns what the model returns."""
@@ -243,6 +255,7 @@ class Engine(ABC):
                 ranks.
 
         Raises:
+            CorruptionError: the audit found wrong bits; nothing was updated. Load a checkpoint.
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
             NonFiniteError: too many consecutive steps were skipped.
             UsageError: without a backward before it.
@@ -309,6 +322,7 @@ class Engine(ABC):
 
         Raises:
             CheckpointError: any rank failed; no checkpoint became visible.
+            CorruptionError: the audit found wrong bits; no checkpoint became visible.
         """
 
     @abstractmethod

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -14,18 +16,36 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest
 from dtrain.errors import ContractError
+from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.local_shards import check_frozen, full_tensors
+from dtrain.parameters.squares import sum_squares
 
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = "moments"
 """Key of all optimizer states in :meth:`Engine.memory`, whatever the optimizer calls them."""
 _KINDS = ("compute", "unsharded", MAIN_GRAD, MASTER, MOMENTS, "unreduced_grad", "frozen", "buffers")
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 _MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
 
 
 def is_managed(model: nn.Module) -> bool:
     return model in _MANAGED
+
+
+def names_collectives(name: str) -> Callable[[F], F]:
+    """Decorates a method of an engine whose collectives carry ``name``: ranks in different methods fail by name."""
+
+    def decorate(method: F) -> F:
+        @wraps(method)
+        def named(self: StateEngine, *args: Any, **kwargs: Any) -> Any:
+            with self.comm.schedule.method(name):
+                return method(self, *args, **kwargs)
+
+        return cast(F, named)
+
+    return decorate
 
 
 class StateEngine(Engine):
@@ -39,6 +59,7 @@ class StateEngine(Engine):
 
     Attributes:
         options: the options of a step.
+        progress: what this rank does at the moment.
         plan: the optimizer of each parameter, whose states the engine holds beside the masters.
         run_id: of the run, kept by its checkpoints.
         seed: keys the random numbers of forwards.
@@ -52,6 +73,7 @@ class StateEngine(Engine):
         _MANAGED.add(request.model)
         self.module = request.model
         self.comm = request.comm
+        self.progress = request.comm.schedule.progress
         self.policy = request.contract.policy
         self.contract = request.contract
         self.options = request.step
@@ -128,6 +150,14 @@ class StateEngine(Engine):
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields all of ``kind`` that lies on this rank and that a load must fill."""
 
+    def replicated_masters(self) -> Collection[str]:
+        """Returns the parameters whose whole master and optimizer states every rank holds; none by default."""
+        return ()
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        """Yields what this rank keeps of the compute weights beside the masters, as it is now; none by default."""
+        return iter(())
+
     def frozen_shards(self) -> Iterator[TensorShard]:
         """Yields this rank's shards of the frozen parameters that the engine shards; none by default."""
         return iter(())
@@ -185,7 +215,7 @@ class StateEngine(Engine):
         grads = [shard.data for shard in self.owned_shards(MAIN_GRAD) if shard.data.numel()]
         if not grads:
             return torch.zeros(1, dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(grads)).double().square_()
+        return sum_squares(grads)
 
     def _check_step(self) -> None:
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""

@@ -21,7 +21,9 @@ from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.matrix import matrix_updates, storages
 from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.squares import sum_squares
 from dtrain.sharding.build import build as build_sharded
 from dtrain.sharding.build import grad_dtype
 from dtrain.sharding.group import tensor_shard
@@ -111,7 +113,11 @@ class NativeEngine(StepEngine):
             self._reduce_dtype_check = self.comm.schedule.on_reduction = None
 
     def _squares(self) -> Tensor:
-        return self.sharded.chunk_squares() if self._square_sums is None else self._square_sums.compute()
+        if self._square_sums is not None:
+            return self._square_sums.compute()
+        if self.device.type == "cpu" or self.options.reproducible:
+            return self.sharded.chunk_squares()
+        return sum_squares([buffer.gradient.shard for buffer in self.sharded.buffers])
 
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
         if not self.options.reproducible:
@@ -155,6 +161,18 @@ class NativeEngine(StepEngine):
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         for buffer in self.sharded.buffers:
             yield from buffer.local_shards(kind)
+
+    def replicated_masters(self) -> Collection[str]:
+        whole = (buffer.layout for buffer in self.sharded.buffers if buffer.segment.numel == buffer.layout.numel)
+        return {slot.spec.name for layout in whole for slot in layout.slots}
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        scales = self.sharded.scales
+        for buffer in self.sharded.buffers:
+            recast = scales.cast_again(buffer.segment, buffer.master) if buffer.replica.is_float8 else [buffer.master]
+            yield from buffer.compute_shards(self.rank, recast)
+        for name, scale, expected in scales.by_weight():
+            yield ComputeShard(name, "FP8 scale", 0, scale, self.rank, expected, is_gathered=False)
 
     def frozen_shards(self) -> Iterator[TensorShard]:
         for replica in self.sharded.frozen:

@@ -8,6 +8,9 @@ from typing import Any
 
 from dtrain.precision.module_values import ValueRange
 
+MAX_NORM = 2.0**63
+"""Norm of an applied gradient, about 9.2e18, above which its squares could overflow in the optimizer's FP32 states."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -67,10 +70,10 @@ class Culprit:
 
     Attributes:
         rank: the rank whose loss or gradient was not finite; for a reduced gradient, the owner of the shard in which it
-            was found, or -1 if every element is finite and only the norm is not.
+            was found, or -1 if every element is finite and only the norm is too large.
         step: attempted steps before this one.
         phase: ``forward loss``; ``local gradient``, as it left a rank's backward; or ``reduced gradient``, if every
-            rank's own gradient was finite and only their sum is not.
+            gradient that a rank recorded was finite and their sum is not.
         micro_batch: local index of the micro-batch; None for a reduced gradient.
         tensor: name of the parameter, the first in the order of backward; None for a loss.
         start: its first element that is not finite, in row-major order.
@@ -97,14 +100,17 @@ class Culprit:
         return self._where_found() + (f"; {self.origin}" if self.origin is not None else "")
 
     def _where_found(self) -> str:
-        where = f"on rank {self.rank}" + (f", micro-batch {self.micro_batch}" if self.micro_batch is not None else "")
+        if self.phase == "reduced gradient":  # on which rank it arose is not known
+            where = f"; owner of the shard: rank {self.rank}"
+        else:
+            where = f" on rank {self.rank}" + ("" if self.micro_batch is None else f", micro-batch {self.micro_batch}")
         if self.phase == "forward loss":
             kind = "NaN" if self.num_nan else "Inf"
-            return f"forward loss is {kind} {where} (losses of this step that are not finite: {self.num_bad_losses})"
+            return f"forward loss is {kind}{where} (losses of this step that are not finite: {self.num_bad_losses})"
         if self.tensor is None:
-            return f"{self.phase}: every element is finite, but their norm overflows FP32"
+            return f"{self.phase}: every element is finite, but the norm after clipping is above {MAX_NORM:.1e}"
         counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
-        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}) {where}"
+        return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}){where}"
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
+from dtrain.config.audit import Audit
 from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import AnySchedule
@@ -23,6 +24,7 @@ class StepOptions:
         engine: the record of the chosen engine.
         max_grad_norm: clipping threshold of the global norm, or None.
         ema_decay: decay of the moving average of the weights; None: no average.
+        audit: which steps are audited.
     """
 
     engine: EngineConfig
@@ -30,6 +32,7 @@ class StepOptions:
     schedule: AnySchedule
     max_grad_norm: float | None
     ema_decay: float | None = None
+    audit: Audit = field(default_factory=Audit)
 
     @property
     def zero_stage(self) -> int:

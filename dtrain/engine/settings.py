@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from dtrain.config.audit import Audit
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
@@ -24,7 +25,7 @@ from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = (
     *("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "ema_decay"),
-    *("seed", "comm"),
+    *("audit", "seed", "comm"),
 )
 
 
@@ -77,13 +78,18 @@ def _unknown(name: str, record: EngineConfig) -> ConfigError:
 
 def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
     """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or the compiled update."""
-    arguments = {"rules": "precision.rules", "compile": "optimizer.compile"}  # else the argument's own name
+    arguments = {
+        "rules": "precision.rules",
+        "compile": "optimizer.compile",
+        "replay_every": "audit.replay_every",
+    }  # else the argument's own name
     check_engine(
         options.engine.name,
         policy.name,
         (name for _, name in policy.rules),
         optimizer=options.optimizer.name,
         compiles=getattr(options.optimizer, "compile", "auto"),
+        replay_every=options.audit.replay_every,
         format_key=lambda key: arguments.get(key, key),
     )
 
@@ -148,10 +154,19 @@ def checked_ema_decay(decay: float | None) -> float | None:
         raise ConfigError(str(error).replace("EmaConfig.decay", "ema_decay")) from None
 
 
+def audit_record(audit: Audit | int | None) -> Audit:
+    """Returns the record of audits: the default one for None; a number is its ``every``."""
+    if audit is None or isinstance(audit, Audit):
+        return audit or Audit()
+    return Audit(check_field(Audit, "every", audit, "audit"))
+
+
 def check_others(seed: int | None, comm: Communicator | None) -> None:
     """Raises ``ConfigError`` for a seed or a communicator of another type."""
     if seed is not None:
         check_field(RunConfig, "seed", seed, "seed")
+        if seed >= 2**64:
+            raise ConfigError(f"seed={seed} is too large; it must be below 2**64, as torch's generators need")
     if comm is not None and (isinstance(comm, type) or not callable(getattr(comm, "gather_rows", None))):
         raise ConfigError(
             f"comm={shown(comm)} is not a dtrain communicator; omit it to train with the process group that exists"

@@ -26,16 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import checked_lr
+from dtrain.engine.audit.replay import MicroBatchReplay
+from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.explain import SkipExplainer
+from dtrain.engine.forward_calls import ForwardCalls
 from dtrain.engine.measurement.sample import PrecisionSample
-from dtrain.engine.model_state import MAIN_GRAD
+from dtrain.engine.model_state import MAIN_GRAD, names_collectives
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.engine.stored import StoredEngine
+from dtrain.engine.stragglers import PHASES, BusyMeter
 from dtrain.engine.vote.culprit import locate_culprit
 from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.engine.vote.evidence import CalibrationEvidence
@@ -45,7 +50,7 @@ from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.engine.written_weights import WrittenWeights
-from dtrain.errors import UsageError
+from dtrain.errors import DtrainError, UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.magnitudes import MagnitudeCounts
@@ -69,6 +74,7 @@ class StepEngine(StoredEngine):
         sample: measures the step under way; None: nothing does.
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
         searches_backward: whether a backward can be repeated without its gradients reaching a main grad.
+        busy: compares how long the ranks are busy.
     """
 
     forward_communicates = False
@@ -94,9 +100,14 @@ class StepEngine(StoredEngine):
             is_synchronous=self.device.type == "cpu",
             evidence=CalibrationEvidence(self.comm, self.monitor),
         )
+        self.busy = BusyMeter(self.comm, self.timed_phases)
+        self._finalizer.on_hosts = self._compare_busy
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
-        self._explainer = SkipExplainer(self)
+        self._audit = StateAudit(self, self.options.audit)
+        self._calls = ForwardCalls()
+        self._explainer = SkipExplainer(self, self._calls)
+        self._replay = MicroBatchReplay(self, self._calls)
         self._has_old_gradients = False  # of the last step
         self._backward_failed = False  # a backward has begun and not ended
         self._is_averaged = False  # inside ``ema``
@@ -107,23 +118,25 @@ class StepEngine(StoredEngine):
     @contextmanager
     def eval(self) -> Iterator[None]:
         self._written.refuse_lost("eval")
-        self._finalize_step()  # [Note: finalize before the next collective]
-        with super().eval():
-            yield
+        with self.progress.during(Phase.EVALUATION):
+            self._finalize_step()  # [Note: finalize before the next collective]
+            with self.comm.schedule.method("eval"), super().eval():
+                yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._written.require_closed("__call__")
+        self.progress.begin(Phase.EVALUATION if self._evaluating else Phase.FORWARD, self.attempted_steps)
         if self.forward_communicates:
             self._finalize_step()  # [Note: finalize before the next collective]
         is_training = not self._evaluating and torch.is_grad_enabled()
         is_first = not self._current.num_forwards
         key = self._forward_key() if not self._evaluating and self.module.training else None
-        if self.explain_skips and is_training:
-            self._explainer.remember(self._micro_batch, key, args, kwargs, is_first=is_first)
+        if is_training and (self.explain_skips or (self._replays and self._replay.keeps(self._micro_batch))):
+            self._calls.remember(self._micro_batch, key, args, kwargs, is_first=is_first)
         # a forward without gradients would show only half of the dtypes
         observes = self._is_unobserved and torch.is_grad_enabled()
         observed: Any = observe_forward(self.module, self.contract) if observes else nullcontext()
-        with observed:
+        with observed, self.comm.schedule.method("eval" if self._evaluating else "forward"):
             output = self.run_forward(key, args, kwargs)
         self._is_unobserved = self._is_unobserved and not observes
         return output
@@ -141,9 +154,11 @@ class StepEngine(StoredEngine):
         index = self._micro_batch * self.world_size + self.rank
         return rng_key(self.seed, self.attempted_steps, index, calls)
 
+    @names_collectives("backward")
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
         """Runs the backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._require_usable("backward")
+        self.progress.begin(Phase.BACKWARD)
         if self.sample is not None:
             self.sample.require_single_step()
         self._finalize_step()  # [Note: finalize before the next collective]; also clears the old gradients
@@ -167,6 +182,7 @@ class StepEngine(StoredEngine):
         with backward_of(self), self._autocast.backward():
             self._backward(value, factor)
         self._backward_failed = False
+        self.progress.begin(Phase.DATA)
 
     def _watch_magnitudes(self, *, is_dummy: bool) -> None:
         """Tells the monitor which magnitudes this micro-batch records: none, unless calibrating or measured."""
@@ -193,11 +209,14 @@ class StepEngine(StoredEngine):
 
     # -- vote and update ---------------------------------------------------------------------------------------------
 
+    @names_collectives("step")
     def step(self, *, lr: float | None = None) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host does not wait for it."""
+        self.progress.begin(Phase.UPDATE)
         self._finalize_step()
         # before anything of this step is done, so that the caller can call step again
-        self._checkpointer.raise_failed_save()
+        with self._noting_corruption():
+            self._checkpointer.raise_failed_save()
         self._require_usable("step")
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
@@ -205,6 +224,7 @@ class StepEngine(StoredEngine):
         self._written.take()
         # before the vote, which carries the squares of the reduced gradients
         self.finish_gradients()
+        self._audit_before_update()
         peak = self.options.optimizer.lr
         if lr is None:
             lr = peak * self.options.schedule.factor(self.applied_steps)
@@ -228,18 +248,50 @@ class StepEngine(StoredEngine):
         if self.sample is not None:
             self.sample.end_update()
         self.attempted_steps += 1
-        self._losses.clear()
-        self._stop_requested = False
-        self._end_batch()
-        self._explainer.end_step()
-        self._has_old_gradients = True
+        audit = self._audit.settings
+        if audit.is_due(self.attempted_steps) or (audit.every and self._save_expected):
+            self._audit.record()
+        self._end_step()
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
             self._written.expect_more()
         outcome = self._finalizer.outcome()
+        # a stop is saved; on a GPU the host does not know of it yet
+        if audit.every and self.is_synchronous and outcome.stop_requested and not self._audit.is_pending:
+            self._audit.record()
         if self.sample is not None:
             self.sample.outcome = outcome
+        self.progress.end_step(self.attempted_steps)
+        self.busy.begin_step(self.attempted_steps)
         return outcome
+
+    def _audit_before_update(self) -> None:
+        """Checks the record of an earlier update, and replays a micro-batch, if due; an error ends the step."""
+        try:
+            if self._audit.is_pending:
+                with self._noting_corruption():
+                    self._audit.check(self._written.names, self._written.hash)
+                self._audit.forget()
+            if self._replays:
+                if self.sample is not None:
+                    self.sample.close_hooks()
+                self._replay.check(self.loss_scale.scale)
+        except DtrainError:
+            self._end_step()
+            raise
+
+    @property
+    def _replays(self) -> bool:
+        """Whether a micro-batch of the step under way is computed twice more before its update."""
+        return self._audit.settings.replays(self.attempted_steps + 1)
+
+    def _end_step(self) -> None:
+        """Ends the step under way, whether it was taken or not; its gradients are cleared later."""
+        self._losses.clear()
+        self._stop_requested = self._save_expected = False
+        self._end_batch()
+        self._calls.end_step()
+        self._has_old_gradients = True
 
     def _vote(self, lr: float) -> Decision:
         """Gathers a row of each rank and derives the same decision on every rank."""
@@ -255,6 +307,7 @@ class StepEngine(StoredEngine):
             written_weights=self._written.hash,
             stop_requested=int(self._stop_requested),
             save_failed=int(self._checkpointer.has_failed),
+            busy_s=self.busy.end_step(self.attempted_steps),
         )
         sums = self._canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
         row = self._vote_tensors.record(host, self._losses, self.monitor, squares)
@@ -263,6 +316,9 @@ class StepEngine(StoredEngine):
         self._finalizer.post(packed, tuple(self.comm.schedule.log), self._written.text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision
+
+    def _compare_busy(self, hosts: Sequence[HostRecord]) -> None:
+        self.busy.compare(hosts[0].step, [host.busy_s for host in hosts])
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
         shards, is_only_backward = self.owned_shards(MAIN_GRAD), not self.monitor.is_enabled
@@ -276,7 +332,7 @@ class StepEngine(StoredEngine):
             self._has_old_gradients = False
             self.monitor.clear()
             self._clear_gradients()
-            self._explainer.forget()
+            self._calls.forget()
 
     @property
     def is_synchronous(self) -> bool:
@@ -297,6 +353,11 @@ class StepEngine(StoredEngine):
         return bool(self._losses)
 
     # -- hooks for subclasses ----------------------------------------------------------------------------------------
+
+    @property
+    def timed_phases(self) -> Sequence[Phase]:
+        """The phases of a step in which this engine sees each of its waits for other ranks."""
+        return PHASES
 
     @property
     def dummies_need_graph(self) -> bool:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dtrain.distributed.logging import logger
+from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import check_save_options, checked_path
+from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.averaged import averaged_weights
 from dtrain.engine.checkpointing import Checkpointer
-from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.model_state import MASTER, StateEngine, names_collectives
 from dtrain.engine.written_weights import WrittenWeights
-from dtrain.errors import UsageError
+from dtrain.errors import CorruptionError, UsageError
 
 
 class StoredEngine(StateEngine):
@@ -25,6 +27,7 @@ class StoredEngine(StateEngine):
     A subclass sets the attributes below in its constructor.
     """
 
+    _audit: StateAudit
     _checkpointer: Checkpointer
     _written: WrittenWeights
     _backward_failed: bool  # a backward has begun and not ended
@@ -32,6 +35,7 @@ class StoredEngine(StateEngine):
 
     # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
 
+    @names_collectives("save")
     def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:
         self._require_usable("save")
         if when_busy not in ("wait", "skip"):
@@ -40,36 +44,52 @@ class StoredEngine(StateEngine):
         check_save_options(options)
         if when_busy == "skip" and self.is_saving():
             return None
-        self._finalize_step()
-        self._written.take_together()
-        return self._checkpointer.save(path, **options)
+        with self.progress.during(Phase.SAVE):
+            self._finalize_step()
+            self._take_written()
+            with self._noting_corruption():
+                if self._audit.settings.every:
+                    self._audit.check(saves=True)
+                return self._checkpointer.save(path, expected=self._audit.expected(), **options)
 
+    @names_collectives("prepare_saves")
     def prepare_saves(self) -> None:
         self._checkpointer.prepare()
 
+    @names_collectives("is_saving")
     def is_saving(self) -> bool:
         self._finalize_step()
         return self._checkpointer.is_saving()
 
+    @names_collectives("wait_for_save")
     def wait_for_save(self) -> Path | None:
-        self._finalize_step()
-        return self._checkpointer.wait()
+        with self.progress.during(Phase.SAVE), self._noting_corruption():
+            self._finalize_step()
+            return self._checkpointer.wait()
 
     def leave_save(self, *, cancel: bool = False) -> None:
         self._checkpointer.shut_down(cancel=cancel)
 
+    @names_collectives("load")
     def load(self, path: str | Path) -> dict[str, Any]:
         self._require_usable("load")
         directory = checked_path("load", path)
-        self._finalize_step()
-        extra = self._checkpointer.load(directory)
-        self._refresh()  # only now: compute weights follow from the masters and the restored state
-        self.check_contract()
+        with self.progress.during(Phase.LOAD):
+            self._finalize_step()
+            if self._audit.error is not None:  # which a save under way raises too
+                with suppress(CorruptionError):
+                    self._checkpointer.wait()
+            extra = self._checkpointer.load(directory)
+            self._refresh()  # only now: compute weights follow from the masters and the restored state
+            self._audit.reset()
+            self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
         return extra
 
     def _require_usable(self, verb: str) -> None:
         self._written.require_closed(verb)
+        if self._audit.error is not None and verb != "load":
+            raise self._audit.error
         if self._backward_failed:
             raise UsageError(
                 f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
@@ -85,6 +105,18 @@ class StoredEngine(StateEngine):
         if self._has_backward() and verb in ("save", "load", "ema", "modify_weights", "measure_precision"):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
+    @contextmanager
+    def _noting_corruption(self) -> Iterator[None]:
+        """Makes the engine refuse to go on after a :class:`CorruptionError`, until a checkpoint is loaded."""
+        try:
+            yield
+        except CorruptionError as error:
+            self._audit.error = error
+            raise
+
+    def _take_written(self) -> None:
+        self._audit.exclude(self._written.take_together())
+
     def check_contract(self) -> None:
         super().check_contract()
         self._written.remember()
@@ -95,30 +127,45 @@ class StoredEngine(StateEngine):
     def ema(self) -> Iterator[None]:
         self._require_usable("ema")
         self._finalize_step()
-        self._written.take_together()
-        with averaged_weights(self, self._refresh_averaged):
-            self._is_averaged = True
-            try:
-                yield
-                self._written.refuse_any("engine.ema()")
-            finally:
-                self._is_averaged = False
+        with self.comm.schedule.method("ema"):
+            self._take_written()
+            with averaged_weights(self, self._refresh_averaged):
+                self._is_averaged = True
+                try:
+                    yield
+                    self._written.refuse_any("engine.ema()")
+                finally:
+                    self._is_averaged = False
 
     def _refresh_averaged(self) -> None:
         self._refresh()
         self._written.remember()
+
+    @contextmanager
+    def _named(self, name: str, block: AbstractContextManager[None]) -> Iterator[None]:
+        with self.comm.schedule.method(name), block:
+            yield
 
     def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
         self._require_usable("modify_weights")
         if self._evaluating or self._current.state == "open":
             raise UsageError("engine.modify_weights inside engine.eval or a micro-batch; call it between steps")
         self._finalize_step()
-        return self._written.modified(patterns, self._refresh)
+        if self._audit.is_pending:  # else a flipped bit would become one of the user's
+            self._take_written()
+            with self._noting_corruption():
+                self._audit.check()
+        return self._named("modify_weights", self._written.modified(patterns, self._refresh_modified))
 
+    def _refresh_modified(self) -> None:
+        self._refresh()
+        self._audit.renew()
+
+    @names_collectives("master_state")
     def master_state(self) -> dict[str, Tensor]:
         self._written.require_closed("master_state")
         self._finalize_step()
-        self._written.take_together()
+        self._take_written()
         # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
         pairs = ((name, tensor.clone().cpu() if self.rank == 0 else None) for name, tensor in self.full_state(MASTER))
         return {name: tensor for name, tensor in pairs if tensor is not None}

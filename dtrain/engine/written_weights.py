@@ -39,6 +39,7 @@ class WrittenWeights:
     Attributes:
         text: what this rank has written since the engine's own last write, as JSON: fingerprints by name.
         hash: of ``text``; 0 if nothing was written.
+        names: of the parameters in ``text``.
         is_modifying: whether a block of :meth:`modified` is running.
     """
 
@@ -50,6 +51,7 @@ class WrittenWeights:
         self._unsharded_versions: dict[str, int] = {}
         self.text = "{}"
         self.hash = 0
+        self.names: Collection[str] = ()
         self.is_modifying = False
         self._was_written = False  # on all ranks: they have agreed on a write
 
@@ -70,14 +72,14 @@ class WrittenWeights:
         Raises:
             UsageError: the write cannot reach a master.
         """
-        written = self._found()
+        self.names = written = self._found()
         self.text = json.dumps(written, sort_keys=True)
         # 7 bytes: integers of the vote's records have 63 bits
         self.hash = int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:7], "big") or 1 if written else 0
         self._adopt(written)
 
-    def take_together(self) -> None:
-        """Compares with the other ranks first, then takes over; all ranks call.
+    def take_together(self) -> Collection[str]:
+        """Compares with the other ranks first, then takes over; all ranks call. Returns the names of what was written.
 
         Raises:
             DivergenceError: the ranks have written different values; nothing was taken over.
@@ -90,6 +92,8 @@ class WrittenWeights:
             self._was_written = True
             self._adopt(found[0])
             self.remember()
+        names: Collection[str] = found[0]
+        return names
 
     def refuse_any(self, place: str) -> None:
         """Raises ``UsageError`` if a parameter was written since :meth:`remember`, inside ``place``."""

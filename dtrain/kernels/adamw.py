@@ -39,6 +39,7 @@ def adamw(
     eps,
     FIELDS: tl.constexpr,
     TILE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Updates one tile; see :class:`dtrain.optim.tiled.TiledAdamW`."""
     tile = tiles + (first + tl.program_id(0)) * 2
@@ -56,13 +57,19 @@ def adamw(
     lr_factor = tl.load(row + 8).to(tl.int32).to(tl.float32, bitcast=True)
 
     skip = tl.load(code) != 0
-    divisor = tl.load(grad_divisor).to(tl.float32)
+    # as UpdateScalars has it: the factor, a power of two, takes the divisor to where FP32 holds it
+    wide = tl.load(grad_divisor).to(tl.float64)
+    exponent = ((wide.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1023
+    shift = tl.minimum(tl.maximum(exponent, -WIDE), WIDE) - exponent
+    shift = tl.minimum(tl.maximum(shift, -126), 126)
+    factor = ((shift + 1023) << 52).to(tl.float64, bitcast=True)
+    divisor = tl.minimum(tl.maximum(wide * factor, 2.0**-126), 3.4028234663852886e38).to(tl.float32)
     index = start + tl.arange(0, TILE)
     mask = index < numel
     master = tl.load(master_ptr + index, mask=mask, other=0.0)
     exp_avg = tl.load(first_ptr + index, mask=mask, other=0.0)
     exp_avg_sq = tl.load(second_ptr + index, mask=mask, other=0.0)
-    grad = tl.div_rn(tl.load(grad_ptr + index, mask=mask, other=0.0), divisor)
+    grad = tl.div_rn(tl.load(grad_ptr + index, mask=mask, other=0.0) * factor.to(tl.float32), divisor)
     new_first = exp_avg + (grad - exp_avg) * one_minus_beta1
     new_second = exp_avg_sq * beta2 + grad * grad * one_minus_beta2
     root = tl.div_rn(tl.sqrt_rn(new_second), root_correction) + eps

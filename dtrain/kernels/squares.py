@@ -40,7 +40,13 @@ def _squares(
         values = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
         mask = start + chunk < tl.load(row + 1)
         x = tl.load(values + start.to(tl.int64) * CHUNK + index, mask=mask[:, None], other=0.0)
-        squares = tl.sum(x * x, axis=1).to(tl.float64)
+        # times 2^(126 - exponent) the largest element is between 0.5 and 4, and a power of two rounds nothing; from 1
+        # to 252, so that the power is a normal number also for zeros, subnormals and Inf
+        exponent = tl.max((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, axis=1)
+        exponent = tl.minimum(tl.maximum(exponent, 1), 252)
+        scaled = x * ((253 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        unscale = ((2 * exponent.to(tl.int64) + 771) << 52).to(tl.float64, bitcast=True)  # 2^(2 * exponent - 252)
+        squares = tl.sum(scaled * scaled, axis=1).to(tl.float64) * unscale
         if BY_CHUNK:
             tl.store(sums + tl.load(row + 2) + start + chunk, squares, mask=mask)
         else:
@@ -53,7 +59,8 @@ def _squares(
 class SquareSums:
     """Sums of squares of ``tensors``.
 
-    A sum of FP32 squares overflows above 1.8e19 in a chunk, and is then not finite.
+    A sum is not finite only if an element is not ([Note: squares beyond FP32] in :mod:`dtrain.parameters.squares`):
+    each chunk is scaled while it is in registers, so one pass does.
 
     Args:
         tensors: FP32, contiguous, each a whole number of chunks.

@@ -116,6 +116,7 @@ def decide(
     FIELDS: tl.constexpr,
     CLIPS: tl.constexpr,
     CANONICAL: tl.constexpr,
+    MAX_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Decides on a step from the rows of all ranks.
@@ -132,6 +133,7 @@ def decide(
         FIELDS: number of fields of a row.
         CLIPS: whether gradients are clipped.
         CANONICAL: whether the canonical sums replace those of the rows.
+        MAX_NORM: norm of the applied gradient above which the step is skipped.
         BLOCK: elements read at a time.
     """
     lanes = tl.arange(0, BLOCK)
@@ -171,10 +173,14 @@ def decide(
     divisor = tl.load(rows + LOSS_SCALE).to(tl.float64, bitcast=True) * sum_weights
     norm = tl.sqrt(sum_squares) / divisor
     clipped = divisor
+    applied = norm
     if CLIPS:
         clip = max_grad_norm / (norm + 1e-6)
-        clipped = divisor / tl.where(clip > 1.0, 1.0, clip)  # NaN stays
+        clip = tl.where(clip > 1.0, 1.0, clip)  # NaN stays
+        clipped = divisor / clip
+        applied = norm * clip
     code = (sum_weights > 0.0).to(tl.int64) ^ 1  # 1: empty, also if NaN
+    code = tl.where((code == 0) & (applied > MAX_NORM), 2, code)
     code = tl.where(_is_finite(sum_squares), code, 2)
     code = tl.where(tl.max(bad_loss) != 0, 3, code)
     code = tl.where(tl.max(bad_weight) != 0, 4, code)

@@ -70,6 +70,7 @@ class _Fused(FormulaRule):
         """Updates the tensors in one call; the gradients are left divided."""
         exp_avgs, exp_avg_sqs = group.states
         lr, step, grad_divisor, found_inf = scalars.tensors
+        scalars.rescale(grads)
         record = self._record
         self._kernel(
             group.masters,

@@ -98,8 +98,10 @@ class CompiledUpdate:
                 self._scalars, self._shared = scalars, {}
                 self._words = step_words(scalars.step, device) if self._rule.is_rounded else None
             if part.lr_factor not in self._shared:
-                tensors = scalars.scaled(part.lr_factor).tensors
-                self._shared[part.lr_factor] = self._coefficients(self._rule.constants(device), *tensors)
+                own = scalars.scaled(part.lr_factor)
+                self._shared[part.lr_factor] = self._coefficients(
+                    self._rule.constants(device), *own.tensors, own.grad_factor
+                )
             self._run(part, self._shared[part.lr_factor])
 
     def _run(self, part: _Slice, shared: Tensor) -> None:
@@ -124,7 +126,7 @@ class CompiledUpdate:
         started = time.perf_counter()
         device = slices[0].weight_decay.device
         # separate tensors, because a graph is specialized on which of its inputs are the same one
-        skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(4)]
+        skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(5)]
         self._words = step_words(1, device) if self._rule.is_rounded else None
         # the largest of each kind, because the number of threads of a loop is decided for the first size
         by_size = sorted(slices, key=lambda part: part.tensors[0].numel())

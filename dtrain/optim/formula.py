@@ -38,9 +38,17 @@ class Formula:
     coefficients: Callable[[Sequence[Tensor], Tensor, Tensor], Sequence[Tensor]]
     update: Callable[[Tensor, Tensor, Sequence[Tensor], Tensor, Sequence[Tensor]], Sequence[Tensor]]
 
-    def shared(self, constants: Tensor, lr: Tensor, step: Tensor, grad_divisor: Tensor, found_inf: Tensor) -> Tensor:
-        """Returns FP32 [2 + number of coefficients]: the divisor, whether to skip, and the coefficients."""
-        return torch.stack((grad_divisor, found_inf, *self.coefficients(constants.unbind(), lr, step)))
+    def shared(
+        self,
+        constants: Tensor,
+        lr: Tensor,
+        step: Tensor,
+        grad_divisor: Tensor,
+        found_inf: Tensor,
+        grad_factor: Tensor,
+    ) -> Tensor:
+        """Returns FP32 [3 + number of coefficients]: the divisor, whether to skip, the factor, and the coefficients."""
+        return torch.stack((grad_divisor, found_inf, grad_factor, *self.coefficients(constants.unbind(), lr, step)))
 
     def updated(
         self, tensors: Sequence[Tensor], weight_decay: Tensor, shared: Tensor, noise: Noise | None
@@ -54,8 +62,8 @@ class Formula:
             noise: of the first element, if a state is BF16; at most two are.
         """
         master, main_grad, *states = tensors
-        grad_divisor, _, *coefficients = shared.unbind()
-        grad = main_grad / grad_divisor
+        grad_divisor, _, grad_factor, *coefficients = shared.unbind()
+        grad = main_grad * grad_factor / grad_divisor
         found = self.update(master, grad, [state.float() for state in states], weight_decay, coefficients)
         if noise is None:
             return list(found)
@@ -111,7 +119,7 @@ class FormulaRule(ElementwiseRule):
             return
         weight_decay = torch.full((), group.weight_decay, dtype=torch.float32, device=device)
         if self._shared[0] is not scalars:
-            self._shared = scalars, self.formula.shared(self.constants(device), *scalars.tensors)
+            self._shared = scalars, self.formula.shared(self.constants(device), *scalars.tensors, scalars.grad_factor)
         shared = self._shared[1]
         words = step_words(scalars.step, device) if self.is_rounded else None
         for (key, index), *whole in zip(group.origins, group.masters, grads, *group.states, strict=True):

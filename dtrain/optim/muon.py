@@ -34,6 +34,7 @@ class MuonRule(MatrixRule):
     def begin(self, group: UpdateGroup, grads: list[Tensor], outputs: list[Tensor], scalars: UpdateScalars) -> None:
         """Averages the gradients into the momentum; writes what is to be orthogonalized."""
         _, _, grad_divisor, found_inf = scalars.tensors
+        scalars.rescale(grads)
         is_skipped, beta = found_inf != 0, self._record.momentum
         for grad, momentum, output in zip(grads, *group.states, outputs, strict=True):
             grad.div_(grad_divisor)

@@ -46,6 +46,10 @@ class StateSpec:
         return state
 
 
+WIDE = 100
+"""Exponent of the largest divisor that main grads are divided by as it is; that of the smallest is its negative."""
+
+
 @dataclass(frozen=True)
 class UpdateScalars:
     """Scalars that all slices of one update share.
@@ -54,6 +58,7 @@ class UpdateScalars:
         lr: learning rate of this update.
         step: number of this update, counted from 1, for the bias correction.
         grad_divisor: divisor of the main grads: loss scale x sum of weights / clip coefficient; 0-dim, any float dtype.
+            It may exceed what FP32 holds; ``tensors`` and ``grad_factor`` do not.
         found_inf: if it is not 0, the update is skipped, and masters, states and replicas keep their bits, whatever the
             main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
         rule_lrs: learning rates of rules with a schedule of their own, by the rule's number.
@@ -67,10 +72,43 @@ class UpdateScalars:
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1."""
+        """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1.
+
+        The divisor is that of main grads times :attr:`grad_factor`.
+        """
         fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
-        divisor, found_inf = self.grad_divisor.detach(), self.found_inf.detach() != 0
-        return fill(self.lr), fill(float(self.step)), divisor.to(torch.float32), found_inf.to(torch.float32)
+        _, divisor = self._factor_and_divisor
+        return fill(self.lr), fill(float(self.step)), divisor, self._is_skipped.to(torch.float32)
+
+    @property
+    def grad_factor(self) -> Tensor:
+        """A power of two, 0-dim FP32, by which main grads are multiplied before they are divided; 1 if skipped.
+
+        It is 1 too if the divisor lies in the middle of FP32's range, so main grads keep their bits in either case.
+        """
+        return self._factor_and_divisor[0]
+
+    @cached_property
+    def _factor_and_divisor(self) -> tuple[Tensor, Tensor]:
+        divisor = torch.where(self._is_skipped, 1.0, self.grad_divisor.detach().double())
+        exponent = (divisor.view(torch.int64) >> 52) - 1023
+        shift = (exponent.clamp(-WIDE, WIDE) - exponent).clamp(-126, 126)
+        factor = ((shift + 1023) << 52).view(torch.float64)  # 2^shift; a power function could round
+        finite = torch.finfo(torch.float32)
+        return factor.to(torch.float32), (divisor * factor).clamp(finite.tiny, finite.max).to(torch.float32)
+
+    @cached_property
+    def _is_skipped(self) -> Tensor:
+        return self.found_inf.detach() != 0
+
+    def rescale(self, grads: Sequence[Tensor]) -> None:
+        """Multiplies ``grads`` by :attr:`grad_factor`, for an update that takes a divisor only."""
+        # only a CPU knows without waiting that there is nothing to do
+        if grads and (self.grad_divisor.device.type != "cpu" or self._has_factor()):
+            torch._foreach_mul_(list(grads), self.grad_factor)
+
+    def _has_factor(self) -> bool:
+        return bool(self.grad_factor != 1)
 
     @cached_property
     def is_skipped(self) -> bool:

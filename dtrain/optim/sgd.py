@@ -57,6 +57,7 @@ class SGDRule(FormulaRule):
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
         """Updates the tensors in one call; the gradients are left divided."""
         lr, _, grad_divisor, found_inf = scalars.tensors
+        scalars.rescale(grads)
         torch._fused_sgd_(
             group.masters,
             grads,

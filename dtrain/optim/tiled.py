@@ -15,7 +15,7 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, TILE, adamw
 from dtrain.kernels.tiles import TileTable
-from dtrain.optim.rule import UpdateScalars, UpdateSlice
+from dtrain.optim.rule import WIDE, UpdateScalars, UpdateSlice
 
 
 class TiledAdamW:
@@ -73,6 +73,7 @@ class TiledAdamW:
                 last=self._rows[high],
                 FIELDS=FIELDS,
                 TILE=TILE,
+                WIDE=WIDE,
                 num_warps=NUM_WARPS,
             )
 

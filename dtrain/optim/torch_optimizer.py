@@ -56,6 +56,7 @@ class TorchRule(ElementwiseRule):
         if scalars.is_skipped or not group.masters:
             return
         self._begin(scalars.step)
+        scalars.rescale(grads)
         torch._foreach_div_(grads, scalars.tensors[2])
         bound = self._bind(group)
         self._after = bound.update(grads, scalars.step, scalars.lr, group.weight_decay, self._before)

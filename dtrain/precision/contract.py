@@ -174,9 +174,9 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
             decision["is_float8"],
             decision["reason"],
             decision.get("bf16_ms", decision.get("low_ms")),  # `low_ms` in contracts of earlier versions
-            decision["float8_ms"],
+            decision.get("float8_ms"),
         )
-        for decision in saved["decisions"]
+        for decision in saved.get("decisions", ())
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dtrain.config.precision import LossScale
 from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError
 
 _LARGEST_FP16 = 65504.0
 
@@ -142,18 +143,34 @@ class LossScaleState:
         """Returns plain values for a checkpoint."""
         return asdict(self)
 
-    def restored(self, saved: dict[str, Any]) -> LossScaleState:
+    def check(self) -> None:
+        """Raises ``ConfigError`` unless a sequence of steps leads to this state."""
+        rule = self.rule
+        limits: dict[str, tuple[float, float]] = {
+            "scale": (rule.min, rule.max),
+            "clean_steps": (0, math.inf),
+            "overflows_left": (0, rule.hysteresis),
+            "max_abs_grad": (0, math.inf),
+            "num_measured": (0, math.inf),
+        }
+        if rule.mode == "auto":
+            raise ConfigError("LossScaleState.rule.mode=auto, which becomes another mode before the first step")
+        if rule.mode in ("none", "static"):
+            constant = 1.0 if rule.mode == "none" else rule.init
+            limits["scale"] = (constant, constant)
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not (math.isfinite(value) and low <= value <= high):
+                raise ConfigError(
+                    f"LossScaleState.{name}={value} is impossible in mode {rule.mode}: expected a finite number from "
+                    f"{low:g} to {high:g}"
+                )
+
+    def restored(self, saved: LossScaleState) -> LossScaleState:
         """Returns the saved state under the current settings, or a fresh state if the mode has changed."""
         rule = self.rule
-        if saved["rule"]["mode"] != rule.mode or rule.mode not in ("dynamic", "calibrated"):
+        if saved.rule.mode != rule.mode or rule.mode not in ("dynamic", "calibrated"):
             return self
-        return LossScaleState(
-            rule,  # the limits of the current settings hold for the saved numbers too
-            scale=min(max(float(saved["scale"]), rule.min), rule.max),
-            clean_steps=int(saved["clean_steps"]),
-            overflows_left=min(int(saved["overflows_left"]), rule.hysteresis),
-            # absent in checkpoints from before the calibrated mode
-            max_abs_grad=float(saved.get("max_abs_grad", 0.0)),
-            num_measured=int(saved.get("num_measured", 0)),
-            is_calibrated=bool(saved.get("is_calibrated", False)),
-        )
+        # the limits of the current settings hold for the saved numbers too
+        scale = min(max(saved.scale, rule.min), rule.max)
+        return replace(saved, rule=rule, scale=scale, overflows_left=min(saved.overflows_left, rule.hysteresis))

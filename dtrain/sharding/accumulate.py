@@ -31,12 +31,6 @@ def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
         target.mul_(weight.value)
 
 
-def chunk_norms(values: Tensor, out: Tensor | None = None) -> Tensor:
-    """Returns FP32 [n / CHUNK], the Euclidean norms of the chunks of ``values`` FP32 [n]."""
-    norms: Tensor = torch.linalg.vector_norm(values.view(-1, CHUNK), dim=1, out=out)
-    return norms
-
-
 class RunningSum:
     """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
 
@@ -44,7 +38,7 @@ class RunningSum:
         self._main_grad = main_grad
         self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
         self._empty = True
-        self.norms: Tensor | None = None  # of the sum's chunks, if they were taken while it was in the cache
+        self.norms: Tensor | None = None  # of the sum's chunks in FP32, if they were taken while it was in the cache
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
@@ -75,7 +69,8 @@ class RunningSum:
             for grad, weight in zip(grads[num_assigned:], weights[num_assigned:], strict=True):
                 add_scaled(target, grad[block], weight)
             if self.norms is not None:
-                chunk_norms(target, out=self.norms[start // CHUNK : (start + size) // CHUNK])
+                norms = self.norms[start // CHUNK : (start + size) // CHUNK]
+                torch.linalg.vector_norm(target.view(-1, CHUNK), dim=1, out=norms)
         self._empty = False
 
     def finish(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,6 +82,10 @@ class ScaleTable:
             self._slices[slot.spec.name] = slices
         self.amax = torch.zeros(cursor, dtype=torch.float32, device=device)
         self.scale = torch.ones(cursor, dtype=torch.float32, device=device)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._slices
 
     @property
     def num_copies(self) -> int:

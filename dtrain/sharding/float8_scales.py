@@ -6,7 +6,7 @@ Every rank computes all scales from those maxima, so sharding changes no scale a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.precision.float8.cast import E4M3, scale_of, uses_kernels
 from dtrain.sharding.float8_casts import Float8Shard, KernelCasts, ScaleTable, TensorCasts
+from dtrain.sharding.layout import ArenaSegment
 
 
 class Float8Scales:
@@ -76,3 +77,19 @@ class Float8Scales:
         else:
             scale.copy_(scale_of(amax, E4M3))
         self._casts.cast()
+
+    def cast_again(self, segment: ArenaSegment, master: Tensor) -> list[Tensor]:
+        """Returns what the copies of one FP8 shard must be, from its ``master`` and the scales as they are now.
+
+        Tensor code, whatever casts the replicas: the bits are the same.
+        """
+        copies = [torch.zeros(segment.numel, dtype=E4M3, device=master.device) for _ in range(self.num_copies)]
+        TensorCasts(self._table, [Float8Shard(segment, master, copies)], compiled=False).cast()
+        return copies
+
+    def by_weight(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yields (name, scales, what they must be by the largest magnitudes) of each copy of each FP8 weight."""
+        for name in self._table.names:
+            for copy in range(self.num_copies):
+                amax, scale = (self._table.of_copy(t, name, copy) for t in (self._table.amax, self._table.scale))
+                yield name, scale, scale_of(amax, E4M3)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled, chunk_norms
-from dtrain.sharding.layout import ArenaSegment, FlatLayout
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
 from dtrain.sharding.replicas import slot_views
 
 
@@ -71,9 +71,14 @@ class FlatGradient(ABC):
         """
 
     @property
+    def chunks(self) -> Tensor:
+        """FP32 [chunks of the shard, CHUNK]."""
+        return self.shard.view(-1, CHUNK)
+
+    @property
     def norms(self) -> Tensor:
-        """FP32 [chunks of the shard]: the norms of the main grad's chunks."""
-        return chunk_norms(self.shard)
+        """FP32 [chunks of the shard], of a main grad on a CPU: what ``torch.linalg.vector_norm`` gives for them."""
+        return torch.linalg.vector_norm(self.chunks, dim=1)  # type: ignore[no-any-return]
 
     def start_gather(self) -> Handle | None:
         """Completes this rank's shard of the main grad; starts the all-gather of the shards if the rank holds all."""

@@ -14,6 +14,7 @@ from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
 from dtrain.optim.matrix import MatrixShard
 from dtrain.optim.rule import MatrixRule, UpdateSlice
+from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
@@ -96,6 +97,34 @@ class FlatBuffer:
     def cast_master(self) -> None:
         if self._cast_target is not None:
             self._cast_target.copy_(self.master)
+
+    def compute_shards(self, rank: int, sources: Sequence[Tensor]) -> Iterator[ComputeShard]:
+        """Yields the compute replica between steps, cut where another rank's master begins; no part that is a master.
+
+        ``sources``: what the copies of the replica are cast from, each of the segment's length.
+        """
+        replica, layout = self.replica, self.layout
+        if replica.is_gathered:
+            ranges = [(owner, *layout.shard(owner)) for owner in range(layout.world_size)]
+        else:
+            ranges = [] if replica.shares_master else [(rank, self.segment.start, self.segment.stop)]
+        wholes = replica.copies if replica.is_gathered else replica.local
+        for number, (whole, source) in enumerate(zip(wholes, sources, strict=True)):
+            for owner, low, high in ranges:
+                values = whole[low:high] if replica.is_gathered else whole
+                has_source = owner == rank and not replica.shares_master
+                for interval in layout.intervals(low, high):
+                    own = slice(interval.offset, interval.offset + interval.stop - interval.start)
+                    yield ComputeShard(
+                        interval.spec.name,
+                        f"{COMPUTE} (columns)" if number else COMPUTE,
+                        interval.start,
+                        values[own],
+                        owner,
+                        source[own] if has_source else None,
+                        replica.is_gathered,
+                        replica.shares_master,
+                    )
 
     def held(self, kind: str) -> HeldRange:
         """Returns what this rank holds of the master, the main grad or a state."""

@@ -1,9 +1,10 @@
 """Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
-``culprit`` only for a skipped step). A validation line is ``{"step": ..., "val_loss": ...}``, with
-``val_loss_ema`` if an average is kept. A sampled step has a line ``{"step": ..., "precision": {...}}`` too: see
-docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are written as ``null``.
+``culprit`` only for a skipped step; ``slowest_rank`` and ``busy_*_ms`` only with several ranks). A validation line is
+``{"step": ..., "val_loss": ...}``, with ``val_loss_ema`` if an average is kept. A sampled step has a line
+``{"step": ..., "precision": {...}}`` too: see docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are
+written as ``null``.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dtrain.errors import ConfigError
-from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.redaction.redact import redact_values
+
+if TYPE_CHECKING:  # it imports torch, which the processes that only write files need not wait for
+    from dtrain.telemetry.precision import PrecisionFindings
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 FAILURES = "failures"
+_BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
+TIMES = ("tokens_per_s", "step_ms", *_BUSY)
+"""Fields of a training line that depend on the machine; a run that is repeated has the same others."""
+_OPTIONAL = ("reason", "culprit", *_BUSY)
 
 
 @dataclass(frozen=True)
@@ -30,7 +38,8 @@ class StepMetrics:
 
     ``step`` counts attempted steps; ``tokens`` counts tokens of applied steps. ``tokens_per_s`` and ``step_ms`` are
     means over the steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit as a
-    dictionary.
+    dictionary. ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the
+    ranks compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     """
 
     step: int
@@ -46,11 +55,15 @@ class StepMetrics:
     reason: str | None = None
     culprit: str | None = None
     evidence: dict[str, Any] | None = None
+    slowest_rank: int | None = None
+    busy_slowest_ms: float | None = None
+    busy_median_ms: float | None = None
+    busy_spread_ms: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         values = finite(asdict(self))
         del values["evidence"]
-        return {key: value for key, value in values.items() if value is not None or key not in ("reason", "culprit")}
+        return {key: value for key, value in values.items() if value is not None or key not in _OPTIONAL}
 
 
 @dataclass(frozen=True)
@@ -146,10 +159,8 @@ class FailureFiles:
         if metrics.applied:
             return
         self._folder.mkdir(exist_ok=True)
-        content = finite({**metrics.to_dict(), "world_size": self._world_size, "evidence": metrics.evidence})
-        write_atomically(
-            self._folder / failure_file(metrics.step), json.dumps(content, indent=2, allow_nan=False) + "\n"
-        )
+        content = {**metrics.to_dict(), "world_size": self._world_size, "evidence": metrics.evidence}
+        write_json(self._folder / failure_file(metrics.step), content, indent=2)
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None: ...
 
@@ -187,8 +198,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    text = json.dumps(finite(asdict(summary)), indent=2, allow_nan=False)
-    write_atomically(run_dir / SUMMARY_FILE, text + "\n")
+    write_json(run_dir / SUMMARY_FILE, asdict(summary), indent=2)
 
 
 def read_summary(run_dir: Path) -> Summary | None:
@@ -211,13 +221,31 @@ def finite(value: Any) -> Any:
     return value
 
 
+def to_json(values: Any, *, indent: int | None = None) -> str:
+    """Returns a record as JSON without secrets; numbers that are not finite become null."""
+    return json.dumps(finite(redact_values(values)), indent=indent, allow_nan=False) + "\n"
+
+
+def write_json(path: Path, values: Any, *, indent: int | None = None) -> None:
+    """Writes :func:`to_json` as :func:`write_atomically` does."""
+    write_atomically(path, to_json(values, indent=indent))
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Replaces the file at ``path``; after a crash the file is either the old one or the new one."""
+    """Replaces the file at ``path``; after a crash the file is either the old one or the new one.
+
+    Raises:
+        OSError: naming the file, also if it came from a write, whose errors name none.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
     temporary.replace(path)
 
 

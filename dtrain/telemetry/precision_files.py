@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtrain.errors import ConfigError
-from dtrain.telemetry.metrics import StepMetrics, finite, write_atomically
+from dtrain.telemetry.metrics import StepMetrics, write_json
 from dtrain.telemetry.precision import PrecisionFindings
 
 FOLDER = "precision"
@@ -30,8 +30,7 @@ class PrecisionFiles:
 
     def precision(self, findings: PrecisionFindings) -> None:
         self._folder.mkdir(exist_ok=True)
-        text = json.dumps(finite(findings.to_dict()), allow_nan=False)
-        write_atomically(self._folder / f"step-{findings.step}.json", text + "\n")
+        write_json(self._folder / f"step-{findings.step}.json", findings.to_dict())
 
 
 def sample_files(run_dir: Path) -> dict[int, Path]:

@@ -18,8 +18,9 @@ from urllib.parse import urlsplit
 
 from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
-from dtrain.telemetry.metrics import Sink, StepMetrics, write_atomically
+from dtrain.errors import ConfigError, is_disk_fault
+from dtrain.redaction.redact import redact_values
+from dtrain.telemetry.metrics import Sink, StepMetrics, write_json
 from dtrain.telemetry.precision import PrecisionFindings
 
 TRACKER_FILE = "tracker.json"
@@ -59,10 +60,14 @@ class WandbTracker:
 
         mode = wandb_mode(config.mode)
         self._run = wandb.init(
-            project=config.project,
-            entity=config.entity,
-            name=config.run_name or run_dir.name,
-            tags=config.tags,
+            **redact_values(
+                {
+                    "project": config.project,
+                    "entity": config.entity,
+                    "name": config.run_name or run_dir.name,
+                    "tags": config.tags,
+                }
+            ),
             dir=str(run_dir),
             id=_run_id(run_dir),
             resume="allow",
@@ -132,7 +137,7 @@ def _run_id(run_dir: Path) -> str:
         if isinstance(run_id, str) and run_id.isalnum():
             return run_id
     run_id = uuid.uuid4().hex[:8]
-    write_atomically(path, json.dumps({"wandb_run_id": run_id}) + "\n")
+    write_json(path, {"wandb_run_id": run_id})
     return run_id
 
 
@@ -202,6 +207,8 @@ def _guarded(name: str, make: Callable[[], Sink]) -> list[Sink]:
     try:
         return [_Guarded(name, make())]
     except Exception as error:
+        if is_disk_fault(error):  # nothing else of the run could be stored either
+            raise
         _warn(name, error)
         return []
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 
-import yaml
-
-from dtrain.checkpoint.snapshot import redact
-
-_NAME = re.compile(r"([\w-]+)['\"]?\s*:")  # of an entry of a mapping
+from dtrain.redaction.redact import MASK, has_secret_name, is_secret, redact_text
 
 
 def command_text(verb: str, argv: Sequence[str]) -> str:
@@ -20,18 +15,20 @@ def command_text(verb: str, argv: Sequence[str]) -> str:
 
 def _redacted(word: str) -> str:
     key, equals, value = word.partition("=")
-    if not equals:
-        return str(redact(word))
     names = key.lstrip("+~").split(".")
-    if value[:1] in ("{", "["):  # blanked as a whole
-        is_secret = any(redact("", name) for name in (*names, *_NAME.findall(value)))
-    else:
-        is_secret = any(redact(_scalar(value), name) == "***" for name in names)
-    return f"{key}=***" if is_secret else f"{key}={redact(value)}"
+    # a mapping or a list is blanked as a whole: its values may have spaces and need no quotes
+    if equals and (
+        any(is_secret(name, _scalar(value)) for name in names) or (value[:1] in ("{", "[") and has_secret_name(value))
+    ):
+        return f"{key}={MASK}"
+    return redact_text(word)
 
 
-def _scalar(value: str) -> object:
+def _scalar(value: str) -> float | str | None:
+    """Returns the value as its secrecy sees it: a number, null for what is none, or text."""
+    if value.lower() in ("true", "false", "null"):
+        return None
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
+        return float(value)
+    except ValueError:
         return value

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from dtrain.errors import DtrainError, RankError
+from dtrain.redaction.redact import redact_file, redact_text
 
 _POLL_S = 0.02
 _MAX_REASON_LENGTH = 500
@@ -54,7 +55,7 @@ def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -
     """Runs ``python -m module`` once for each job, all at the same time, and waits for them.
 
     A rank reads its job with :func:`read_job`. What it writes to :func:`open_result` is its result, or the reason of
-    its failure; standard error goes to ``folder/<rank>.log``.
+    its failure; standard error goes to ``folder/<rank>.log``, from which secrets are removed at the end.
 
     Returns:
         The results, by rank.
@@ -63,12 +64,14 @@ def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -
         RankError: a rank failed; the others were ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
+    with ExitStack() as logs, ExitStack() as stack:
         processes: list[subprocess.Popen[str]] = []
         stack.callback(_end_all, processes)
         outputs: list[IO[str]] = []
         for rank, job in enumerate(jobs):
-            log = stack.enter_context((folder / f"{rank}.log").open("w", encoding="utf-8"))
+            path = folder / f"{rank}.log"
+            log = stack.enter_context(path.open("w", encoding="utf-8"))
+            logs.callback(redact_file, path)
             outputs.append(stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")))
             processes.append(start_rank(module, threads=threads, stdout=outputs[rank], stderr=log))
             with suppress(BrokenPipeError):  # the exit code says why it has ended
@@ -86,7 +89,7 @@ def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -
             code, rank = min(failed)
             stderr = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
             reason = (results[rank].strip() or stderr.strip() or "no output").splitlines()[-1]
-            raise RankError(f"rank {rank} {describe_exit(code)}: {reason}")
+            raise RankError(f"rank {rank} {describe_exit(code)}: {redact_text(reason)}")
         return results
 
 
@@ -118,7 +121,7 @@ def open_result() -> IO[str]:
 def failure_reason(error: Exception) -> str:
     """Returns the message of ``error`` in one line, with the type of an error that is not dtrain's."""
     text = str(error) if isinstance(error, DtrainError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:_MAX_REASON_LENGTH]
+    return " ".join(redact_text(text).split())[:_MAX_REASON_LENGTH]
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:

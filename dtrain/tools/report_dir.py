@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, directory_error
 
 
 def make_run_dir(run_dir: str | None, tool: str) -> Path:
@@ -25,13 +25,14 @@ def make_empty_dir(path: Path, key: str) -> Path:
 
     Raises:
         ConfigError: it cannot be created, or it holds files, which may be those of a training run.
+        StorageError: the disk is full or faulty.
     """
     path = path.absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = not any(path.iterdir())
     except OSError as error:
-        raise ConfigError(f"{key}={error.filename} cannot be created: {error.strerror}; choose another") from error
+        raise directory_error(key, error.filename or path, error) from error
     if not is_empty:
         raise ConfigError(f"{key}={path} is not empty; choose a new folder")
     return path

@@ -10,6 +10,8 @@ from typing import TypeAlias, TypeVar
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from dtrain.redaction.redact import redact_text
+
 Row = TypeVar("Row")
 Column: TypeAlias = tuple[str, Callable[[Row], str]]
 """A column's title, and the function that gives a row's text in it."""
@@ -41,16 +43,17 @@ class Table:
 
 
 def show(tables: Sequence[Table]) -> None:
+    """Prints the tables without secrets, which a user's command or the reason of a failure may hold."""
     console = Console(markup=False, highlight=False)
     for table in tables:
         if not sys.stdout.isatty():
-            print(f"## {table.title}\n\n{table.markdown()}\n", flush=True)
+            print(redact_text(f"## {table.title}\n\n{table.markdown()}\n"), flush=True)
             continue
         drawn = RichTable(title=table.title, title_justify="left", show_lines=len(table.columns) > 3)
         for name in table.columns:
             drawn.add_column(_without_backticks(name))
         for row in table.rows:
-            drawn.add_row(*map(_without_backticks, row))
+            drawn.add_row(*(redact_text(_without_backticks(cell)) for cell in row))
         console.print(drawn)
 
 

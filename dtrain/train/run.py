@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,13 +19,25 @@ from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
+from dtrain.errors import CheckpointError
 from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
+from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.envelope import Envelope
-from dtrain.telemetry.metrics import FailureFiles, MetricsFile, Sink, Summary, write_atomically, write_summary
+from dtrain.telemetry.metrics import (
+    FAILURES,
+    FailureFiles,
+    MetricsFile,
+    Sink,
+    Summary,
+    write_atomically,
+    write_json,
+    write_summary,
+)
 from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
+from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
     RunDir,
@@ -80,12 +91,15 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     launch = config.launch
     # before the signal handlers: a signal must end a rank that waits here for others, since there is nothing to save
     comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
-    with StopSignals() as stop, torch_settings_restored():
+    supervise = config.supervise
+    limits_s = (supervise.limit_s, supervise.start_s, supervise.save_s)
+    with StopSignals() as stop, torch_settings_restored(), ExitStack() as watched:
         failed = True
         try:
             configure_logging(comm.rank)
-            with RankLiveness(comm).name_ended_rank(), ExitStack() as held:
-                exit_code = _train(config, comm, job, stop, held)
+            watch = watched.enter_context(supervised(comm, limits_s, enabled=supervise.enabled))
+            with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending():
+                exit_code = _train(config, comm, job, stop, held, watch)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: rank 0's files must be written before
                 comm.barrier()
@@ -113,7 +127,9 @@ def check_run(config: RunConfig) -> None:
         Envelope.read(Path(config.telemetry.advice))
 
 
-def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals, held: ExitStack) -> int:
+def _train(
+    config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals, held: ExitStack, watch: Supervision
+) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
@@ -129,16 +145,20 @@ def _train(config: RunConfig, comm: Communicator, job: int | None, stop: StopSig
             "%s: all %d steps are done already; raise train.steps to continue", run_dir.path, config.train.steps
         )
         return EXIT_DONE
+    watch.write_failures_to(run_dir.path / FAILURES)
+    held.enter_context(counted_attempt(config, comm, run_dir))
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
     engine = make_engine(config, model, comm, run_dir.contract)
+    engine.busy.every = config.telemetry.busy_every
     engine.explain_skips = config.telemetry.precision_every > 0
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)
     exit_code = EXIT_FAILED
     try:
-        result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
+        with watch.ending(), watch.following_compilation():
+            result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
         summary = _summarize(config, engine, dataset, result, time.monotonic() - start)
         if comm.rank == 0:
             write_summary(run_dir.path, summary)
@@ -164,7 +184,13 @@ def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: TextDat
 
     decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
     # a checkpoint of a library user has no such entry
-    return int(extra.get(TOKENS, engine.applied_steps * tokens_per_step(config)))
+    tokens = extra.get(TOKENS, engine.applied_steps * tokens_per_step(config))
+    if type(tokens) is not int or tokens < 0:  # a manifest's check leaves the extra alone: it is the user's
+        raise CheckpointError(
+            f"step {engine.attempted_steps} of {run_dir.load_from} has extra.{TOKENS}={tokens!r:.80}; expected a whole "
+            f"number from 0; name an older checkpoint with resume=..."
+        )
+    return tokens
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -188,10 +214,9 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
 
     def open_all() -> None:
         write_config(run_dir, config, step)
-        write_atomically(run_dir.path / CONTRACT_FILE, json.dumps(engine.contract.to_dict(), indent=2) + "\n")
+        write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
         if engine.library_config is not None:
-            text = json.dumps(engine.library_config, indent=2) + "\n"
-            write_atomically(run_dir.path / f"{engine.name}.json", text)
+            write_json(run_dir.path / f"{engine.name}.json", engine.library_config, indent=2)
         sinks.append(MetricsFile(run_dir.path, step))
         sinks.append(FailureFiles(run_dir.path, engine.world_size))
         sinks.append(PrecisionFiles(run_dir.path, step))

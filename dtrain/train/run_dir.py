@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,14 +23,14 @@ from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.lease.lease import hold
-from dtrain.checkpoint.snapshot import redact
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
+from dtrain.redaction.redact import equal_but_for_secrets, redact
 from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
 
 CONFIG_FILE = "config.yaml"
@@ -78,6 +78,7 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
     Raises:
         ConfigError: on every rank: it cannot be created, another job uses it, it holds a run that ``resume`` forbids to
             continue, or the checkpoint is of another model.
+        StorageError: on every rank: the disk is full or faulty.
     """
 
     def decide(while_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
@@ -89,7 +90,7 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
         manifest = None if load_from is None else _newest_manifest(load_from)
         contract: dict[str, Any] = {}
         if manifest is not None:
-            before, now = manifest.state.get("config") or {}, redacted(config)
+            before, now = redact(manifest.state.get("config") or {}), redacted(config)
             # groups that the checkpoint lacks are not compared: an imported one has only its model
             shared = {group: now[group] for group in now if group in before}
             if before:
@@ -97,8 +98,10 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
             contract = manifest.state.get("contract") or {}
         return str(path), str(load_from) if load_from else None, finished, contract
 
-    path, load_from, finished, contract = on_rank_0_for_long(
-        comm, "", decide, ConfigError, expected=(ConfigError, OSError)
+    path, load_from, finished, contract = _value(
+        on_rank_0_for_long(
+            comm, "", lambda keep: _outcome(lambda: decide(keep)), ConfigError, expected=(ConfigError, OSError)
+        )
     )
     return RunDir(Path(path), Path(load_from) if load_from else None, finished, contract)
 
@@ -107,10 +110,29 @@ def decide_on_rank_0(comm: Communicator, decide: Callable[[], Any]) -> Any:
     """Calls ``decide`` on rank 0 and returns its plain JSON value on every rank.
 
     Raises:
-        ConfigError: on every rank, if ``decide`` raised it or an ``OSError``.
+        ConfigError: on every rank, if ``decide`` raised it or an ``OSError`` that is no fault of the disk.
+        StorageError: on every rank, if the disk is full or faulty.
         CommunicationError: on other ranks, if it raised anything else, which rank 0 raises unchanged.
     """
-    return on_rank_0(comm, "", decide, ConfigError, expected=(ConfigError, OSError))
+    return _value(on_rank_0(comm, "", lambda: _outcome(decide), ConfigError, expected=(ConfigError, OSError)))
+
+
+def _outcome(decide: Callable[[], Any]) -> dict[str, Any]:
+    """Returns the value of ``decide``, or the message of a disk fault, which is no mistake in the configuration."""
+    try:
+        return {"value": decide()}
+    except StorageError as error:
+        return {"disk_fault": str(error)}
+    except OSError as error:
+        if not is_disk_fault(error):
+            raise
+        return {"disk_fault": str(disk_fault(error))}
+
+
+def _value(outcome: Mapping[str, Any]) -> Any:
+    if "disk_fault" in outcome:
+        raise StorageError(outcome["disk_fault"])
+    return outcome["value"]
 
 
 def check_not_newer(run_dir: RunDir, step: int) -> None:
@@ -134,7 +156,7 @@ def check_not_newer(run_dir: RunDir, step: int) -> None:
 
 
 def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> None:
-    """Logs the differences from the config of a checkpoint.
+    """Logs the differences from the config of a checkpoint. Both are without secrets; a secret that changes is none.
 
     Raises:
         ConfigError: a key that defines the model differs.
@@ -142,7 +164,7 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
     changes = [
         (item.path, item.a, item.b)
         for item in state_differences(before, now)
-        if item.path.partition(".")[0] not in HASH_EXCLUDES
+        if item.path.partition(".")[0] not in HASH_EXCLUDES and not equal_but_for_secrets(item.a, item.b)
     ]
     fatal = [
         (path, old, new)
@@ -183,7 +205,7 @@ def _create(config: RunConfig, job: int | None) -> Path:
     try:
         make_directories(path)  # durably: a checkpoint outlives a power cut only if its directories do
     except OSError as error:
-        raise ConfigError(f"run_dir={path} cannot be created: {error.strerror}; choose another") from error
+        raise directory_error("run_dir", path, error) from error
     return path
 
 
@@ -219,10 +241,10 @@ def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
 
 def _newest_manifest(load_from: Path) -> Manifest | None:
     candidates = [load_from] if is_single_checkpoint(load_from) else committed_checkpoints(load_from)
-    try:
-        return load_manifest(candidates[-1]) if candidates else None
-    except (DamageError, OSError):
-        return None  # the engine names the damage, and loads an older one if it can
+    for path in reversed(candidates):
+        with suppress(DamageError, OSError):  # the engine names the damage, and loads an older one too
+            return load_manifest(path)
+    return None
 
 
 def _find_checkpoints(resume: str) -> Path:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
@@ -31,6 +30,7 @@ from dtrain.parameters.groups import find_units, matching_parameters
 from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.redaction.redact import redact
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.throughput import num_cores
 
@@ -145,6 +145,7 @@ def make_engine(
             loss_scale=config.precision.loss_scale,
             max_grad_norm=config.optim.max_grad_norm,
             ema_decay=config.ema.decay,
+            audit=config.audit,
             seed=config.seed,
             comm=comm,
         )
@@ -182,6 +183,6 @@ def check_same(comm: Communicator, config: RunConfig, dataset: TextDataset) -> N
     for rank, record in enumerate(records):
         if record["data"] != first["data"]:
             raise ConfigError(
-                f"the data of rank {rank} differs from that of rank 0 (sha256 {record['data'][:12]} and "
-                f"{first['data'][:12]}); start every rank with the same command and the same files"
+                f"the data differs: sha256 {first['data'][:12]} on rank 0 and {record['data'][:12]} on rank {rank}; "
+                f"start every rank with the same command and the same files"
             )

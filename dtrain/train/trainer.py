@@ -150,9 +150,16 @@ class Trainer:
                 engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
             if self._stop.requested:
                 engine.request_stop()
+            if self._will_save(engine.attempted_steps + 1):
+                engine.expect_save()
             outcome = self._retry_if_stopping(engine.step)
         engine.data_cursor = self._data.loader.cursor
         return outcome
+
+    def _will_save(self, step: int) -> bool:
+        """Whether the state after ``step`` steps is saved; a stop by a signal is known to the engine."""
+        config = self._config
+        return _due(step, config.save_every) or (step == config.steps and self._saving.config.save_at_end)
 
     def _retry_if_stopping(self, action: Callable[[], Outcome]) -> Outcome:
         """Calls ``action``, and once more if it raises the failure of an earlier save while any rank wants to stop.
@@ -201,6 +208,7 @@ class Trainer:
         if outcome.applied and not last and step % self._config.log_every:
             return
         pace = self._timer.window()
+        busy = self._engine.busy.latest
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -215,6 +223,10 @@ class Trainer:
             reason=outcome.reason,
             culprit=str(culprit) if culprit is not None else None,
             evidence=asdict(culprit) if culprit is not None else None,
+            slowest_rank=busy.slowest_rank if busy is not None else None,
+            busy_slowest_ms=busy.slowest_ms if busy is not None else None,
+            busy_median_ms=busy.median_ms if busy is not None else None,
+            busy_spread_ms=busy.spread_ms if busy is not None else None,
         )
         for sink in self._sinks:
             sink.step(metrics)

@@ -51,7 +51,7 @@ def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> N
     data[-1] ^= 1
     file.write_bytes(data)
     assert run_ranks(2, _load_and_check, tmp_path) == [(10, 2)] * 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000020-sha256", "step-00000010"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000020-hash", "step-00000010"]
 
 
 def _place_wrongly(rank: int, world: int, directory: Path) -> str:

@@ -201,7 +201,7 @@ def skipped(rank: int, world: int, recipe: str) -> list[Any]:
 @pytest.mark.parametrize("how", ["update", "load"])
 def test_an_overflow_in_a_weight_is_not_hidden(recipe: str, how: str, tmp_path: Path) -> None:
     """E4M3 has no Inf, and the cast makes 448 of it, which nobody would notice."""
-    engine = start(recipe)
+    engine = start(recipe, audit=0)  # which would refuse to save such a master
     train(engine, [0])
     buffer = next(buffer for buffer in engine.sharded.buffers if buffer.layout.dtype == E4M3)
     buffer.master[buffer.layout.slots[0].start + 17] = math.inf

@@ -159,7 +159,8 @@ def deepspeed(folder: Path, *argv: str) -> Job:
 # SLURM gives the highest code of its tasks: 128 + SIGKILL, or + SIGTERM if it ends the other rank while that one exits
 LAUNCHERS: dict[str, tuple[Callable[..., Job], set[int], str]] = {
     "launch.num_processes": (started, {1}, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
-    "deepspeed": (deepspeed, {247}, r"exits with return code = -9"),
+    # it looks once a second, and takes the code of the lower rank if both have ended since
+    "deepspeed": (deepspeed, {247, 1}, r"exits with return code = (-9|1)"),
     "srun": (sbatch, {137, 143}, r"task 1: -9"),
 }
 

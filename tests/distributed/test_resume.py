@@ -75,4 +75,4 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, d
     assert f"{file.parent} refused: r0000.safetensors: " in told
     assert f"using {run_dir}/checkpoints/step-00000004 (saved " in told
     assert record_of(run_dir) == record_of(plain)
-    assert checkpoints(run_dir) == ["bad-step-00000008-sha256", "step-00000008", "step-00000012"]
+    assert checkpoints(run_dir) == ["bad-step-00000008-hash", "step-00000008", "step-00000012"]

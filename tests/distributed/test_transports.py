@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -16,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.distributed import host_memory
 from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
+from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.host_memory import HostMemory
-from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError, DivergenceError
@@ -86,7 +87,7 @@ def check_gradients(got: list[tuple[int, list[Tensor], list[float]]], rank: int,
 
 def exchange_over(rank: int, world: int, shared: bool) -> list[str]:
     comm = make_communicator(dist.group.WORLD if world > 1 else None, CPU, shared_memory=shared)
-    assert type(comm) is (SingleRank if world == 1 else HostMemory if shared else ProcessGroup)
+    assert type(comm) is (SingleRank if world == 1 else HostMemory if shared else GlooGroup)
     comm.schedule.begin_step()
     check_gradients(exchange_gradients(comm, 0), rank, world)
     log = list(comm.schedule.log)
@@ -323,7 +324,7 @@ def unequal_parts(rank: int, world: int) -> str:
     handle = comm.all_to_all(target, source, received, sent, total=5, label="moves")
     try:
         handle.wait()
-    except CommunicationError as error:
+    except DivergenceError as error:
         return str(error)
     return ""
 
@@ -331,3 +332,69 @@ def unequal_parts(rank: int, world: int) -> str:
 def test_parts_that_another_rank_does_not_send_are_an_error() -> None:
     _, message = run_ranks(2, unequal_parts)
     assert "expects 3 elements of rank 0, and met number" in message
+
+
+def wait_twice(rank: int, world: int, shared: bool) -> list[str]:
+    """Collectives of each kind are in flight when rank 1 issues another one; each is waited for twice."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    exchange = comm.gradient_exchange(SENDS, 0)
+    exchange.begin(torch.tensor(1.0))
+    exchange.open(0)
+    flat, output = comm.allocate(4 * world, torch.float32), torch.full((4 * world,), 7.0)
+    parts = [2] * world
+    source = comm.allocate(2 * world, torch.float32)
+    starts: list[Callable[[], Any]] = [
+        lambda: comm.all_gather(output, flat[:4], label="other" if rank else "weights"),
+        comm.flush,
+        lambda: comm.reduce_scatter_sum(torch.empty(4), flat, label="sum"),
+        lambda: comm.all_to_all(torch.empty(2 * world), source, parts, parts, total=2 * world * world, label="parts"),
+        lambda: comm.all_reduce_max(torch.zeros(3), label="maximum"),
+        lambda: exchange.send(0),
+    ]
+    failed: list[str] = []
+
+    def attempt(work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except DivergenceError as error:
+            failed.append(str(error))
+
+    handles = [handle for handle in map(attempt, starts) if handle is not None]
+    for work in (*(handle.wait for handle in handles * 2), comm.barrier, lambda: comm.exchange_text("text")):
+        before = len(failed)
+        attempt(work)
+        assert len(failed) == before + 1, "each wait and each new collective fails"
+    assert output.eq(7).all(), "nothing of a failed collective is used"
+    assert handles
+    return failed
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_collective_that_failed_is_never_read_and_its_error_is_kept(shared: bool) -> None:
+    first, second = run_ranks(2, wait_twice, shared)
+    assert {*first, *second} == {first[0]}
+    assert "rank 0 is at all_gather(weights, 8 x float32)" in first[0]
+    assert "rank 1 is at all_gather(other, 8 x float32)" in first[0]
+
+
+def late(rank: int, world: int, shared: bool) -> tuple[str, float]:
+    """Rank 1 gets to its collective when rank 0 has failed long ago, whose process lives on."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    if rank == 0:
+        failure = CommunicationError("no memory")
+        for transport in list(comm.schedule.transports):
+            transport.close_failed(failure)
+        time.sleep(2.5)
+        return "", 0.0
+    time.sleep(1.5)
+    began = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        comm.all_gather(torch.empty(2), torch.zeros(1), label="weights").wait()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rank_that_comes_late_reads_why_another_has_failed(shared: bool) -> None:
+    (_, (message, seconds)) = run_ranks(2, late, shared)
+    assert message == "rank 0 has failed, so this one ends too: no memory"
+    assert seconds < 1.0

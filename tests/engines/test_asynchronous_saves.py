@@ -239,7 +239,7 @@ def test_failed_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
         assert f"saving {tmp_path}/step-{step:08d} failed on rank 0: Input/output error (errno 5)" in message
     assert "copying step 7 to the host failed on rank 0: state['extra']['when'] is <object" in copying
     assert measuring.startswith("saving step 7 failed on rank 0: engine.save(metrics={'val_loss': '0.5'})")
-    assert hashing.startswith("saving step 7 failed on rank 0: TypeError: ")
+    assert hashing.startswith("copying step 7 to the host failed on rank 0: state['config'] has the key 1; ")
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000007"]
     assert open_newest(tmp_path / "step-00000001", ALONE).state["metrics"] == {"val_loss": 2.0}
 
@@ -369,7 +369,7 @@ def _hangs_while_connecting(rank: int, world: int, folder: Path) -> float:
         if rank == 1:
             return 0.0
         began = time.monotonic()
-        with pytest.raises(CommunicationError, match="a second process group failed"):
+        with pytest.raises(CommunicationError, match=r"gather_rows\(barrier, 1 x uint8\) in prepare_saves failed"):
             engine.prepare_saves()
         return time.monotonic() - began
 

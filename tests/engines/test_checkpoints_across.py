@@ -6,6 +6,7 @@ each pair of engines comes once, and each number of ranks as source and as targe
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +17,10 @@ import pytest
 
 import dtrain
 from dtrain.checkpoint import open_newest
+from dtrain.errors import CheckpointError
 from tests.engines.helpers import batch, start, state_digests, train_step
 from tests.helpers.checkpoints import ALONE
+from tests.helpers.damage import sealed
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -106,9 +109,31 @@ def save_all(rank: int, world: int, folder: Path, setups: list[Setup]) -> list[S
     return states
 
 
+def refuses_an_impossible_state(engine: Any, saved: Path) -> None:
+    """The engine refuses a copy of ``saved`` whose counters contradict each other, on all ranks, and stays as it is."""
+    copy = saved.with_name(f"{saved.name}-impossible")
+    name = f"step-{engine.attempted_steps:08d}"
+    if engine.rank == 0:
+        shutil.copytree(saved, copy)
+        sealed(lambda m: m["state"]["engine_state"].update(applied_steps=99))(copy / name)
+    engine.comm.barrier()
+    before = state_of(engine)
+    for path in (copy / name, copy):
+        with pytest.raises(
+            CheckpointError, match="applied_steps=99; expected a whole number from 0 to attempted_steps"
+        ):
+            engine.load(path)
+    assert state_of(engine) == before
+    assert (copy / f"bad-{name}-state").is_dir()
+
+
 def load_all(rank: int, world: int, folder: Path, loads: list[Load]) -> list[tuple[State, dict[str, Any], list[float]]]:
-    """For each load what has come, what a second save of it holds, and the next losses; one engine for each target."""
+    """For each load what has come, what a second save of it holds, and the next losses; one engine for each target.
+
+    Each engine then refuses an impossible state.
+    """
     engines: dict[Setup, Any] = {}
+    tried: set[str] = set()
     results = []
     for load in loads:
         engine = engines.get(load.target) or engines.setdefault(load.target, load.target.start(seed=1))
@@ -116,6 +141,9 @@ def load_all(rank: int, world: int, folder: Path, loads: list[Load]) -> list[tup
         again = folder / f"again-on-{world}" / f"{load.source.label}-{load.target.label}-{load.micro_batches}"
         engine.save(again)
         state = state_of(engine)
+        if load.target.engine not in tried:
+            tried.add(load.target.engine)
+            refuses_an_impossible_state(engine, again)
         losses = []
         for _ in range(NUM_LOSSES):
             outcome = train_step(engine, load.micro_batches)

@@ -166,7 +166,7 @@ def check_traffic(found: dict[int, Any]) -> None:
                 assert matrices <= numel < 1.3 * matrices  # sections of one size
             else:  # there and back; no more than every element, and less by what the owners hold
                 assert [entry.partition("(")[0] for entry in moved] == ["all_to_all"] * 2
-                assert moved[0].endswith(" x bfloat16)")
+                assert moved[0].endswith(" x bfloat16) in step")
                 sizes = {int(entry.split(", ")[1].split(" x ")[0]) for entry in moved}
                 assert len(sizes) == 1
                 assert 0.3 * matrices < sizes.pop() <= matrices

@@ -33,7 +33,13 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "lion": Lion(lr=1e-3, groups=SLOWER),
 }
 MICRO_BATCHES = 12
-STAGES = (0, 1, 2, 3)
+STAGES = {
+    1: ((0, 3), (0, 3)),  # nothing is sharded
+    2: ((0, 1, 2, 3), (0, 1, 2, 3)),
+    3: ((0, 2), (1, 3)),
+    4: ((1, 3), (0, 2)),
+}
+"""By number of ranks: stages of every other optimizer, and of the rest. All pairs of the three come."""
 
 
 class Block(nn.Module):
@@ -88,8 +94,8 @@ def train(engine: StepEngine) -> dict[str, str]:
 def run_native(rank: int, world: int, folder: Path) -> dict[tuple[str, int], list[dict[str, str]]]:
     """Returns the states after 2 and 4 steps, at each stage; one rank saves the former."""
     found = {}
-    for name, record in OPTIMIZERS.items():
-        for stage in STAGES if world > 1 else (0, 3):
+    for number, (name, record) in enumerate(OPTIMIZERS.items()):
+        for stage in STAGES[world][number % 2]:
             engine = start("native", stage, record, reproducible=True)
             half = train(engine)
             if (world, stage) == (1, 0):

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtrain.distributed import process_group
-from dtrain.distributed.communicator import CollectiveSchedule, Communicator
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.schedule import CollectiveSchedule
 from dtrain.distributed.single_rank import SingleRank
 from tests.fake.device import DEVICE, QuickMode
 

@@ -1,7 +1,8 @@
 """Compiles Triton kernels for a GPU that need not be there: registers, spills, instructions.
 
 ``python -m tests.fake.lowering 90`` compiles every kernel that engines launch on the fake device for compute capability
-9.0, in the variants in which they launch them, and prints one line of JSON for each.
+9.0, in the variants in which they launch them, and prints one line of JSON for each. ``80:adamw,decide 90``
+compiles two kernels for 8.0 and every one for 9.0.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ class Lowered:
         instructions: number of each in its PTX.
     """
 
+    capability: int
     kernel: str
     signature: str
     registers: int
@@ -77,7 +80,7 @@ def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, An
     registers, spills = _resources(ptx, capability)
     types = ", ".join(a.type + "*" * a.is_aligned for a in arguments if a.type != "constexpr")
     instructions = dict(Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s", ptx, re.MULTILINE)))
-    return Lowered(function.fn.__name__, types, registers, spills, instructions)
+    return Lowered(capability, function.fn.__name__, types, registers, spills, instructions)
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int]:
@@ -98,32 +101,39 @@ def _resources(ptx: str, capability: int) -> tuple[int, int]:
 def engine_launches(*, float8: bool) -> list[Launch]:
     """Returns one launch of each variant that the engines compile, in their order; ``float8``: FP8 engines too."""
     found: dict[Any, Launch] = {}
-    for ranks, options in ENGINES:
-        if options["precision"] == "fp8" and not float8:
-            continue
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        with fake_engine(ranks, **options) as rank:
-            rank.step()
-            found |= {launch.variant: launch for launch in reversed(rank.launches)}
-        torch.use_deterministic_algorithms(deterministic)
+    for number, (_, options) in enumerate(ENGINES):
+        if float8 or options["precision"] != "fp8":
+            found |= _launches_of(number)
     return list(found.values())
+
+
+@cache
+def _launches_of(number: int) -> dict[Any, Launch]:
+    ranks, options = ENGINES[number]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with fake_engine(ranks, **options) as rank:
+        rank.step()
+        found = {launch.variant: launch for launch in reversed(rank.launches)}
+    torch.use_deterministic_algorithms(deterministic)
+    return found
 
 
 def main() -> None:
     """Prints what each variant needs, of the kernels named, or of all; ``spilling`` is one that spills."""
-    capability, *names = sys.argv[1:]
-    if names == ["spilling"]:
+    for request in sys.argv[1:]:
+        capability, _, names = request.partition(":")
+        for launch in _chosen(int(capability), names.split(",") if names else []):
+            lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
+            print(json.dumps(vars(lowered)), flush=True)
+
+
+def _chosen(capability: int, names: Sequence[str]) -> list[Launch]:
+    if "spilling" in names:
         from tests.fake.planted_kernel import spilling
 
         arguments = (Argument("source", "*fp32"), Argument("target", "*fp32"), Argument("SIZE", "constexpr", 4096))
-        launches = [Launch("spilling", 1, arguments, (("num_warps", 1),), spilling)]
-    else:
-        launches = [
-            launch for launch in engine_launches(float8=int(capability) >= 89) if not names or launch.kernel in names
-        ]
-    for launch in launches:
-        lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
-        print(json.dumps(vars(lowered)), flush=True)
+        return [Launch("spilling", 1, arguments, (("num_warps", 1),), spilling)]
+    return [launch for launch in engine_launches(float8=capability >= 89) if not names or launch.kernel in names]
 
 
 if __name__ == "__main__":

@@ -30,27 +30,32 @@ FLOAT8 = {"_measure", "_cast", "_transpose"}
 """Kernels that read matrices: for four programs of four warps, 128 registers."""
 
 
-def lowered(*arguments: str) -> list[dict[str, Any]]:
+# by compute capability: the kernels that are compiled for it, and the format through which FP8 numbers are made
+CAPABILITIES = {
+    80: (KERNELS - FLOAT8 - {"_scales"}, ""),  # without FP8
+    89: (FLOAT8, "f16x2"),  # the others have no code of their own for 8.9
+    90: (KERNELS, "f32"),
+}
+Lowered = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def lowered() -> list[Lowered]:
+    """All kernels for each capability, and one that spills for 9.0."""
     # in a process of its own: the tests of values have switched Triton to its interpreter in this one
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.fake.lowering", *arguments]
+    requests = [f"{capability}:{','.join(sorted(names))}" for capability, (names, _) in CAPABILITIES.items()]
+    command = [sys.executable, "-m", "tests.fake.lowering", *requests, "90:spilling"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(
-    ("capability", "names", "source"),
-    [
-        (80, KERNELS - FLOAT8 - {"_scales"}, ""),  # without FP8
-        (89, FLOAT8, "f16x2"),  # the others have no code of their own for 8.9
-        (90, KERNELS, "f32"),
-    ],
-    ids=["8.0", "8.9", "9.0"],
-)
-def test_kernels_spill_nothing_and_access_memory_in_vectors(capability: int, names: set[str], source: str) -> None:
-    found = lowered(str(capability), *sorted(names))
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_kernels_spill_nothing_and_access_memory_in_vectors(lowered: list[Lowered], capability: int) -> None:
+    names, source = CAPABILITIES[capability]
+    found = [kernel for kernel in lowered if kernel["capability"] == capability and kernel["kernel"] != "spilling"]
     assert {kernel["kernel"] for kernel in found} == names
     for kernel in found:
         name, instructions = kernel["kernel"], kernel["instructions"]
@@ -72,7 +77,6 @@ def test_kernels_spill_nothing_and_access_memory_in_vectors(capability: int, nam
             assert any(key.startswith("min.NaN") for key in instructions), "a clamp that loses NaN"
 
 
-def test_a_kernel_that_spills_is_found() -> None:
-    (kernel,) = lowered("90", "spilling")
-    assert kernel["kernel"] == "spilling"
+def test_a_kernel_that_spills_is_found(lowered: list[Lowered]) -> None:
+    (kernel,) = (kernel for kernel in lowered if kernel["kernel"] == "spilling")
     assert kernel["spills"] > 0

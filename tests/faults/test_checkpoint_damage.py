@@ -54,23 +54,28 @@ def out_of_the_directory(manifest: dict[str, Any]) -> None:
             chunk["file"] = chunk["file"].replace(R0, "../r0000.safetensors")
 
 
+def hash_of(manifest: dict[str, Any]) -> str:
+    return next(name for name in ("blake3", "sha256") if name in manifest["files"][1])
+
+
 ANY = r".+"
+HASH = "(blake3|sha256) differs"
 CASES: dict[str, tuple[Damage, str, str]] = {
     # name: (damage, damaged file, pattern of the reason)
     **{f"flip-{file}-{where}": (flip(file, where), file, ANY) for file in (R0, R1) for where in (0, 0.01, 0.2, 0.7, 1)},
     **{f"flip-manifest-{w}": (flip(MANIFEST, w), MANIFEST, "sha256 differs") for w in (0, 0.01, 0.02, 0.3, 0.6, 1)},
     **{
-        f"cut-{file}-{keep}": (change(file, lambda d, keep=keep: d[: int(keep * len(d))]), file, "size|sha256 differs")
+        f"cut-{file}-{keep}": (change(file, lambda d, keep=keep: d[: int(keep * len(d))]), file, f"size|{HASH}")
         for file in (R0, R1, MANIFEST)
         for keep in (0, 0.1, 0.999)
     },
-    **{f"extended-{f}": (change(f, lambda d: d.extend(b"\0")), f, "size|sha256") for f in (R0, R1, MANIFEST)},
+    **{f"extended-{f}": (change(f, lambda d: d.extend(b"\0")), f, f"size|{HASH}") for f in (R0, R1, MANIFEST)},
     **{f"zeroed-{f}": (change(f, lambda d: bytes(len(d))), f, ANY) for f in (R0, R1, MANIFEST)},
     **{f"deleted-{f}": (lambda p, f=f: (p / f).unlink(), f, "missing") for f in (R0, R1, MANIFEST)},
-    "last-block-zeroed": (change(R1, lambda d: d[:-16] + bytes(16)), R1, "sha256 differs .expected [0-9a-f]{64}, got"),
+    "last-block-zeroed": (change(R1, lambda d: d[:-16] + bytes(16)), R1, HASH + " .expected [0-9a-f]{64}, got"),
     "swapped": (swap, R0, "size differs"),
     "copied-over": (lambda p: shutil.copy(p / R0, p / R1), R1, "size differs"),
-    "file-of-another-step": (lambda p: shutil.copy(p.parent / "step-00000100" / R1, p / R1), R1, "sha256 differs"),
+    "file-of-another-step": (lambda p: shutil.copy(p.parent / "step-00000100" / R1, p / R1), R1, HASH),
     "manifest-of-another-step": (
         lambda p: shutil.copy(p.parent / "step-00000100" / MANIFEST, p / MANIFEST),
         MANIFEST,
@@ -135,6 +140,13 @@ CASES: dict[str, tuple[Damage, str, str]] = {
     "no-fingerprint": (sealed(lambda m: tensor(m).pop("fingerprint")), MANIFEST, "expected the fields"),
     "lost-tensor": (sealed(lambda m: m["tensors"].remove(tensor(m))), R0, "only its header lists master:weight"),
     "tensor-twice": (sealed(lambda m: m["tensors"].append(tensor(m))), MANIFEST, "listed twice"),
+    "unknown-hash": (
+        sealed(lambda m: put(m["files"][1], md5=m["files"][1].pop(hash_of(m)))), MANIFEST, "unknown hash 'md5'"
+    ),
+    "two-hashes": (sealed(lambda m: put(m["files"][1], md5="0" * 64)), MANIFEST, "expected the fields"),
+    "no-hash": (sealed(lambda m: m["files"][1].pop(hash_of(m))), MANIFEST, "expected the fields"),
+    "short-hash": (sealed(lambda m: put(m["files"][1], **{hash_of(m): "0" * 63})), MANIFEST, "is not a digest of"),
+    "version-of-other-hashes": (sealed(lambda m: put(m, version=3 - m["version"])), MANIFEST, "for the hashes"),
     "file-twice": (sealed(lambda m: m["files"].append(m["files"][0])), MANIFEST, "listed twice"),
     "file-not-listed": (sealed(lambda m: m["files"].pop()), MANIFEST, "which is impossible"),
     "path-traversal": (sealed(out_of_the_directory), MANIFEST, "the name of a data file"),
@@ -144,7 +156,7 @@ CASES: dict[str, tuple[Damage, str, str]] = {
     "size-as-text": (sealed(lambda m: put(m["files"][1], bytes="8")), MANIFEST, "bytes is '8', expected int"),
     "size-as-truth": (sealed(lambda m: put(m["files"][1], bytes=True)), MANIFEST, "bytes is True"),
     "other-format": (sealed(lambda m: put(m, format="zip")), MANIFEST, "expected 'dtrain-checkpoint' version 1"),
-    "later-version": (sealed(lambda m: put(m, version=2)), MANIFEST, "read it with the dtrain that wrote it"),
+    "later-version": (sealed(lambda m: put(m, version=3)), MANIFEST, "read it with the dtrain that wrote it"),
     "extra-field": (sealed(lambda m: put(m, extra=1)), MANIFEST, "expected the fields"),
     "lost-field": (sealed(lambda m: m.pop("state")), MANIFEST, "expected the fields"),
     "step-changed": (sealed(lambda m: put(m, step=201)), MANIFEST, "is of step 201"),
@@ -230,7 +242,7 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path: Path, template: Path)
     flip(R1, 0.9)(directory / "step-00000200")
     for error in on_threads(2, lambda comm: open_newest(directory, comm)):
         assert isinstance(error, CheckpointError)
-        assert re.search(f"step-00000200: {R1}: sha256.*step-00000100: {R0}: sha256", str(error))
+        assert re.search(f"step-00000200: {R1}: {HASH}.*step-00000100: {R0}: {HASH}", str(error))
 
 
 def test_second_damaged_checkpoint_gets_another_name(tmp_path: Path, template: Path) -> None:
@@ -242,7 +254,7 @@ def test_second_damaged_checkpoint_gets_another_name(tmp_path: Path, template: P
         if count == 1:
             shutil.copytree(template / "step-00000200", directory / "step-00000200")
     names = sorted(path.name for path in directory.iterdir())
-    assert names == ["bad-step-00000200-sha256", "bad-step-00000200-sha256-2", "step-00000100"]
+    assert names == ["bad-step-00000200-hash", "bad-step-00000200-hash-2", "step-00000100"]
 
 
 def test_unreadable_checkpoint_is_skipped_and_keeps_its_name(

@@ -341,7 +341,7 @@ def test_hostile_files(tmp_path: Path, faults: FaultCounts) -> None:
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
     assert not list(tmp_path.rglob("exploded"))
     count = len(REFUSED) + len(IGNORED) + len(LEASES)
-    faults.passed("F6", count, refused=len(REFUSED), ignored=len(IGNORED), leases=len(LEASES), code_run=0)
+    faults.passed("F6", count, refused=len(REFUSED), ignored=len(IGNORED), leases=len(LEASES))
 
 
 def test_audit_hook_detects_misbehavior(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def test_killed_in_a_reduction(tmp_path: Path, data: str, whole_on_two: Record) 
 
 
 def test_every_function_is_covered() -> None:
-    assert {place for place, _ in INSTANTS} | {"reduction"} == set(FUNCTIONS)
+    hangs = {"data", "model"}  # tests.faults.test_hangs
+    assert {place for place, _ in INSTANTS} | {"reduction"} | hangs == set(FUNCTIONS)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -17,6 +17,7 @@ import pytest
 from dtrain.checkpoint import storage
 from dtrain.checkpoint.directory import step_name
 from dtrain.checkpoint.format import integrity, manifest
+from dtrain.checkpoint.format.hashing import new_digest
 from dtrain.checkpoint.format.safetensors_file import read_header
 from tests.faults import test_checkpoint_damage as damage
 from tests.faults import test_lease as leases
@@ -76,11 +77,11 @@ class Agreeing(str):
 def agreeing_hashes(patch: pytest.MonkeyPatch) -> None:
     """The files are hashed, but every hash is accepted."""
 
-    def sha256(data: bytes = b"") -> SimpleNamespace:
-        digest = hashlib.sha256(data)
+    def agreeing(name: str, first: bytes) -> SimpleNamespace:
+        digest = new_digest(name, first)
         return SimpleNamespace(update=digest.update, hexdigest=lambda: Agreeing(digest.hexdigest()))
 
-    patch.setattr(f"{CHECKPOINT}.format.integrity.hashlib", SimpleNamespace(sha256=sha256))
+    patch.setattr(f"{CHECKPOINT}.format.integrity.new_digest", agreeing)
 
 
 def unchecked_manifest(patch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dtrain.checkpoint.format import hashing
 from dtrain.checkpoint.format.manifest import canonical_json
 
 R0, R1, MANIFEST = "r0000.safetensors", "r0001.safetensors", "manifest.json"
@@ -53,7 +54,9 @@ def vouched(file: str, edit: Callable[[bytes], bytes]) -> Damage:
 
         def reseal(manifest: dict[str, Any]) -> None:
             entry = next(entry for entry in manifest["files"] if entry["name"] == file)
-            entry.update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            entry["bytes"] = len(data)
+            for name in hashing.NAMES & entry.keys():
+                entry[name] = hashing.new_digest(name, data).hexdigest()
 
         sealed(reseal)(path)
 

@@ -44,13 +44,13 @@ class FaultCounts:
         return full if self.full else ci
 
     def passed(self, fault: str, count: int, *, seed: int | None = None, **figures: int) -> None:
-        """Adds a passed case to the record of its test function.
+        """Adds a passed case to the record of its test function, at its end: a fault that is not met fails the test.
 
         Args:
             fault: number in the fault suite, such as ``F15``.
             count: number of faults tried.
             seed: seed of the random faults.
-            figures: further counts, such as ``lost_commits=0``.
+            figures: further counts, such as ``refused=9``.
         """
         if self._folder is None:
             return

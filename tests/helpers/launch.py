@@ -23,9 +23,9 @@ import pytest
 from dtrain.__main__ import main
 from dtrain.checkpoint import open_newest, verify
 from dtrain.cli.resolve import compose
-from dtrain.config.schema import RunConfig
+from dtrain.config.schema import RunConfig, SuperviseConfig
 from dtrain.errors import DtrainError
-from dtrain.telemetry.metrics import read_metrics
+from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.mishap import FACTORY
@@ -116,7 +116,7 @@ def curve(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of ``metrics.jsonl`` without what depends on the clock; none where there is no file yet."""
     path = run_dir / "metrics.jsonl"
     lines = read_metrics(path) if path.exists() else []
-    return [{key: line[key] for key in line if key not in ("tokens_per_s", "step_ms")} for line in lines]
+    return [{key: line[key] for key in line if key not in TIMES} for line in lines]
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -147,6 +147,9 @@ def newest_step(run_dir: Path) -> int:
     assert not names or verify(run_dir / "checkpoints").ok
     return int(names[-1].removeprefix("step-")) if names else 0
 
+
+# killed on purpose, often without a newer checkpoint
+UNWATCHED = SuperviseConfig(enabled=False, restarts=0)
 
 # -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
 
@@ -188,7 +191,8 @@ def train(
     Returns:
         The exit code of each rank; None where one of them died.
     """
-    config = replace(_composed(overrides), run_dir=str(run_dir))  # here: it takes as long as a short training
+    config = _composed(overrides)  # here: it takes as long as a short training
+    config = replace(config, run_dir=str(run_dir), supervise=UNWATCHED)
     try:
         return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm)
     except RankFailure as failure:

@@ -37,6 +37,8 @@ FUNCTIONS = {
     "gather": "dtrain.sharding.replicas:Replica.start_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "validation": "dtrain.train.trainer:validation_loss",
+    "data": "dtrain.data.loader:BatchLoader.__next__",
+    "model": "dtrain.models.transformer:build",
     "create": "dtrain.checkpoint.storage:create",
     "write": "dtrain.checkpoint.storage:write",
     "sync": "dtrain.checkpoint.storage:sync",
@@ -54,9 +56,11 @@ class Mishap:
         place: key of ``FUNCTIONS``; at ``write`` and ``metrics`` half of the bytes are written first.
         count: number of the call.
         action: name of a signal that the process sends itself, or ``raise``, ``sleep`` (60 s, at ``summary`` 1.5 s),
-            ``linger`` (SIGKILL after 0.2 s, while other threads continue), ``stop and fail`` (SIGTERM, then EIO).
+            ``linger`` (SIGKILL after 0.2 s, while other threads continue), ``stop and fail`` (SIGTERM, then EIO),
+            ``loop`` (in Python, for good), ``block`` (in a C call, for good).
         rank: the rank with the fault; None: all ranks.
         until: file whose existence ends a ``sleep`` of 60 s anywhere; empty: none.
+        mark: file that is made when the fault happens; empty: none.
     """
 
     place: str
@@ -64,18 +68,26 @@ class Mishap:
     action: str = "SIGKILL"
     rank: int | None = None
     until: str = ""
+    mark: str = ""
 
     def env(self) -> dict[str, str]:
         """Returns the environment of a process with this fault."""
         return {_MISHAP: json.dumps(asdict(self))}
 
     def happen(self) -> None:
+        if self.mark:
+            Path(f"{self.mark}-{_rank()}").touch()
         if self.action == "raise":
             raise RuntimeError("the model broke")
         if self.action == "sleep":
             deadline = time.monotonic() + (1.5 if self.place == "summary" and not self.until else 60)
             while time.monotonic() < deadline and not (self.until and os.path.exists(self.until)):
                 time.sleep(0.02)
+        elif self.action == "loop":
+            while True:
+                pass
+        elif self.action == "block":
+            os.read(os.pipe()[0], 1)
         elif self.action == "linger":
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -6,8 +6,11 @@ The forkserver imports this once. None of it starts a thread or a process, or op
 from __future__ import annotations
 
 import os
+import sys
 
 import torch
+
+sys.dont_write_bytecode = False  # also where PYTHONDONTWRITEBYTECODE is set: each rank would compile its test again
 
 if not torch.backends.cuda.is_built():  # where there may be a GPU, DeepSpeed must see the device of the rank
     import torch._dynamo

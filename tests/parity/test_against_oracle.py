@@ -17,10 +17,17 @@ def run(precision: str, *, steps: int, accumulation: int = 2, **options: object)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_native_follows_the_oracle(precision: str, world: int) -> None:
+def test_native_follows_the_oracle(world: int) -> None:
+    """Each stage and accumulation in FP32, whose bounds are the tightest, and in one of the formats of 16 bits.
+
+    That one alternates over the cases and over the numbers of ranks, so each case meets both.
+    """
     stages_and_accumulations = [(stage, n) for stage in range(4) for n in ((1, 2, 3) if stage < 3 else (2,))]
-    runs = [run(precision, zero_stage=stage, steps=20, accumulation=n) for stage, n in stages_and_accumulations]
+    runs = [
+        run(precision, zero_stage=stage, steps=20, accumulation=n)
+        for number, (stage, n) in enumerate(stages_and_accumulations)
+        for precision in ("fp32", ("bf16", "fp16")[(number + world // 2) % 2])
+    ]
     assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
 
 

@@ -63,9 +63,11 @@ def train_all(rank: int, world: int, runs: list[Run]) -> list[Result]:
 
 
 def oracle_runs(world: int) -> list[Run]:
-    cases = [(stage, "none", 2) for stage in range(4)] + [(2, "none", 1), (3, "none", 3)]
+    """Each stage in each precision; other accumulations and offloading alternate between the two."""
+    cases = [(precision, stage, "none", 2) for precision in PRECISIONS for stage in range(4)]
+    cases += [(PRECISIONS[world % 2], 2, "none", 1), (PRECISIONS[1 - world % 2], 3, "none", 3)]
     if world == 2:
-        cases += [(stage, "cpu", 2) for stage in (1, 2, 3)]
+        cases += [(PRECISIONS[stage % 2], stage, "cpu", 2) for stage in (1, 2, 3)]
     return [
         Run(
             "transformer",
@@ -74,8 +76,7 @@ def oracle_runs(world: int) -> list[Run]:
             unequal_weights=True,
             options={"precision": precision, "zero_stage": stage, "offload": offload},
         )
-        for precision in PRECISIONS
-        for stage, offload, accumulation in cases
+        for precision, stage, offload, accumulation in cases
     ]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, np.uint64(0x94D049BB133111EB)
-_BLOCK = 1 << 15  # elements summed at a time: weights and products stay in the L2 cache
+_BLOCK = 1 << 15  # elements summed at a time: weights stay in the L2 cache
 _COPY_BYTES = 4 << 20  # bytes of a device tensor copied to the host at a time
 _MAX_SHARING = 8  # tensors that share their weights; the same number of blocks is on the host at once
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -54,13 +54,13 @@ def _partial_sums(blocks: Sequence[memoryview], itemsize: int, start: int) -> li
     """Returns the sums over blocks of equal length whose first element has index ``start``."""
     patterns = [np.frombuffer(block, dtype=_UNSIGNED[itemsize]) for block in blocks]
     totals, numel = [0] * len(patterns), len(patterns[0])
-    weights, products = np.empty((2, min(_BLOCK, numel)), np.uint64)
+    weights, scratch = np.empty((2, min(_BLOCK, numel)), np.uint64)
     for offset in range(0, numel, _BLOCK):
         count = min(_BLOCK, numel - offset)
-        _fill_weights(weights[:count], products[:count], start + offset)
+        _fill_weights(weights[:count], scratch[:count], start + offset)
         for number, pattern in enumerate(patterns):
-            np.multiply(weights[:count], pattern[offset : offset + count], out=products[:count])
-            totals[number] += int(products[:count].sum())
+            bits = pattern[offset : offset + count]
+            totals[number] += int(np.einsum("i,i->", weights[:count], bits, dtype=np.uint64, casting="safe"))
     return [total & MASK for total in totals]
 
 

@@ -1,13 +1,12 @@
 """Checks of a checkpoint's files, all of which pass before any value is used.
 
 Order: the manifest's own hash, its fields and the tiling of every tensor; the set of files and their sizes; each file's
-header against the manifest; each file's SHA-256; the fingerprint of every tensor from the files' bytes. A check that
+header against the manifest; each file's hash; the fingerprint of every tensor from the files' bytes. A check that
 fails raises a ``DamageError`` that names the file; a file that cannot be read raises an ``OSError``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import threading
@@ -19,6 +18,7 @@ from dtrain.checkpoint import threads
 from dtrain.checkpoint.directory import STEP_NAME
 from dtrain.checkpoint.format import manifest as manifests
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
+from dtrain.checkpoint.format.hashing import new_digest
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest
 from dtrain.checkpoint.format.safetensors_file import (
     DamageError,
@@ -77,7 +77,7 @@ def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) ->
         key = min(stored.keys() ^ listed.keys())
         where = "its header" if key in stored else "the manifest"
         raise DamageError(file.name, f"only {where} lists {key}", "header")
-    # SHA-256 proves the bytes; only this comparison proves that manifest and header cut them alike
+    # the hash proves the bytes; only this comparison proves that manifest and header cut them alike
     for key, (tensor, chunk) in listed.items():
         actual, shape = stored[key], manifests.stored_shape(tensor.shape, chunk.stop - chunk.start)
         if actual.dtype != tensor.dtype or actual.shape != shape:
@@ -98,7 +98,7 @@ def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Map
     header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
     position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
     sums: PartialSums = {}
-    with _Digest(header) as digest:
+    with _Digest(file.hash, header) as digest:
         for key, location in ordered:
             tensor, chunk = manifest.by_file[file.name][key]
             itemsize, total = tensor.dtype.itemsize, 0
@@ -110,16 +110,16 @@ def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Map
             index = position[id(tensor)]
             sums[index] = (sums.get(index, 0) + total) & MASK
         got = digest.hex()
-    if got != file.sha256:
-        raise DamageError(file.name, f"sha256 differs (expected {file.sha256}, got {got})", "sha256")
+    if got != file.digest:
+        raise DamageError(file.name, f"{file.hash} differs (expected {file.digest}, got {got})", "hash")
     return sums
 
 
 class _Digest:
-    """A SHA-256 that hashes large blocks in a thread while the caller fingerprints them and reads the next one."""
+    """Hashes large blocks in a thread while the caller fingerprints them and reads the next one."""
 
-    def __init__(self, first: bytes) -> None:
-        self._digest = hashlib.sha256(first)
+    def __init__(self, name: str, first: bytes) -> None:
+        self._digest = new_digest(name, first)
         self._thread: threading.Thread | None = None
         self._buffers = [memoryview(b""), memoryview(b"")]
 
@@ -170,7 +170,7 @@ def check_fingerprints(manifest: Manifest, parts: Iterable[PartialSums]) -> None
 
 
 def verify_checkpoint(path: Path, *, fast: bool = False) -> Manifest:
-    """Runs all checks of one checkpoint in this process; ``fast`` skips the data (SHA-256 and fingerprints)."""
+    """Runs all checks of one checkpoint in this process; ``fast`` skips the data (hashes and fingerprints)."""
     manifest = load_manifest(path)
     check_contents(path, manifest, fast=fast)
     return manifest

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dtrain.checkpoint.format import hashing
 from dtrain.checkpoint.format.safetensors_file import (
     DTYPES,
     NUMBER_LIMIT,
@@ -24,27 +25,30 @@ from dtrain.checkpoint.format.safetensors_file import (
     is_shape,
     parse_json,
 )
-from dtrain.errors import CheckpointError
+from dtrain.checkpoint.format.training_state import TrainingState
+from dtrain.errors import CheckpointError, ConfigError
 
 FILE = "manifest.json"
 FORMAT = "dtrain-checkpoint"
-VERSION = 1
+VERSIONS = (1, 2)  # 1: every file is hashed with SHA-256
 SIZE_LIMIT = 1 << 30  # bytes
 FILE_NAME = re.compile(r"[a-z0-9-]+\.safetensors")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
 _SAVED_AT = re.compile(r"[0-9T:.+-]{1,40}")
 _KEY_SUFFIX = re.compile(r"(@[0-9]+)*")  # follows the tensor's kind and name in a key
+_KINDS_ALONE = ("master", "buffer", "frozen")  # the others are states of a master
 _FIELDS = {"format": str, "version": int, "step": int, "saved_at": str, "state": dict, "files": list, "tensors": list}
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A data file: its name in the directory, its size, and the hex SHA-256 of its bytes."""
+    """A data file: its name in the directory, its size, the name of its hash, and the hex digest of its bytes."""
 
     name: str
     bytes: int
-    sha256: str
+    hash: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,19 @@ class Manifest:
         """Line 1 of the file: the SHA-256 of the rest."""
         return self.encode().partition(b"\n")[0].decode()
 
+    @property
+    def version(self) -> int:
+        """Version of the format, the oldest that can hold this manifest."""
+        return 1 if all(file.hash == "sha256" for file in self.files) else 2
+
+    @cached_property
+    def training(self) -> TrainingState | None:
+        """The checked state of the engine that saved it, or None: [Note: training state]."""
+        try:
+            return TrainingState.of(self.state, step=self.step, num_files=len(self.files))
+        except ConfigError as error:
+            raise DamageError(FILE, str(error), "state") from None
+
     def metric(self, name: str) -> float | None:
         """Returns ``state["metrics"][name]``, such as ``val_loss``; None if it is absent."""
         metrics = self.state.get("metrics")
@@ -114,11 +131,11 @@ class Manifest:
         body = canonical_json(
             {
                 "format": FORMAT,
-                "version": VERSION,
+                "version": self.version,
                 "step": self.step,
                 "saved_at": self.saved_at,
                 "state": self.state,
-                "files": [vars(file) for file in self.files],
+                "files": [{"name": file.name, "bytes": file.bytes, file.hash: file.digest} for file in self.files],
                 "tensors": [
                     {
                         "name": tensor.name,
@@ -146,9 +163,9 @@ class Manifest:
         if digest != actual.encode():
             raise DamageError(FILE, f"sha256 differs (expected {digest[:64]!r}, got {actual!r})", "manifest-hash")
         raw = parse_json(body, FILE)
-        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
+        if raw.get("format") != FORMAT or raw.get("version") not in VERSIONS:
             got = f"{raw.get('format')!r} version {raw.get('version')!r}"
-            reason = f"expected {FORMAT!r} version {VERSION}, got {got}; read it with the dtrain that wrote it"
+            reason = f"expected {FORMAT!r} version 1 or 2, got {got}; read it with the dtrain that wrote it"
             raise DamageError(FILE, reason, "version")
         _check_fields(raw, _FIELDS, "the manifest")
         if not _SAVED_AT.fullmatch(raw["saved_at"]):
@@ -160,9 +177,13 @@ class Manifest:
         tensors = tuple(_tensor(item, names) for item in raw["tensors"])
         manifest = Manifest(raw["step"], raw["saved_at"], raw["state"], files, tensors)
         vars(manifest)["digest"] = actual  # already known; encoding again costs as much as parsing
+        if manifest.version != raw["version"]:
+            raise _bad(f"version is {raw['version']}, expected {manifest.version} for the hashes of these files")
         num_chunks = sum(len(tensor.chunks) for tensor in tensors)
         if len(manifest.index) != len(tensors) or sum(map(len, manifest.by_file.values())) != num_chunks:
             raise _bad("a tensor or a key is listed twice")
+        if manifest.training is not None:
+            _check_optimizer_states(manifest)
         return manifest
 
 
@@ -210,13 +231,29 @@ def _check_fields(raw: Any, fields: Mapping[str, type], label: str) -> None:
             raise _bad(f"{label}: {name} is {raw[name]!r:.200}, expected {kind.__name__}")
 
 
+def _check_optimizer_states(manifest: Manifest) -> None:
+    """Checks that each optimizer state, and the moving average, has the shape of its master."""
+    for tensor in manifest.tensors:
+        if tensor.kind in _KINDS_ALONE:
+            continue
+        master = manifest.index.get(("master", tensor.name))
+        if master is None or master.shape != tensor.shape:
+            got = "there is none" if master is None else f"got {list(master.shape)}"
+            raise _bad(f"{tensor.label}: expected a master of its shape {list(tensor.shape)}, {got}")
+
+
 def _file(raw: Any) -> FileEntry:
-    _check_fields(raw, {"name": str, "bytes": int, "sha256": str}, "a file's entry")
+    others = sorted(set(raw) - {"name", "bytes"}) if isinstance(raw, dict) else []
+    name = others[0] if len(others) == 1 else "sha256"
+    if name not in hashing.NAMES:
+        known = ", ".join(sorted(hashing.NAMES))
+        raise _bad(f"unknown hash {name!r:.80} of a file (known: {known}); read it with the dtrain that wrote it")
+    _check_fields(raw, {"name": str, "bytes": int, name: str}, "a file's entry")
     if not FILE_NAME.fullmatch(raw["name"]):
         raise _bad(f"{raw['name']!r} is not the name of a data file (expected {FILE_NAME.pattern})")
-    if not _SHA256.fullmatch(raw["sha256"]):
-        raise _bad(f"{raw['name']}: {raw['sha256']!r:.80} is not a SHA-256")
-    return FileEntry(**raw)
+    if not _DIGEST.fullmatch(raw[name]):
+        raise _bad(f"{raw['name']}: {raw[name]!r:.80} is not a digest of {name}")
+    return FileEntry(raw["name"], raw["bytes"], name, raw[name])
 
 
 def _tensor(raw: Any, files: set[str]) -> TensorEntry:

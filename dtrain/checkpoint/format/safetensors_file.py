@@ -162,7 +162,7 @@ def is_shape(value: Any) -> bool:
 
 
 def parse_json(data: bytes, file: str) -> dict[str, Any]:
-    """Parses a JSON object strictly (UTF-8, no NaN, no duplicate key); raises ``DamageError``."""
+    """Parses a JSON object strictly (UTF-8, finite numbers, no duplicate key); raises ``DamageError``."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -170,11 +170,13 @@ def parse_json(data: bytes, file: str) -> dict[str, Any]:
             raise ValueError("a key appears twice")
         return result
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
+    def finite(number: str) -> float:
+        if not math.isfinite(float(number)):  # such as 1e400
+            raise ValueError(f"{number} is not JSON")
+        return float(number)
 
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(data.decode(), object_pairs_hook=unique, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise DamageError(file, f"not readable as JSON ({error})", "json") from None
     if not isinstance(value, dict):

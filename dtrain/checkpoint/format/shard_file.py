@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dtrain.checkpoint import storage, threads
+from dtrain.checkpoint.format import hashing
 from dtrain.checkpoint.format.fingerprint import fingerprints, host_blocks
 from dtrain.checkpoint.format.manifest import stored_shape
 from dtrain.checkpoint.format.safetensors_file import dtype_name, encode_header
@@ -63,7 +63,7 @@ def _by_key(shards: Iterable[TensorShard]) -> dict[str, TensorShard]:
 def write_shard_file(
     path: Path, shards: Iterable[TensorShard], raise_if_cancelled: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Writes and syncs a new file of ``shards``; returns plain JSON with the keys file, bytes, sha256 and shards.
+    """Writes and syncs a new file of ``shards``; returns plain JSON with the keys file, bytes, hash, digest and shards.
 
     The caller's thread writes. Two more threads hash and fingerprint the same memory; they have ended on return.
     ``raise_if_cancelled`` is called before each block and may raise to stop the write.
@@ -77,7 +77,8 @@ def write_shard_file(
     )
     for device in {shard.data.device for shard in keyed.values() if shard.data.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # the two other threads copy on other streams
-    digest = hashlib.sha256(header)
+    name = hashing.preferred()
+    digest = hashing.new_digest(name, header)
     sums = fingerprints((shard.data, shard.start) for shard in keyed.values())
     nbytes = sum(shard.data.nbytes for shard in keyed.values())
     run = in_background if nbytes > _SMALL_BYTES else on_demand
@@ -91,7 +92,8 @@ def write_shard_file(
         wait_for_hash()
         written = [_report(*item, total) for item, total in zip(keyed.items(), wait_for_sums(), strict=True)]
     written += [_report("", shard, 0) for shard in shards if shard.start == shard.stop]
-    return {"file": path.name, "bytes": len(header) + nbytes, "sha256": digest.hexdigest(), "shards": written}
+    size = len(header) + nbytes
+    return {"file": path.name, "bytes": size, "hash": name, "digest": digest.hexdigest(), "shards": written}
 
 
 @contextmanager
@@ -144,7 +146,7 @@ class _IteratorThread(threading.Thread, Generic[Result]):
         return self._results
 
 
-def _hash(digest: hashlib._Hash, shards: Iterable[TensorShard]) -> Iterator[None]:
+def _hash(digest: hashing.Digest, shards: Iterable[TensorShard]) -> Iterator[None]:
     for shard in shards:
         for block in host_blocks(shard.data):
             digest.update(block)

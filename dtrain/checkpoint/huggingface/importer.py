@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.commit import save
+from dtrain.checkpoint.format.training_state import KEYED_BY
 from dtrain.checkpoint.huggingface.config import from_hf
 from dtrain.checkpoint.huggingface.folder import HFFolder
 from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
@@ -158,7 +159,7 @@ def _state(model: ModelConfig) -> dict[str, object]:
         "optimizer": {},
         "engine_state": {"attempted_steps": 0, "applied_steps": 0, "loss_scale": loss_scale},
         # the engine keeps its own seed
-        "rng": {"seed": None, "keyed_by": ["seed", "attempted_steps", "global_micro_batch"]},
+        "rng": {"seed": None, "keyed_by": KEYED_BY},
         "data_cursor": 0,
         "aliases": {"head.weight": "embed.weight"} if model.tie_embeddings else {},
         "config": {"model": asdict(model)},

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dtrain.checkpoint.format.safetensors_file import DamageError, open_regular, parse_json, read_bytes
-from dtrain.distributed.rank_liveness import process_start
+from dtrain.distributed.processes import process_start
 from dtrain.distributed.shared_memory import host_identity
 
 NAME = re.compile(r"lease-([0-9]{8})\.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.progress import Phase
 from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.engine.deepspeed import library as deepspeed_library
 from dtrain.engine.deepspeed.optimizer import Partition, RuleOptimizer
@@ -25,14 +26,13 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.running_backward import require_running, running_engine
+from dtrain.parameters.squares import sum_squares
 from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
-
-_NORM_CHUNK = 1 << 16
-"""Elements whose norm is computed at once, in FP32; the sum over chunks is FP64."""
 
 
 def build(request: EngineRequest) -> Engine:
@@ -96,6 +96,11 @@ class DeepSpeedEngine(StepEngine):
             return {}
         return {name: p.detach().to("cpu", torch.float32, copy=True).flatten() for name, p in trained.items()}
 
+    @property
+    def timed_phases(self) -> Sequence[Phase]:
+        # DeepSpeed's own collectives: in backward and update, and at stage 3 in the forward
+        return (Phase.DATA,) if self.options.zero_stage == 3 else (Phase.DATA, Phase.FORWARD)
+
     def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         def record(number: int, grad: Tensor | None) -> None:
             if running_engine() is not self:
@@ -104,10 +109,15 @@ class DeepSpeedEngine(StepEngine):
             if grad is None:  # a backward of the user's own has returned None
                 return
             self.monitor.record_magnitude(number, grad)
-            self.monitor.record_finiteness(self._micro_batch, number, grad)
+
+        def record_finiteness(number: int, parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self.monitor.record_finiteness(self._micro_batch, number, parameter.grad)
 
         for number, name in enumerate(self.backward_names):
             trained[name].register_hook(partial(record, number))
+            # after hooks that are added to the parameter later, and before DeepSpeed's own, which reduces
+            trained[name].register_post_accumulate_grad_hook(partial(record_finiteness, number))
 
     def _refuse(self, name: str) -> None:
         """Raises ``UsageError``: DeepSpeed's own hooks would take a gradient that belongs to no micro-batch."""
@@ -169,11 +179,9 @@ class DeepSpeedEngine(StepEngine):
 
     def _squares(self) -> Tensor:
         """See the base class; infinite if DeepSpeed's own FP32 norm would overflow, so that no rank updates."""
-        if self.options.zero_stage:
-            norms = [norm for grad in self._zero.main_grads() for norm in _chunk_norms(grad)]
-            squares = torch.cat(norms).double().square_().to(self.device)
-        else:
-            squares = super()._squares()
+        squares = (
+            sum_squares(self._zero.main_grads()).to(self.device) if self.options.zero_stage else super()._squares()
+        )
         limit = torch.finfo(torch.float32).max / (4 * self.world_size)
         return squares.masked_fill(squares.sum() > limit, torch.inf)
 
@@ -233,6 +241,12 @@ class DeepSpeedEngine(StepEngine):
             for found in partition.intervals:
                 data = flat[found.offset : found.offset + found.stop - found.start]
                 yield TensorShard(found.spec.name, kind, found.spec.shape, dtype, found.start, found.stop, data)
+
+    def replicated_masters(self) -> Collection[str]:
+        return () if self.options.zero_stage else self.shapes
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        return self._zero.compute_shards()
 
     def _partitions(self, kind: str) -> list[Partition]:
         """Returns the partitions whose parameters have ``kind``; those of one partition are of one update class."""
@@ -335,13 +349,6 @@ def _check_model(request: EngineRequest) -> None:
                 f"weights that engine=deepspeed holds from stage 1 on; torch.compile does not see them. Compile "
                 f"only modules without norms, or use zero_stage=0, precision=fp32 or engine=native"
             )
-
-
-def _chunk_norms(grad: Tensor) -> list[Tensor]:
-    """Returns the norms of the chunks of ``grad`` [n], all by one kernel, and the norm of what is left by another."""
-    count = grad.numel() // _NORM_CHUNK
-    whole, rest = grad.split([count * _NORM_CHUNK, grad.numel() - count * _NORM_CHUNK])
-    return [torch.linalg.vector_norm(rows, dim=1) for rows in (whole.view(count, _NORM_CHUNK), rest.unsqueeze(0))]
 
 
 def _overlap(name: str, other: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine.deepspeed.optimizer import Partition
+from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.sharding.layout import ParamSpec, ShardInterval
 
 
@@ -70,6 +71,10 @@ class ZeroState(ABC):
         """Returns the compute weights on this rank, unless they are the masters themselves."""
 
     @abstractmethod
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        """Yields the compute weights on this rank, unless they are the masters themselves."""
+
+    @abstractmethod
     def gradients(self) -> list[Tensor]:
         """Returns the FP32 tensors that hold gradients now."""
 
@@ -103,6 +108,9 @@ class _Replicated(ZeroState):
     def weights(self) -> list[Tensor]:
         return []
 
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        return iter(())
+
     def gradients(self) -> list[Tensor]:
         return self.main_grads()
 
@@ -117,11 +125,11 @@ class _FlatSums(ZeroState):
 
     def _partition(self, parameters: Sequence[nn.Parameter], master: Tensor) -> Partition:
         update_class = self.specs[id(parameters[0])].update_class  # a group of the optimizer has one
-        return Partition(master, self._intervals(parameters, master.numel()), update_class)
+        return Partition(master, self._intervals(parameters, master.numel(), self.engine.global_rank), update_class)
 
-    def _intervals(self, parameters: Iterable[nn.Parameter], size: int) -> tuple[ShardInterval, ...]:
-        """Returns the intervals in this rank's ``size`` elements of the concatenated parameters."""
-        start = self.engine.global_rank * size
+    def _intervals(self, parameters: Iterable[nn.Parameter], size: int, rank: int) -> tuple[ShardInterval, ...]:
+        """Returns the intervals in the ``size`` elements of ``rank`` of the concatenated parameters."""
+        start = rank * size
         found, offset = [], 0
         for parameter in parameters:
             low, high = max(start, offset), min(start + size, offset + parameter.numel())
@@ -151,6 +159,21 @@ class _FlatSums(ZeroState):
 
     def weights(self) -> list[Tensor]:
         return list(self.optimizer.bf16_groups_flat)
+
+    def _groups(self) -> Sequence[Sequence[nn.Parameter]]:
+        """Returns the parameters of each of ``weights``."""
+        groups: Sequence[Sequence[nn.Parameter]] = self.optimizer.bf16_groups
+        return groups
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        engine = self.engine
+        for parameters, weights, partition in zip(self._groups(), self.weights(), self.partitions, strict=True):
+            master = partition.master.detach().view(-1)
+            for owner, values in enumerate(weights.detach().view(engine.world_size, -1)):
+                for found in self._intervals(parameters, master.numel(), owner):
+                    own = slice(found.offset, found.offset + found.stop - found.start)
+                    source = master[own] if owner == engine.global_rank else None
+                    yield ComputeShard(found.spec.name, COMPUTE, found.start, values[own], owner, source, True)
 
     def gradients(self) -> list[Tensor]:
         return list(self.optimizer.fp32_groups_gradients_flat)
@@ -227,6 +250,10 @@ class _Flat(_FlatSums):
     def weights(self) -> list[Tensor]:
         return list(self.optimizer.bit16_groups_flat)
 
+    def _groups(self) -> Sequence[Sequence[nn.Parameter]]:
+        groups: Sequence[Sequence[nn.Parameter]] = self.optimizer.bit16_groups
+        return groups
+
     def gradients(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
             return self.main_grads()
@@ -290,6 +317,14 @@ class _Sharded(ZeroState):
 
     def weights(self) -> list[Tensor]:
         return list(self.optimizer.fp16_partitioned_groups_flat)
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        rank = self.engine.global_rank
+        for weights, partition in zip(self.weights(), self.partitions, strict=True):
+            master = partition.master.detach().view(-1)
+            for found in partition.intervals:
+                own = slice(found.offset, found.offset + found.stop - found.start)
+                yield ComputeShard(found.spec.name, COMPUTE, found.start, weights[own], rank, master[own], False)
 
     def gradients(self) -> list[Tensor]:
         return [self.optimizer.grad_partitions_flat_buffer]

@@ -253,6 +253,10 @@ class UnitWeights:
         dtype: dtype in which the unit computes.
         comm: the ranks. On CPU they read the shard from each other's memory; its values change only after the next
             vote, which every rank joins after its last read.
+
+    Attributes:
+        shard: this rank's part of the last all-gather, on CPU; else None.
+        is_current: whether it holds the weights of the masters as they are; reset by who changes those.
     """
 
     def __init__(self, label: str, numel: int, dtype: torch.dtype, comm: Communicator) -> None:
@@ -260,6 +264,7 @@ class UnitWeights:
         self._comm = comm
         keeps_shard = comm.device.type == "cpu" and comm.process_group is not None
         self.shard = comm.allocate(numel, dtype) if keeps_shard else None
+        self.is_current = False
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for the gathered weights, new for each all-gather."""
@@ -271,6 +276,7 @@ class UnitWeights:
         """Runs the all-gather on the current stream."""
         if self.shard is not None:
             input_tensor = self.shard.copy_(input_tensor)
+            self.is_current = True
         self._comm.all_gather(output_tensor, input_tensor, label=self._label).wait()
 
 

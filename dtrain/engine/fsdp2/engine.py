@@ -32,6 +32,7 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ModelError
 from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
@@ -138,7 +139,7 @@ class Fsdp2Engine(StepEngine):
 
     def _reshard(self) -> None:
         for unit in self._units:
-            unit.module.reshard()
+            unit.reshard()
             if self._state.is_second_order:
                 unit.module.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
                 unit.module.set_reshard_after_backward(True, recurse=False)
@@ -155,6 +156,14 @@ class Fsdp2Engine(StepEngine):
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         return self._local_shards.local_shards(kind)
+
+    def replicated_masters(self) -> Collection[str]:
+        return {shard.name for shard in self._replicated.local_shards}
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        for unit in self._units:
+            yield from unit.compute_shards(self.rank)
+        yield from self._replicated.compute_shards(self.rank)
 
     def _check_live(self) -> None:
         self._state.reduce_dtype_check = ReduceDtypeCheck(self.policy)
@@ -280,6 +289,22 @@ class _ShardedUnit:
         """Raises ``ContractError`` for a parameter that is no longer the shard that the engine updates."""
         for (name, parameter), own in zip(self._parameters.items(), self._locals, strict=True):
             check_in_place(name, parameter, cast(DTensor, parameter).to_local(), own)
+
+    def reshard(self) -> None:
+        """Makes the next use of the unit gather its weights again."""
+        self.module.reshard()
+        self._weights.is_current = False
+
+    def compute_shards(self, rank: int) -> Iterator[ComputeShard]:
+        """Yields this rank's shard of the compute weights, if it is kept and the masters have not changed since."""
+        shard = self._weights.shard
+        if shard is None or not self._weights.is_current:
+            return
+        for name, master, (offset, width) in zip(self._parameters, self._locals, self.gradient.slots(), strict=True):
+            if master.numel():  # as the gradients, whose layout fully_shard has for the weights too
+                values = shard[offset : offset + master.numel()]
+                start = rank * width
+                yield ComputeShard(name, COMPUTE, start, values, rank, master, is_gathered=False)
 
     @property
     def shards(self) -> list[Tensor]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.local_shards import LocalShard, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.gradients import AccumulatedGradient
@@ -41,7 +42,7 @@ class ReplicatedParameters:
     ) -> None:
         self._on_gradient = on_gradient
         specs = [ParamSpec(name, tuple(p.shape), dtypes[name], update_classes[name]) for name, p in parameters.items()]
-        self._low_precision: list[tuple[nn.Parameter, Tensor]] = []  # with their masters
+        self._low_precision: dict[str, tuple[nn.Parameter, Tensor]] = {}  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
         self._gradients: list[AccumulatedGradient] = []
         self._slots: list[tuple[AccumulatedGradient, int]] = []  # of each parameter
@@ -58,7 +59,7 @@ class ReplicatedParameters:
                 view.copy_(parameter.detach())
                 parameter.data = view if spec.replica_dtype == torch.float32 else view.to(spec.replica_dtype)
                 if spec.replica_dtype != torch.float32:
-                    self._low_precision.append((parameter, view))
+                    self._low_precision[spec.name] = (parameter, view)
                 self._values.append((spec.name, parameter, parameter.detach()))
                 own = slice(slot.start, slot.stop)
                 self.local_shards.append(
@@ -94,7 +95,13 @@ class ReplicatedParameters:
     @property
     def replicas(self) -> list[Tensor]:
         """The low-precision parameters, which are not their own masters."""
-        return [parameter.detach() for parameter, _ in self._low_precision]
+        return [parameter.detach() for parameter, _ in self._low_precision.values()]
+
+    def compute_shards(self, rank: int) -> Iterator[ComputeShard]:
+        """Yields the same, each with the master that it is cast from."""
+        for name, (parameter, master) in self._low_precision.items():
+            values = parameter.detach().view(-1)
+            yield ComputeShard(name, COMPUTE, 0, values, rank, master.view(-1), is_gathered=False)
 
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
@@ -112,5 +119,5 @@ class ReplicatedParameters:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        for parameter, master in self._low_precision:
+        for parameter, master in self._low_precision.values():
             parameter.copy_(master)

@@ -78,9 +78,13 @@ class PrecisionSample:
         finally:
             self._is_open = False
 
+    def close_hooks(self) -> None:
+        """Ends the counting in forward and backward: a replay, or the explanation of a skip, runs them again."""
+        self._hooks.close()
+
     def begin_update(self) -> None:
         """Takes what backward has recorded, and copies the masters."""
-        self._hooks.close()  # the explanation of a skip runs forward and backward again
+        self.close_hooks()
         engine = self._engine
         self._magnitudes = self._monitor.magnitudes
         numbers = {name: number for number, name in enumerate(self._names)}

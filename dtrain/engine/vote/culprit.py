@@ -111,16 +111,20 @@ def locate_bad_gradient(
         is_only_backward: the step had one micro-batch over all ranks, so no gradient was recorded.
     """
     name = rank = micro_batch = None
-    bad = [(device.bad_gradient, rank) for rank, device in enumerate(decision.devices) if device.bad_gradient >= 0]
+    found = {finding.name for finding in findings}
+    bad = [
+        (device.bad_gradient, rank)
+        for rank, device in enumerate(decision.devices)
+        # a monitor's sum may overflow over finite elements, and such a rank must not be named for another's Inf
+        if device.bad_gradient >= 0 and backward_names[device.bad_gradient % len(backward_names)] in found
+    ]
     if bad:
         number, rank = min(bad)  # numbers grow by micro-batch, then in the order of backward
         micro_batch, index = divmod(number, len(backward_names))
         name = backward_names[index]
     elif is_only_backward:
         rank, micro_batch = 0, 0
-    found = {finding.name for finding in findings}
-    # nothing was recorded, or the recorded gradient was finite and only its sum overflowed
-    if name not in found:
+    if name is None:
         name = next((other for other in backward_names if other in found), None)
     own = [finding for finding in findings if finding.name == name]
     return Culprit(

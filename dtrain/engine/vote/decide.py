@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dtrain.engine.outcome import MAX_NORM
 from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
@@ -71,7 +72,8 @@ def decide(
     clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
     vetoes = (
         ~(weights > 0),  # also if NaN
-        ~squares.isfinite(),  # one element that is not finite is enough
+        # one element that is not finite is enough; infinite moments would freeze a weight for all later steps
+        ~squares.isfinite() | ((weights > 0) & (norm * clip > MAX_NORM)),
         (rows[:, COLUMNS["num_bad_losses"]] > 0).any(),
         (rows[:, COLUMNS["bad_weight"]] >= 0).any(),
         diverged,

@@ -16,6 +16,7 @@ from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.readback import Readback
+from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScaleState
@@ -101,6 +102,7 @@ class StepFinalizer:
         applied_steps: updates of the masters.
         save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
             it.
+        on_hosts: called with the host's record of every rank; all ranks call it together.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class StepFinalizer:
         self.is_synchronous = is_synchronous
         self.applied_steps = 0
         self.save_failed = False
+        self.on_hosts: Callable[[Sequence[HostRecord]], None] | None = None
         self._comm = comm
         self._locate_culprit = locate_culprit
         self._evidence = evidence
@@ -165,9 +168,12 @@ class StepFinalizer:
             raise self._divergence  # permanently: an engine whose ranks have diverged must not save or train again
         if self._evidence is not None:
             self._evidence.log_pending()
-        if self._read is None:
-            return
-        decision = self._read()
+        if self._read is not None:
+            # under one name, because a rank may read an outcome between any two calls
+            with self._comm.schedule.method("step"):
+                self._act_on(self._read())
+
+    def _act_on(self, decision: DecodedDecision) -> None:
         # kept until it is raised: that may be several steps later
         self.save_failed = self.save_failed or decision.save_failed
         if decision.reason == "diverged":
@@ -193,6 +199,8 @@ class StepFinalizer:
         # a non-finite forward loss leaves the scale alone: no scale fixes it
         if outcome.reason in (None, "overflow"):
             self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
+        if self.on_hosts is not None:
+            self.on_hosts(decision.hosts)
         if outcome.applied:
             self.applied_steps += 1
             self.skips.applied(outcome)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.engine.outcome import MAX_NORM
 from dtrain.engine.request import StepOptions
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
@@ -75,6 +76,7 @@ class FusedVoteTensors(VoteTensors):
             FIELDS=NUM_FIELDS,
             CLIPS=self._max_grad_norm is not None,
             CANONICAL=sum_squares is not None,
+            MAX_NORM=MAX_NORM,
             BLOCK=vote.BLOCK,
         )
         return Decision(*packed[:4].view(torch.float64).unbind()), packed

@@ -52,9 +52,10 @@ class HostRecord(_Record):
         written_weights: hash of what the user has written to the parameters since the last step; 0 for nothing.
         stop_requested: 1 if a stop after this step was requested on this rank.
         save_failed: 1 if this rank knows that the asynchronous save under way has failed.
+        busy_s: seconds in which this rank did not wait for others, in the window of steps that this one ends; else 0.
     """
 
-    layout = "5q2d3q"
+    layout = "5q2d3qd"
 
     step: int
     config_hash: int
@@ -66,6 +67,7 @@ class HostRecord(_Record):
     written_weights: int
     stop_requested: int
     save_failed: int
+    busy_s: float
 
 
 @dataclass(frozen=True)

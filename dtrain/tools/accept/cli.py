@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError
 from dtrain.tools.accept.part import PARTS
 from dtrain.tools.accept.run import PAGE_FILE, accept, choose_parts
+from dtrain.tools.command import command_text
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(0)
     folder = Path(config.out or time.strftime("runs/accept-%Y-%m-%d_%H-%M-%S"))
     logger.info("results in %s; if this command is interrupted, continue with out=%s", folder, folder)
-    acceptance = accept(config, shlex.join(["dtrain", "accept", *argv]), folder, PARTS)
+    acceptance = accept(config, command_text("accept", argv), folder, PARTS)
     page = folder / PAGE_FILE
     print("\n## ".join(page.read_text(encoding="utf-8").split("\n## ", 2)[:2]))  # to the end of the result
     logger.info("the page is %s", page)

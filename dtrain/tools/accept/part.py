@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.telemetry.metrics import write_json
 
 PARTIAL = "partial.json"
 
@@ -76,7 +76,7 @@ PARTS = tuple(
 
 def save_partial(request: PartRequest, results: Mapping[str, Any]) -> None:
     """Writes what a part has so far, so that it stands in the page if the part is killed."""
-    write_atomically(Path(request.directory) / PARTIAL, json.dumps(finite(dict(results))) + "\n")
+    write_json(Path(request.directory) / PARTIAL, dict(results))
 
 
 def load_partial(request: PartRequest) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtrain.redaction.redact import redact_file, redact_text
 from dtrain.tools.ranks import describe_exit, kill_group, send_line, start_rank
 
 _TAIL_LINES = 15
@@ -35,7 +36,7 @@ class Ended:
 def run_process(module: str, job: str, *, limit_s: float, threads: int, log: Path) -> Ended:
     """Runs ``python -m module``, which reads the line ``job`` with ``read_job``, and kills its group after ``limit_s``.
 
-    Standard error, and what libraries print, is appended to ``log``.
+    Standard error, and what libraries print, is appended to ``log``, from which secrets are removed at the end.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
@@ -56,6 +57,7 @@ def run_process(module: str, job: str, *, limit_s: float, threads: int, log: Pat
                 process.stdin.close()
         stdout.seek(0)
         result = stdout.read()
+    redact_file(log)
     seconds, code = time.perf_counter() - begin, process.returncode
     if not (code or is_late):
         return Ended(result, seconds)
@@ -63,4 +65,4 @@ def run_process(module: str, job: str, *, limit_s: float, threads: int, log: Pat
     if is_late:
         return Ended(result, seconds, f"not finished after {seconds:.0f} s, so it was killed", True, tail)
     reason = next((line for line in reversed([*tail, *result.splitlines()]) if line.strip()), "no output")
-    return Ended(result, seconds, f"{describe_exit(code)}: {reason.strip()}", False, tail)
+    return Ended(result, seconds, f"{describe_exit(code)}: {redact_text(reason.strip())}", False, tail)

@@ -15,8 +15,9 @@ from typing import Any
 from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.distributed.logging import logger
-from dtrain.errors import AcceptError, ConfigError
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.errors import AcceptError, ConfigError, directory_error
+from dtrain.redaction.redact import redact_text
+from dtrain.telemetry.metrics import write_atomically, write_json
 from dtrain.telemetry.throughput import num_cores
 from dtrain.tools.accept.page import render
 from dtrain.tools.accept.part import PARTIAL, Part, PartRequest
@@ -87,8 +88,8 @@ def accept(config: AcceptConfig, command: str, folder: Path, parts: Sequence[Par
         }
         date = time.strftime("%Y-%m-%dT%H:%M:%S")
         acceptance = Acceptance(command, date, config.minutes, machine, known, reasons)
-        write_atomically(folder / RESULTS_FILE, json.dumps(finite(asdict(acceptance)), indent=1) + "\n")
-        write_atomically(folder / PAGE_FILE, render(acceptance, parts))
+        write_json(folder / RESULTS_FILE, asdict(acceptance), indent=1)
+        write_atomically(folder / PAGE_FILE, redact_text(render(acceptance, parts)))
         return acceptance
 
     acceptance = write()
@@ -117,7 +118,7 @@ def _run_part(
     if before is None or before.get("fingerprint") != fingerprint:  # cases of another machine must not be reused
         shutil.rmtree(own, ignore_errors=True)
     own.mkdir(exist_ok=True)
-    write_atomically(own / _JOB_FILE, json.dumps({**job, "fingerprint": fingerprint}) + "\n")
+    write_json(own / _JOB_FILE, {**job, "fingerprint": fingerprint})
     log = own / "log"
     log.unlink(missing_ok=True)
     ended = run_process(_WORKER, json.dumps(job), limit_s=limit_s(share), threads=num_cores(), log=log)
@@ -138,7 +139,7 @@ def _run_part(
         ended.error,
         ended.tail,
     )
-    write_atomically(_record_file(folder, part), json.dumps(finite(asdict(record)), indent=1) + "\n")
+    write_json(_record_file(folder, part), asdict(record), indent=1)
     return record
 
 
@@ -147,7 +148,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out={folder} cannot be created: {error.strerror}; choose another") from error
+        raise directory_error("out", folder, error) from error
     if not os.access(Path.home(), os.W_OK):
         for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR"):
             os.environ.setdefault(name, str(Path(tempfile.gettempdir(), f"dtrain-{os.getuid()}-{name.lower()}")))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,6 +28,7 @@ from dtrain.tools.bench.peers import check_peers
 from dtrain.tools.bench.records import AnyResults, OperationResults, read_results, write_results
 from dtrain.tools.bench.report.document import describe, update_document
 from dtrain.tools.bench.training.cases import check_engines
+from dtrain.tools.command import command_text
 
 _USAGE = """usage: dtrain bench SUITE [key=value ...]
        dtrain bench report FILE.json ... [bench.docs=docs/benchmarks.md]
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("dtrain bench starts its own ranks; start it once, without a launcher, and set bench.ranks")
     configure_logging(0)
     run = getattr(import_module(f"dtrain.tools.bench.{module}"), function)
-    return _finish(run(config, shlex.join(["dtrain", "bench", name, *rest])), config.bench.out)
+    return _finish(run(config, command_text("bench", argv)), config.bench.out)
 
 
 def _finish(results: AnyResults, out: str | None) -> int:

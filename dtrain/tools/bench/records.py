@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.errors import BenchError
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.redaction.redact import redact
+from dtrain.telemetry.metrics import write_json
 from dtrain.tools.host import Host, describe_host
 
 
@@ -145,7 +146,13 @@ class SuiteRun:
 def run_header(suite: str, command: str, config: Any) -> dict[str, Any]:
     """Returns the fields of :class:`SuiteRun` for a run of this process."""
     date = time.strftime("%Y-%m-%dT%H:%M:%S")
-    return {"suite": suite, "command": command, "date": date, "host": describe_host(), "config": config_to_dict(config)}
+    return {
+        "suite": suite,
+        "command": command,
+        "date": date,
+        "host": describe_host(),
+        "config": redact(config_to_dict(config)),
+    }
 
 
 @dataclass(frozen=True)
@@ -278,7 +285,7 @@ AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results
 def write_results(path: Path, results: AnyResults) -> None:
     """Writes ``results`` as JSON, atomically; numbers that are not finite become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(finite(asdict(results)), indent=1, allow_nan=False) + "\n")
+    write_json(path, asdict(results), indent=1)
 
 
 def read_results(path: Path) -> AnyResults:

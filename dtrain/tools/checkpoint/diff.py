@@ -54,7 +54,8 @@ class Difference:
         values: tensors of equal shape and dtype whose values differ.
         state: differences of the state; two checkpoints of one run always differ here.
         num_compared: number of tensors of equal shape and dtype.
-        num_read: number of those whose values were read because their fingerprints differ or ``every_byte`` is set.
+        num_read: number of those whose values were compared: their fingerprints differ, or ``every_byte`` is set.
+        is_verified: whether every byte of both was verified.
     """
 
     a: Path
@@ -66,28 +67,32 @@ class Difference:
     state: tuple[StateDifference, ...]
     num_compared: int
     num_read: int
+    is_verified: bool
 
     @property
     def tensors_equal(self) -> bool:
         return not (self.only_a or self.only_b or self.reshaped or self.values)
 
 
-def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte: bool = False) -> Difference:
+def diff(
+    a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte: bool = False, verify: bool = True
+) -> Difference:
     """Compares two checkpoints of any world sizes and engines.
 
-    Verifies manifests, sizes and headers of both, and the hash of each file that is read.
+    Verifies both completely first: a fingerprint in a manifest says nothing about a file that was damaged later.
 
     Args:
         a: one checkpoint, or a run directory or directory of checkpoints (the newest one is used).
         b: the same.
         kinds: compare only tensors of these kinds, such as ``master``; all by default.
-        every_byte: also read tensors with equal fingerprints.
+        every_byte: also compare the values of tensors with equal fingerprints.
+        verify: False verifies manifests, sizes and headers only, and the hash of each file whose values are compared.
 
     Raises:
         DamageError: a checkpoint does not verify; the message names it.
         CheckpointError: a path has no checkpoint, no tensor has one of ``kinds``, or a file cannot be read.
     """
-    sides = [_Side(newest_checkpoint(path)) for path in (a, b)]
+    sides = [_Side(newest_checkpoint(path), verify=verify) for path in (a, b)]
     left, right = (side.tensors(kinds) for side in sides)
     for kind in kinds:
         if not any(entry.kind == kind for entry in (*left.values(), *right.values())):
@@ -97,8 +102,9 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
     both.sort(key=lambda pair: (pair[0].kind, pair[0].name))
     same = [(x, y) for x, y in both if _format(x) == _format(y)]
     read = [(x, y) for x, y in same if every_byte or x.fingerprint != y.fingerprint]
-    sides[0].verify([x for x, _ in read])
-    sides[1].verify([y for _, y in read])
+    if not verify:
+        sides[0].verify_files([x for x, _ in read])
+        sides[1].verify_files([y for _, y in read])
     values = [_compare(sides[0].reader, sides[1].reader, entry) for entry, _ in read]
     return Difference(
         a=sides[0].path,
@@ -110,23 +116,24 @@ def diff(a: Path | str, b: Path | str, *, kinds: Sequence[str] = (), every_byte:
         state=tuple(state_differences(sides[0].facts, sides[1].facts)),
         num_compared=len(same),
         num_read=len(read),
+        is_verified=verify,
     )
 
 
 class _Side:
-    """One of the two checkpoints, verified except for its data."""
+    """One of the two checkpoints, verified, perhaps except for its data."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, verify: bool) -> None:
         self.path = path
         with path_in_errors(path):
-            self.manifest = verify_checkpoint(path, fast=True)
+            self.manifest = verify_checkpoint(path, fast=not verify)
         self.reader = CheckpointReader(path, self.manifest)
         self.facts = {"step": self.manifest.step, **self.manifest.state}
 
     def tensors(self, kinds: Sequence[str]) -> dict[tuple[str, str], TensorEntry]:
         return {key: entry for key, entry in self.manifest.index.items() if not kinds or entry.kind in kinds}
 
-    def verify(self, entries: Sequence[TensorEntry]) -> None:
+    def verify_files(self, entries: Sequence[TensorEntry]) -> None:
         needed = {chunk.file for entry in entries for chunk in entry.chunks}
         with path_in_errors(self.path):
             for file in self.manifest.files:

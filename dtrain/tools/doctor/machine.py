@@ -31,6 +31,7 @@ from dtrain.version import version
 _PACKAGES = {
     "numpy": "data",
     "safetensors": "checkpoints",
+    "blake3": "hashes of checkpoints; else SHA-256",
     "hydra-core": "configuration",
     "wandb": "tracker=wandb",
     "tensorboard": "tracker=tensorboard",

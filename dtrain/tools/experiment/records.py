@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from dtrain.config.dump import from_plain
 from dtrain.errors import ConfigError
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.telemetry.metrics import to_json, write_atomically
 from dtrain.tools.host import Host
 from dtrain.tools.tables import Table
 
@@ -52,9 +52,9 @@ class ExperimentRecord:
 
 
 def write_record(path: Path, record: ExperimentRecord) -> None:
-    text = json.dumps(finite(asdict(record)), indent=1, allow_nan=False)
+    text = to_json(asdict(record), indent=1)
     text = _LIST_OF_NUMBERS.sub(lambda found: " ".join(found.group().split()), text)  # on one line
-    write_atomically(path, text + "\n")
+    write_atomically(path, text)
 
 
 def read_record(path: Path) -> ExperimentRecord:

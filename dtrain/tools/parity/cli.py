@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,6 +13,8 @@ from dtrain.config.commands import PARITY
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.errors import ConfigError
+from dtrain.redaction.redact import redact_text
+from dtrain.tools.command import command_text
 from dtrain.tools.parity.records import EngineResult, ParityReport, WorstDeviation
 
 _PIPED_WIDTH = 160
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     configure_logging(0)
     from dtrain.tools.parity.run import PICTURE_FILE, REPORT_FILE, run_parity  # brings torch
 
-    report, run_dir = run_parity(config, shlex.join(["dtrain", "parity", *argv]))
+    report, run_dir = run_parity(config, command_text("parity", argv))
     console = Console()
     show(report, console if console.is_terminal else Console(width=_PIPED_WIDTH))
     print(f"{run_dir}: {REPORT_FILE}, {PICTURE_FILE}", flush=True)
@@ -44,9 +45,9 @@ def show(report: ParityReport, console: Console) -> None:
         table.add_row(*map(Text, _cells(result)))
     console.print(table)
     for result in report.engines:
-        console.print(Text(f"{result.engine} {result.summary}"))
+        console.print(Text(redact_text(f"{result.engine} {result.summary}")))
     for name, reason in report.left_out.items():
-        console.print(Text(f"{name} left out: {reason}"))
+        console.print(Text(redact_text(f"{name} left out: {reason}")))
 
 
 def _cells(result: EngineResult) -> list[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.telemetry.metrics import write_json
 from dtrain.tools.parity.compare import Deviations, Limits, Mismatch, limit_shares
 from dtrain.tools.parity.trajectory import Point
 
@@ -105,4 +104,4 @@ def write_report(path: Path, report: ParityReport) -> None:
     for entry, result in zip(values["engines"], report.engines, strict=True):
         entry["summary"] = result.summary
     values["agrees"] = report.agrees
-    write_atomically(path, json.dumps(finite(values), indent=1, allow_nan=False) + "\n")
+    write_json(path, values, indent=1)

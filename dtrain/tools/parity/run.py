@@ -21,6 +21,8 @@ from dtrain.config.tool_schema import ParitySuiteConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
+from dtrain.redaction.redact import redact
+from dtrain.telemetry.metrics import write_atomically
 from dtrain.tools.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.picture import draw
 from dtrain.tools.parity.records import EngineResult, ParityReport, write_report
@@ -97,7 +99,8 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, P
     engines, left_out = _choose_engines(config, precision, device)
     config = replace(config, precision=replace(config.precision, name=precision))
     run_dir = make_run_dir(config.run_dir, "parity")
-    (run_dir / CONFIG_FILE).write_text(to_yaml(config_to_dict(config)), encoding="utf-8")
+    settings = redact(config_to_dict(config))
+    write_atomically(run_dir / CONFIG_FILE, to_yaml(settings))
     logger.info("run %s", run_dir)
     for name, reason in left_out.items():
         logger.warning("left out: %s: %s", name, reason)
@@ -111,7 +114,7 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, P
             date=time.strftime("%Y-%m-%dT%H:%M:%S"),
             precision=precision,
             num_parameters=num_parameters,
-            config=config_to_dict(config),
+            config=settings,
             oracle=reference.oracle.curve(),
             noise_baseline=reference.noise_baseline,
             noise_deviations=reference.noise_deviations,

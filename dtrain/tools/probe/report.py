@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from dtrain.precision.formats import FP16
 from dtrain.precision.histogram import Histogram, share
 from dtrain.telemetry.envelope import KEY, Envelope
-from dtrain.telemetry.metrics import finite, write_atomically
+from dtrain.telemetry.metrics import write_json
 from dtrain.tools.probe.evidence import Evidence
 from dtrain.tools.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
 
@@ -129,7 +128,7 @@ def all_gradients(analysis: Analysis) -> Histogram | None:
 def write_report(path: Path, report: ProbeReport) -> None:
     """Writes ``report`` atomically as JSON; numbers that are not finite become null."""
     values = {"version": VERSION, **to_plain(report)}
-    write_atomically(path, json.dumps(finite(values), indent=1, allow_nan=False) + "\n")
+    write_json(path, values, indent=1)
 
 
 def to_plain(report: ProbeReport) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint.snapshot import redact
 from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
@@ -23,6 +22,8 @@ from dtrain.errors import ConfigError, ProbeError
 from dtrain.models import build_model
 from dtrain.precision.fp16_products import FP16Products
 from dtrain.precision.histogram import Histogram
+from dtrain.redaction.redact import redact
+from dtrain.telemetry.metrics import write_atomically
 from dtrain.tools.probe.advice import advise
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.noise import MicroBatches, final_loss, load_steps, noise_of, with_last_quarter_of
@@ -63,7 +64,7 @@ def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
     with torch_settings_restored():
         probe = _Probe(config, formats, device)
         run_dir = make_run_dir(config.run_dir, "probe")
-        (run_dir / CONFIG_FILE).write_text(to_yaml(redact(config_to_dict(config))), encoding="utf-8")
+        write_atomically(run_dir / CONFIG_FILE, to_yaml(redact(config_to_dict(config))))
         logger.info("run %s", run_dir)
         for name, reason in left_out.items():
             logger.info("%s left out: %s", name, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
-from dtrain.telemetry.metrics import finite
+from dtrain.telemetry.metrics import finite, write_json
 from dtrain.tools.replay.records import GradientRecord, MicroBatchRecord
 
 GRADIENTS = "gradients"
@@ -22,10 +21,6 @@ GRADIENTS = "gradients"
 
 def micro_batch_file(index: int) -> str:
     return f"micro-batch-{index:03d}"
-
-
-def write_json(path: Path, values: Any) -> None:
-    path.write_text(json.dumps(finite(values), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def write_micro_batch(
@@ -40,7 +35,7 @@ def write_micro_batch(
     }
     tensors_of_modules = [_plain(item) for item in recorder.records]
     content = {**asdict(record), "tensors": tensors_of_modules, "weights": weights, "failures": recorder.failures}
-    write_json(folder / f"{name}.json", content)
+    write_json(folder / f"{name}.json", content, indent=1)
 
 
 def _plain(record: TensorRecord) -> dict[str, Any]:
@@ -78,7 +73,7 @@ def write_gradients(
         records.append(_gradient_record(name, gradient))
     if writes:
         save_file(tensors, folder / f"{GRADIENTS}.safetensors")
-        write_json(folder / f"{GRADIENTS}.json", [asdict(record) for record in records])
+        write_json(folder / f"{GRADIENTS}.json", [asdict(record) for record in records], indent=1)
     return records
 
 

@@ -14,8 +14,8 @@ import torch
 from dtrain.cli.checks import check_config
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.logging import logger
+from dtrain.telemetry.metrics import write_json
 from dtrain.tools.ranks import run_ranks
-from dtrain.tools.replay.dump import write_json
 from dtrain.tools.replay.records import (
     NumberDifference,
     ReplayedStep,
@@ -62,7 +62,7 @@ def replay(source: RecordedRun, ranks: int = 1, out: Path | None = None) -> tupl
     logger.info("replaying %s from %s to step %d", source.path, begin, source.step)
     result = run_job(job) if ranks == 1 else _run_on_ranks(job, folder)
     report = compare(source, result, ranks)
-    write_json(folder / REPORT_FILE, {"agrees": report.agrees, **asdict(report)})
+    write_json(folder / REPORT_FILE, {"agrees": report.agrees, **asdict(report)}, indent=1)
     return report, folder
 
 

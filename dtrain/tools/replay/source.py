@@ -15,8 +15,10 @@ from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.config.dump import config_from_dict
 from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, LaunchConfig, RunConfig, TrackerConfig
+from dtrain.config.yaml_files import read_yaml
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError
+from dtrain.redaction.redact import MASK
 from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, Summary, failure_file, read_metrics, read_summary
 from dtrain.train.run import DATA_FINGERPRINT
 from dtrain.train.run_dir import CHECKPOINTS, CONFIG_FILE, CONTRACT_FILE
@@ -130,7 +132,7 @@ def _read_config(path: Path, step: int) -> RunConfig:
     if not file.is_file():
         raise ConfigError(f"{path} holds no {CONFIG_FILE}; give the run directory of dtrain train")
     try:
-        config = config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+        config = config_from_dict(read_yaml(file))
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
@@ -138,7 +140,7 @@ def _read_config(path: Path, step: int) -> RunConfig:
         ) from None
     for group in ("model", "data", "optim"):
         for key in _blanked(group, vars(getattr(config, group))):
-            logger.warning("%s is blanked in %s, and is *** in the replay", key, file)
+            logger.warning("%s is blanked in %s, and stays so in the replay", key, file)
     launch = LaunchConfig(
         device=config.launch.device if config.launch.device == "cpu" else "auto",
         threads_per_rank=config.launch.threads_per_rank,
@@ -151,7 +153,10 @@ def _blanked(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _blanked(f"{key}.{name}", item)
-    elif value == "***":
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _blanked(f"{key}[{number}]", item)
+    elif isinstance(value, str) and MASK in value:
         yield key
 
 
@@ -184,9 +189,11 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 def _manifests(directory: Path) -> Iterator[Manifest]:
     for path in committed_checkpoints(directory):
         try:
-            yield load_manifest(path)
+            manifest = load_manifest(path)
         except (CheckpointError, OSError):  # a load names what is wrong with it
             continue
+        if manifest.training is not None:
+            yield manifest
 
 
 def _world_size(

@@ -103,6 +103,10 @@ def test_a_setting_of_one_engine_needs_no_row() -> None:
         (["engine=ddp", "engine.zero_stage=1"], "cannot do engine.zero_stage=1: every rank holds the whole model"),
         (["engine=fsdp2", "engine.reproducible=true"], "cannot do engine.reproducible=true: .* or engine=native$"),
         (["engine=deepspeed", "optim.compile=true"], "cannot do optim.compile=true"),
+        (
+            ["engine=deepspeed", "audit.replay_every=5"],
+            "replay_every=above 0: .*use audit.replay_every=0, or eng",
+        ),
         (["engine=deepspeed", "optim=muon"], "cannot do optim=muon: .* no whole matrix .* or engine=native"),
     ],
 )
@@ -156,6 +160,8 @@ def attempt(engine: str, key: str, value: Any) -> str:
         settings["optimizer"] = dtrain.AdamW(compile=value)
     elif key == "optimizer":
         settings["optimizer"] = dtrain.TorchOptimizer(torch.optim.RAdam) if value == "torch" else OPTIMIZERS[value]()
+    elif key == "replay_every":
+        settings["audit"] = dtrain.Audit(replay_every=1 if value else 0)
     elif key == "rules":
         settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
     else:

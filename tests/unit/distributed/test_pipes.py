@@ -20,8 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.distributed import pipes
-from dtrain.distributed.pipes import MAX_PAYLOAD_BYTES, Message, Pipes
-from dtrain.distributed.shared_memory import open_descriptor
+from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
+from dtrain.distributed.pipes import Pipes
+from dtrain.distributed.processes import open_descriptor
+from dtrain.distributed.schedule import Collective
+from dtrain.errors import CommunicationError, DivergenceError, DtrainError
+
+ROW = Collective(1, "row", 17)
 
 
 def on_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
@@ -93,7 +98,7 @@ def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
             assert ranks[rank].receive(message) == expected, "a message that was received can be asked for again"
 
         for number, size in enumerate(sizes):
-            pending.append((number, ranks[rank].send("row", payload(rank, number, size))))
+            pending.append((number, ranks[rank].send(ROW, payload(rank, number, size))))
             if rng.random() < chances[rank]:
                 receive_one()
         while pending:
@@ -107,24 +112,24 @@ def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
 def test_longer_messages_are_refused() -> None:
     first, second = open_pipes(2)
     with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD_BYTES} bytes; got {MAX_PAYLOAD_BYTES + 1}"):
-        first.send("row", bytes(MAX_PAYLOAD_BYTES + 1))
-    assert first.send("row", bytes(MAX_PAYLOAD_BYTES)).header == second.send("row", bytes(MAX_PAYLOAD_BYTES)).header
+        first.send(ROW, bytes(MAX_PAYLOAD_BYTES + 1))
+    assert first.send(ROW, bytes(MAX_PAYLOAD_BYTES)).header == second.send(ROW, bytes(MAX_PAYLOAD_BYTES)).header
 
 
 def test_what_a_rank_sent_before_it_ended_is_received() -> None:
     first, second, third = open_pipes(3)
-    messages = [first.send("row", b"first"), third.send("row", b"third")]
-    second.send("row", b"other")
+    messages = [first.send(ROW, b"first"), third.send(ROW, b"third")]
+    second.send(ROW, b"other")
     second.release()
     assert first.receive(messages[0]) == third.receive(messages[1]) == [b"first", b"other", b"third"]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 has ended"):
-            first.send("row", b"more")
+            first.receive(first.send(ROW, b"more"))
 
 
 def test_a_rank_that_ends_without_its_message_is_an_error() -> None:
     first, second, third = open_pipes(3)
-    messages = [first.send("row", b"first"), third.send("row", b"third")]
+    messages = [first.send(ROW, b"first"), third.send(ROW, b"third")]
     second.release()
     for rank, message in zip((first, third), messages, strict=True):
         for _ in range(2):
@@ -133,37 +138,64 @@ def test_a_rank_that_ends_without_its_message_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "got"), [("ready", 4, "ready of 4 bytes"), ("row", 3, "row of 3 bytes"), ("row", 0, "of 0 bytes")]
+    ("what", "size", "got"),
+    [
+        (Collective(1, "ready", 17), 4, r"ready \(number 1, 4 B\)"),
+        (Collective(2, "row", 17), 4, r"row \(number 2, 4 B\)"),
+        (Collective(1, "row", 16), 4, r"row \(number 1, 4 B\)"),
+        (ROW, 3, r"row \(number 1, 3 B\)"),
+        (ROW, 0, r"row \(number 1, 0 B\)"),
+    ],
 )
-def test_other_messages_are_an_error_before_more_bytes_are_waited_for(kind: str, size: int, got: str) -> None:
+def test_other_messages_are_an_error_before_more_bytes_are_waited_for(what: Collective, size: int, got: str) -> None:
     first, second = open_pipes(2)
-    message = first.send("row", b"1234")
-    second.send(kind, bytes(size))
-    with pytest.raises(RuntimeError, match=rf"expected message 0, row of 4 bytes, got message 0, .*{got} of rank 1"):
-        first.receive(message)
+    message = first.send(ROW, b"1234")
+    other = second.send(what, bytes(size))
+    for rank, sent in ((first, message), (second, other)):
+        with pytest.raises(DivergenceError, match=rf"rank 0 is at row \(number 1, 4 B\), rank 1 is at {got};"):
+            rank.receive(sent)
 
 
 def test_a_message_that_was_lost_is_an_error() -> None:
     first, second = open_pipes(2)
     with mock.patch.object(os, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        first.send("row", b"1234")
-    first.send("row", b"5678")
-    message = second.send("row", b"1234")
-    with pytest.raises(RuntimeError, match=r"expected message 0, .* got message 1, row of 4 bytes of rank 0"):
+        first.send(ROW, b"1234")
+    first.send(Collective(2, "row", 18), b"5678")
+    message = second.send(ROW, b"1234")
+    with pytest.raises(DivergenceError, match=r"rank 0 is at row \(number 2, .* rank 1 is at row \(number 1"):
         second.receive(message)
+
+
+@pytest.mark.parametrize("error", [DivergenceError("rank 0 saves"), CommunicationError("rank 1 has ended")])
+def test_a_rank_that_fails_says_why_to_those_that_wait_and_to_those_that_come_later(error: DtrainError) -> None:
+    first, second, third = open_pipes(3)
+    waiting = second.send(ROW, b"1234")
+    first.send(ROW, b"1234")
+    first.close_failed(error)
+    first.close_failed(error)
+    late = third.send(ROW, b"1234")
+    assert third.receive(late)
+    second.receive(waiting)
+    reason = f"{'' if isinstance(error, DivergenceError) else 'rank 0 has failed, so this one ends too: '}{error}$"
+    for rank in (second, third):
+        with pytest.raises(type(error), match=reason):
+            rank.receive(rank.send(ROW, b"1234"))
+        found = rank.failure_of_others()
+        assert type(found) is type(error)
+        assert str(found).endswith(str(error))
 
 
 def test_waits_have_a_time_out() -> None:
     with pages_of_new_pipes(1):
         first, second, third = open_pipes(3, timeout_s=0.1)
-    message = first.send("row", bytes(MAX_PAYLOAD_BYTES))
-    third.send("row", bytes(MAX_PAYLOAD_BYTES))
+    message = first.send(ROW, bytes(MAX_PAYLOAD_BYTES))
+    third.send(ROW, bytes(MAX_PAYLOAD_BYTES))
     with pytest.raises(RuntimeError, match=r"^rank 1 sent no message for 0.1 s$"):
         first.receive(message)
-    second.send("row", bytes(MAX_PAYLOAD_BYTES))
+    second.send(ROW, bytes(MAX_PAYLOAD_BYTES))
     first.receive(message)
     with pytest.raises(RuntimeError, match=r"^rank 1 read no message for 0.1 s$"):
-        first.send("row", bytes(MAX_PAYLOAD_BYTES))
+        first.send(ROW, bytes(MAX_PAYLOAD_BYTES))
 
 
 def descriptors() -> set[str]:
@@ -177,11 +209,11 @@ def test_descriptors_are_closed() -> None:
     ends = [end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())]
     assert len(descriptors() - before) == len(ends) == 12, "no rank keeps the write ends of its own pipes"
     assert all(fcntl.fcntl(end, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for end in ends), "no child program inherits one"
-    message = ranks[0].send("row", b"1")
+    message = ranks[0].send(ROW, b"1")
     for _ in range(2):
         ranks[0].release()
     with pytest.raises(RuntimeError, match="the pipes were released"):
-        ranks[0].send("row", b"2")
+        ranks[0].send(ROW, b"2")
     with pytest.raises(RuntimeError, match="the pipes were released"):
         ranks[0].receive(message)
     assert len(descriptors() - before) == 8
@@ -207,7 +239,7 @@ def test_a_failure_on_one_rank_leaves_no_descriptor_on_any(what: str) -> None:
         with pytest.raises(RuntimeError, match="the other ranks are gone"):
             single.open(mock.Mock(side_effect=RuntimeError("the other ranks are gone")))
         with pytest.raises(RuntimeError, match="not open yet"):
-            single.send("row", b"1")
+            single.send(ROW, b"1")
         del single
         gc.collect()
     else:
@@ -217,7 +249,7 @@ def test_a_failure_on_one_rank_leaves_no_descriptor_on_any(what: str) -> None:
         assert len({rank.unsupported_reason for rank in ranks}) == 1
         assert ranks[0].unsupported_reason.endswith(": [Errno 24] injected")
         with pytest.raises(RuntimeError, match="injected"):
-            ranks[0].send("row", b"1")
+            ranks[0].send(ROW, b"1")
     assert descriptors() == before
 
 

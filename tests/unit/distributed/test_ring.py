@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.distributed.communicator import CollectiveSchedule, GradientHandle, GradientSend
+from dtrain.distributed.communicator import GradientHandle, GradientSend
 from dtrain.distributed.ring import RingSchedule, RingSlot
 from dtrain.distributed.ring_exchange import RingExchange
+from dtrain.distributed.schedule import CollectiveSchedule
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 

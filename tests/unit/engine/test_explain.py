@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import dtrain
 from dtrain.distributed.setup import disconnect
 from dtrain.engine.explain import SkipExplainer
+from dtrain.engine.forward_calls import ForwardCalls
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.precision.float8.linear import Float8Linear
 from tests.helpers import planted_faults as planted
@@ -331,7 +332,7 @@ def test_a_rank_whose_dummy_ran_no_forward_takes_part() -> None:
         name="native", module=nn.Linear(2, 2), comm=comm, searches_backward=True, discard_forward=lambda: None
     )
     culprit = Culprit(rank=0, step=0, phase="forward loss", micro_batch=0)
-    explained = SkipExplainer(engine).explain(culprit, 1.0)
+    explained = SkipExplainer(engine, ForwardCalls()).explain(culprit, 1.0)
     assert explained is not None
     assert origin_of(explained).module == "middle"
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.process_group import named_failure
+from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.setup import connect
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError, ConfigError, ContractError, ModelError, UsageError
@@ -296,9 +296,11 @@ def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_an_error_of_the_device_is_not_reported_as_a_dead_rank(error: type[RuntimeError]) -> None:
-    with pytest.raises(error), named_failure("rank 0: all_gather"):
+    waiting = CollectiveSchedule().waiting(0, Collective(1, "all_gather"))
+    with pytest.raises(error), waiting:
         raise error("CUDA error: an illegal memory access was encountered")
-    with pytest.raises(CommunicationError, match="another rank has died"), named_failure("rank 0: all_gather"):
+    waiting = CollectiveSchedule().waiting(0, Collective(1, "all_gather"))
+    with pytest.raises(CommunicationError, match="another rank has died"), waiting:
         raise RuntimeError("connection reset")
 
 

@@ -368,6 +368,7 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
         ({"max_grad_norm": math.nan}, "max_grad_norm=nan is not a finite number"),
         ({"seed": "x"}, "seed='x' is not a whole number"),
         ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
+        ({"seed": 2**64}, "seed=18446744073709551616 is too large; it must be below 2"),
         ({"comm": "gloo"}, "comm=gloo is not a dtrain communicator; omit it"),
         ({"comm": Communicator}, "comm=the class .*Communicator is not a dtrain communicator"),
         (

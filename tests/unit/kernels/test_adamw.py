@@ -85,6 +85,19 @@ def test_follows_adamw_in_double_precision(
     assert torch.equal(got["replica"], got["master"].to(dtype))
 
 
+@pytest.mark.parametrize("exponent", [-126, -101, -99, 100, 101, 120])
+def test_gradient_and_divisor_may_have_any_magnitude(exponent: int, device: torch.device) -> None:
+    arena = Arena(RULE, [DECAYED])
+    gradient = (arena.new_gradient() * 8).round().clamp(-16, 16) / 8  # few bits: a subnormal loses none
+    found = []
+    for power in (0, exponent):
+        parts = moved(arena.slices(), device)
+        parts[0].main_grad.copy_(gradient * 2.0**power)
+        tiled.TiledAdamW(RULE, [parts]).update([0], scalars(1, 0.01, 3.0 * 2.0**power, device))
+        found.append(states(parts))
+    assert same_bits(found[1], found[0])
+
+
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 4]])
 def test_any_cut_and_any_grouping_of_segments_give_the_same_bits(cuts: list[int], device: torch.device) -> None:
     arena = Arena(RULE, [DECAYED] * 3 + [PLAIN] * 2)

@@ -74,7 +74,7 @@ records = st.builds(
     step=st.sampled_from([4, 4, 4, 4, 5]),
     sum_weights=st.one_of(st.floats(0, 64), st.sampled_from([0.0, math.nan])),
     sum_weighted_loss=st.floats(-10, 100),
-    sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])),
+    sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([1e-80, 1e60, 1e80, math.inf, math.nan])),
     num_bad_losses=st.sampled_from([0, 0, 0, 2]),
     bad_weight=st.sampled_from([-1, -1, -1, 5]),
 )

@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from dtrain.config.fields import from_json
 from dtrain.config.precision import LossScale
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScaleState, resolve_loss_scale
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.one_rank import start
+
+
+def reread(state: LossScaleState) -> LossScaleState:
+    """The state as a checkpoint gives it back."""
+    read = from_json(LossScaleState, json.loads(json.dumps(state.to_dict())), "loss_scale")
+    read.check()
+    return read
 
 
 def scales(rule: LossScale, overflows: str) -> list[float]:
@@ -114,7 +122,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def save_and_restore(self) -> None:
-        self.state = LossScaleState.of(self.rule).restored(json.loads(json.dumps(self.state.to_dict())))
+        self.state = LossScaleState.of(self.rule).restored(reread(self.state))
 
     @invariant()
     def is_as_expected(self) -> None:
@@ -184,21 +192,22 @@ def test_calibration_resumes_from_a_saved_state(steps: list[float], save_after: 
     fields: dict[str, Any] = {"calibration_steps": 4, "hysteresis": 2, "growth_interval": 2}
     states = calibrated(steps, **fields)
     rule = LossScale("calibrated", **fields)
-    state = LossScaleState.of(rule).restored(json.loads(json.dumps(states[min(save_after, len(steps))].to_dict())))
+    state = LossScaleState.of(rule).restored(reread(states[min(save_after, len(steps))]))
     for largest in steps[save_after:]:
         state = state.update(found_inf=math.isinf(largest), max_abs_grad=largest)
     assert state == states[-1]
 
 
 def test_states_saved_before_there_was_calibration_are_read() -> None:
-    saved = {"rule": {"mode": "dynamic", "init": 65536.0}, "scale": 512.0, "clean_steps": 3, "overflows_left": 1}
+    values = {"rule": {"mode": "dynamic", "init": 65536.0}, "scale": 512.0, "clean_steps": 3, "overflows_left": 1}
+    saved = from_json(LossScaleState, values, "loss_scale")
     assert LossScaleState.of(LossScale("dynamic")).restored(saved) == LossScaleState(LossScale("dynamic"), 512.0, 3, 1)
     fresh = LossScaleState.of(LossScale("calibrated"))
     assert fresh.restored(saved) == fresh
 
 
 def test_fewer_calibration_steps_after_a_load_end_it_at_the_next() -> None:
-    saved = calibrated([0.5] * 4, calibration_steps=9)[-1].to_dict()
+    saved = calibrated([0.5] * 4, calibration_steps=9)[-1]
     state = LossScaleState.of(LossScale("calibrated", calibration_steps=2)).restored(saved)
     assert state.is_calibrating
     assert state.update(found_inf=False, max_abs_grad=0.25).scale == 2.0**13
@@ -232,14 +241,14 @@ def test_of_takes_what_initialize_takes() -> None:
 
 
 def test_restored_state_follows_the_current_settings() -> None:
-    saved = LossScaleState(LossScale("dynamic", hysteresis=2), 2.0**20, 7, 1).to_dict()
-    assert LossScaleState.of(LossScale("dynamic", hysteresis=2)).restored(saved).to_dict() == saved
+    saved = LossScaleState(LossScale("dynamic", hysteresis=2), 2.0**20, 7, 1)
+    assert LossScaleState.of(LossScale("dynamic", hysteresis=2)).restored(saved) == saved
     narrower = LossScale("dynamic", max=2.0**17)
     assert LossScaleState.of(narrower).restored(saved).scale == 2.0**17
     for other in (LossScale("none"), LossScale("static", init=4.0)):
         assert LossScaleState.of(other).restored(saved) == LossScaleState.of(other)
     assert LossScaleState.of(LossScale("dynamic")).restored(
-        LossScaleState.of(LossScale("static")).to_dict()
+        LossScaleState.of(LossScale("static"))
     ) == LossScaleState.of(LossScale("dynamic"))
 
 

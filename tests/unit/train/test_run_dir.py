@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease_file import Holder, path_of
 from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
@@ -34,6 +35,7 @@ from dtrain.train.run_dir import (
     redacted,
     write_config,
 )
+from tests.helpers.damage import MANIFEST, flip
 from tests.helpers.ranks import run_ranks
 from tests.unit.telemetry.test_metrics import SUMMARY
 
@@ -69,6 +71,16 @@ def test_auto_continues_from_the_runs_own_checkpoints(tmp_path: Path) -> None:
     assert opened(config) == RunDir(tmp_path, None, False)
     _checkpoint(tmp_path, 100)
     assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
+
+
+def test_the_contract_is_that_of_the_newest_readable_checkpoint(tmp_path: Path) -> None:
+    """The one that is loaded when a newer one is damaged: its FP8 decisions are kept."""
+    for step in (5, 10):
+        state = {"contract": {"precision": "bf16", "step": step}}
+        save(tmp_path / "checkpoints", Snapshot(step, (), state), ALONE)
+    assert opened(RunConfig(run_dir=str(tmp_path))).contract["step"] == 10
+    flip(MANIFEST, 0.5)(tmp_path / "checkpoints" / "step-00000010")
+    assert opened(RunConfig(run_dir=str(tmp_path))).contract["step"] == 5
 
 
 def test_a_finished_run_is_finished_until_it_gets_more_steps(tmp_path: Path) -> None:
@@ -127,12 +139,12 @@ def test_an_unreadable_newest_checkpoint_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "none"])
 def test_a_run_whose_checkpoints_were_all_set_aside_does_not_restart(tmp_path: Path, resume: str) -> None:
-    (tmp_path / "checkpoints" / "bad-step-00000100-sha256").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "bad-step-00000100-hash").mkdir(parents=True)
     config = RunConfig(run_dir=str(tmp_path), resume=resume)
     if resume == "auto":  # the engine reports that none verifies
         assert opened(config) == RunDir(tmp_path, tmp_path / "checkpoints", False)
     else:
-        with pytest.raises(ConfigError, match="already holds bad-step-00000100-sha256"):
+        with pytest.raises(ConfigError, match="already holds bad-step-00000100-hash"):
             opened(config)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -68,6 +69,7 @@ class _CountingEngine:
         *,
         is_synchronous: bool = True,
     ) -> None:
+        self.busy = SimpleNamespace(latest=None)
         self.is_synchronous, self.ema_decay = is_synchronous, None
         self.reads: list[tuple[int, int]] = []  # (step whose outcome is read, steps taken by then), if lazy
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
@@ -77,6 +79,7 @@ class _CountingEngine:
         self.device, self.rank, self.world_size = self.comm.device, self.comm.rank, self.comm.world_size
         self.events: list[str] = []
         self.cursors: list[int] = []
+        self.expected: list[int] = []  # steps after which a save was announced
         self.saved_cursors: list[int] = []
         self.metrics: list[dict[str, float | None]] = []
         self.busy_until = 0  # the step from which no save is running
@@ -95,6 +98,9 @@ class _CountingEngine:
 
     def request_stop(self) -> None:
         self._stop = True
+
+    def expect_save(self) -> None:
+        self.expected.append(self.attempted_steps + 1)
 
     def _raise_failure(self) -> None:
         failure, self.failure = self.failure, None
@@ -216,6 +222,7 @@ def test_cadence() -> None:
     assert result.finished
     assert [m.step for m in sink.steps] == [3, 6, 7]
     assert engine.events == ["eval 2", "save 3", "eval 4", "eval 6", "save 6", "save 7", "eval 7", "wait"]
+    assert engine.expected == [3, 6, 7]
     assert engine.cursors == [0, 4, 8, 12, 16, 20, 24]
     assert engine.saved_cursors == [12, 24, 28]  # the next sample, not the last one
     assert result.train_loss == 1 / 7
@@ -232,6 +239,7 @@ def test_save_at_end_false() -> None:
     engine = _CountingEngine()
     _train(engine, saving=replace(SYNCHRONOUS, save_at_end=False), steps=4, eval_every=0, save_every=3)
     assert engine.events == ["save 3", "eval 4", "wait"]
+    assert engine.expected == [3]
 
 
 # -- asynchronous saves ------------------------------------------------------------------------------------------------
@@ -401,7 +409,7 @@ def test_every_skip_is_logged_with_its_culprit() -> None:
         (6, True, 2, 1016),
     ]
     assert sink.steps[0].reason == "overflow"
-    assert sink.steps[0].culprit == "reduced gradient of 'head'[2:5] not finite (3 NaN) on rank 1"
+    assert sink.steps[0].culprit == "reduced gradient of 'head'[2:5] not finite (3 NaN); owner of the shard: rank 1"
     assert sink.steps[0].evidence is not None
     assert (sink.steps[0].evidence["start"], sink.steps[0].evidence["num_nan"]) == (2, 3)
     assert sink.steps[2].culprit is None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from dtrain.parameters.squares import chunk_squares
 from dtrain.sharding.layout import CHUNK
 
 _MAX_NORM = 1.0
@@ -46,6 +47,6 @@ def decide(main_grad: Tensor) -> tuple[Tensor, Tensor]:
 
     This is the engine's decision on one rank, taken on the device.
     """
-    squares = torch.linalg.vector_norm(main_grad.view(-1, CHUNK), dim=1).double().square_().sum()
+    squares = chunk_squares([main_grad.view(-1, CHUNK)]).sum()
     clip = (_MAX_NORM / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     return (1 / clip).float(), squares.isfinite().logical_not().float()

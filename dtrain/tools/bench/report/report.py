@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtrain.redaction.redact import redact_text
 from dtrain.tools.bench.records import AnyResults
 from dtrain.tools.tables import Table, show
 
@@ -32,9 +33,9 @@ class Report:
 
     def print(self) -> None:
         """Prints all parts: on a terminal with drawn tables, elsewhere as :meth:`markdown`."""
-        print("\n\n".join(self.facts), end="\n\n")
+        print(redact_text("\n\n".join(self.facts)), end="\n\n")
         show(self.tables)
-        print("\n\n".join(self.notes), flush=True)
+        print(redact_text("\n\n".join(self.notes)), flush=True)
 
 
 def origin(results: AnyResults) -> list[str]:

@@ -16,6 +16,7 @@ from typing import IO, Any
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.config.tool_schema import SuiteConfig
 from dtrain.errors import BenchError
+from dtrain.redaction.redact import redact_text
 from dtrain.tools.bench.records import BenchmarkCase, Footprint, RankJob, TimedSteps
 from dtrain.tools.ranks import kill_group, send_line, start_rank
 
@@ -128,7 +129,7 @@ class CaseProcesses:
         self._logs[rank].seek(0)
         stderr = self._logs[rank].read().strip().splitlines()
         code = self._processes[rank].poll()
-        reason = stderr[-1] if stderr else "no output"
+        reason = redact_text(stderr[-1]) if stderr else "no output"
         return BenchError(f"{self.case.name}: rank {rank} ended with exit code {code}: {reason}")
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from dtrain.checkpoint import Snapshot
 from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.format.safetensors_file import DamageError, StoredTensor, encode_header, read_header
-from dtrain.checkpoint.snapshot import TensorShard, redact, stored_state
+from dtrain.checkpoint.snapshot import TensorShard, stored_state
 from dtrain.errors import CheckpointError
+from dtrain.redaction.redact import redact
 
 
 def make_shard(**changes: Any) -> TensorShard:
@@ -105,13 +106,14 @@ def test_gaps_and_overlaps_name_the_adjacent_owners(intervals: list[tuple[int, i
         check_tiling("master:w", 10, intervals)
 
 
-def test_manifest_encoding_is_canonical_and_round_trips() -> None:
+@pytest.mark.parametrize(("hash", "version"), [("sha256", 1), ("blake3", 2)])
+def test_manifest_encoding_is_canonical_and_round_trips(hash: str, version: int) -> None:
     chunks = (FileInterval("r0000.safetensors", "master:ä", 0, 4), FileInterval("r0001.safetensors", "master:ä", 4, 6))
     tensors = (
         TensorEntry("ä", "master", torch.float32, (2, 3), 0xFFFF_FFFF_FFFF_FFFF, chunks),
         TensorEntry("none", "buffer", torch.bool, (0, 3), 0, ()),
     )
-    files = tuple(FileEntry(f"r000{i}.safetensors", 100 + i, "ab" * 32) for i in range(2))
+    files = tuple(FileEntry(f"r000{i}.safetensors", 100 + i, hash, "ab" * 32) for i in range(2))
     state = {"b": [1, 0.1, None, True], "a": {"z": "é", "y": 10**30}}
     manifest = Manifest(7, "2030-01-01T00:00:00+00:00", state, files, tensors)
     data = manifest.encode()
@@ -119,6 +121,9 @@ def test_manifest_encoding_is_canonical_and_round_trips() -> None:
     assert Manifest.decode(data).encode() == data
     assert b" " not in data.replace(b"T00:00:00", b"")
     assert data.isascii()
+    raw = json.loads(data.partition(b"\n")[2])
+    assert raw["version"] == version
+    assert raw["files"][0] == {"name": "r0000.safetensors", "bytes": 100, hash: "ab" * 32}
 
 
 HEADERS = st.lists(

@@ -133,7 +133,14 @@ def test_printed_command_trains_the_import(
     command = shlex.split(printed[1])
     assert command[:2] == ["dtrain", "train"]
     (tmp_path / "text.txt").write_text("import this\n" * 200)
-    more = ["train.steps=2", "schedule.warmup_steps=0", "precision=fp32", "launch.threads_per_rank=1", "data=text"]
+    more = [
+        "train.steps=2",
+        "supervise.enabled=false",
+        "schedule.warmup_steps=0",
+        "precision=fp32",
+        "launch.threads_per_rank=1",
+        "data=text",
+    ]
     more += [f"data.files='{tmp_path}/text.txt'", "train.micro_batch_size=1", "train.global_batch_size=1"]
     more += ["train.sample_tokens=8", "checkpoint.keep_last=3"]
     monkeypatch.setenv("WANDB_MODE", "disabled")

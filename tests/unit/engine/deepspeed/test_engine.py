@@ -14,7 +14,6 @@ from torch import nn
 import dtrain
 from dtrain.distributed.setup import disconnect
 from dtrain.engine.deepspeed import config as deepspeed_config
-from dtrain.engine.deepspeed import engine as deepspeed_engine
 from dtrain.engine.deepspeed.engine import DeepSpeedEngine
 from dtrain.errors import ContractError, DivergenceError, ModelError, UsageError
 from tests.helpers.ranks import RankFailure, run_ranks
@@ -320,13 +319,3 @@ def load_for_cuda(rank: int, world: int) -> None:
 
     deepspeed_library.load(torch.device("cpu"))
     deepspeed_library.load(torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("numel", [0, 7, 8, 21])
-def test_norms_of_chunks_cover_every_element(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_engine, "_NORM_CHUNK", 8)
-    grad = torch.arange(1.0, numel + 1)
-    norms = deepspeed_engine._chunk_norms(grad)
-    assert len(norms) == 2, "as many kernels for any number of elements"
-    assert [len(part) for part in norms] == [numel // 8, 1]
-    torch.testing.assert_close(torch.cat(norms).square().sum(), grad.square().sum())

@@ -167,9 +167,11 @@ def test_overflow_of_the_norm_names_no_rank() -> None:
     assert culprit_of({}, {}, found=[]) == Culprit(-1, 3, "reduced gradient")
 
 
-def test_finite_gradient_whose_sum_overflows_takes_the_tensor_from_the_findings() -> None:
+def test_a_rank_whose_finite_gradient_sums_to_inf_is_not_blamed() -> None:
     got = culprit_of({}, {"bad_gradient": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
-    assert (got.rank, got.micro_batch, got.tensor) == (1, 0, "a.a")
+    assert (got.phase, got.rank, got.micro_batch, got.tensor) == ("reduced gradient", 0, None, "a.a")
+    got = culprit_of({"bad_gradient": 3}, {"bad_gradient": 0}, found=[Finding("a.a", 0, 1, 2, 1, 0)])
+    assert (got.phase, got.rank, got.micro_batch, got.tensor) == ("local gradient", 0, 0, "a.a")
 
 
 def test_only_backward_is_the_culprit_without_a_record() -> None:
@@ -194,11 +196,11 @@ def test_only_backward_is_the_culprit_without_a_record() -> None:
         ),
         (
             Culprit(2, 3, "reduced gradient", None, "head.weight", 7, 8, 1, 0),
-            "reduced gradient of 'head.weight'[7:8] not finite (1 Inf) on rank 2",
+            "reduced gradient of 'head.weight'[7:8] not finite (1 Inf); owner of the shard: rank 2",
         ),
         (
             Culprit(-1, 3, "reduced gradient"),
-            "reduced gradient: every element is finite, but their norm overflows FP32",
+            "reduced gradient: every element is finite, but the norm after clipping is above 9.2e+18",
         ),
     ],
 )

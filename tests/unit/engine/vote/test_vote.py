@@ -163,7 +163,7 @@ def test_earliest_disagreement_is_named() -> None:
 def test_fields_that_may_differ_are_no_disagreement() -> None:
     free = set(FIELDS) - set(MUST_AGREE)
     assert free == {
-        "stop_requested", "save_failed", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
+        "stop_requested", "save_failed", "busy_s", "sum_weights", "sum_weighted_loss", "sum_squares", "bad_loss",
         "max_abs_grad", "num_bad_losses", "bad_micro_batch", "bad_weight", "bad_gradient",
     }  # fmt: skip
     other = record(**{name: record()[name] + 1 for name in free})
@@ -273,6 +273,21 @@ def test_nonfinite_norm_is_reported_unchanged(squares: float) -> None:
     got = decode([record(sum_squares=squares)])
     assert got.reason == "overflow"
     assert repr(got.grad_norm) == repr(squares)
+
+
+@pytest.mark.parametrize(
+    ("squares", "max_grad_norm", "code"),
+    [(1e80, 1.0, 0), (1e80, 1e18, 0), (1e80, 1e19, 2), (1e80, None, 2), (1e36, None, 0), (1e-80, 1e-3, 0)],
+)
+def test_a_finite_norm_overflows_only_if_it_is_large_after_clipping(
+    squares: float, max_grad_norm: float | None, code: int
+) -> None:
+    rows = table([record(sum_squares=squares, sum_weights=1.0, loss_scale=1.0)])
+    decision = decide(rows, max_grad_norm=max_grad_norm)
+    assert decision.code.item() == code
+    assert decision.grad_norm.item() == pytest.approx(squares**0.5)
+    empty = table([record(**EMPTY, sum_squares=squares)])
+    assert decide(empty, max_grad_norm=max_grad_norm).code.item() == 1
 
 
 def test_empty_step_has_no_loss() -> None:

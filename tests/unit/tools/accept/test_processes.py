@@ -93,7 +93,7 @@ def test_the_rates_of_this_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str
     content = json.loads((tmp_path / "out/accept.json").read_text())
     (part,) = content["parts"]
     rows = part["results"]["matmuls"]
-    assert rows[0]["format"] == "bf16"
+    assert list(dict.fromkeys(row["format"] for row in rows)) == ["bf16", "fp8", "fp32"]
     assert all(row["tflops"] > 0 for row in rows)
     assert [row["name"] for row in part["results"]["copies"]] == ["copy, read + write", "triad, 2 reads + write"]
     assert "**1 of 7 parts finished; nothing failed.**" in capsys.readouterr().out

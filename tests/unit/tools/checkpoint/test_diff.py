@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,32 @@ def test_each_side_must_verify(pair: tuple[Path, dict[tuple[str, str], Tensor]])
     data = bytearray((bad / "r0000.safetensors").read_bytes())
     data[-1] ^= 1
     (bad / "r0000.safetensors").write_bytes(data)
-    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: sha256 differs"):
+    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: (blake3|sha256) differs"):
         compare(good, path / "a")
-    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: sha256 differs"):
-        compare(path / "a", good)
+    with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: (blake3|sha256) differs"):
+        compare(path / "a", good, verify=False)
     (bad / "r0000.safetensors").unlink()
     with pytest.raises(DamageError, match=f"{bad}/r0000.safetensors: missing"):
         compare(path / "a", good, kinds=["buffer"])
+
+
+def test_damaged_data_is_not_called_equal(
+    pair: tuple[Path, dict[tuple[str, str], Tensor]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fingerprints of the two manifests are equal; the bytes of one file are not what they were."""
+    path, tensors = pair
+    bad = write(path / "b", tensors)
+    data = bytearray((bad / "r0001.safetensors").read_bytes())
+    data[-1] ^= 1
+    (bad / "r0001.safetensors").write_bytes(data)
+    for pair_ in ((path / "a", path / "b"), (path / "b", path / "a")):
+        assert main(["diff", *map(str, pair_)]) == 1
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert re.match(f"dtrain: {bad}/r0001.safetensors: (blake3|sha256) differs", printed.err)
+    assert main(["diff", str(path / "a"), str(path / "b"), "--no-verify"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("10 by their fingerprints alone, which the manifests state; the files were not read")
 
 
 def test_the_command_prints_it_and_exits_1(
@@ -188,8 +208,9 @@ def test_the_command_prints_it_and_exits_1(
     assert lines[:2] == [f"a: {path}/a/checkpoints/step-00000005", f"b: {path}/b/step-00000006"]
     assert lines[2:4] == ["state step: 5 | 6", "state config.optim.lr: 0.1 | 0.2"]
     assert lines[4] == f"state config.new: - | {'x' * 57}..."
-    assert lines[5].startswith("master:weight: 1 of 35 differ, the first at 17; max abs 1, max rel ")
-    assert lines[6] == "9 of 10 tensors of both are equal bit for bit, 9 by their fingerprints alone"
+    assert lines[5].startswith("state config_hash: ")
+    assert lines[6].startswith("master:weight: 1 of 35 differ, the first at 17; max abs 1, max rel ")
+    assert lines[7] == "9 of 10 tensors of both are equal bit for bit, 9 by their fingerprints alone"
     assert main([*arguments, "--kind", "exp_avg", "--kind", "exp_avg_sq", "--bytes"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "4 of 4 tensors of both are equal bit for bit, 0 by their fingerprints alone"

@@ -1,0 +1,85 @@
+"""Fingerprints of what training does not change: frozen parameters, and buffers that no forward writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
+from dtrain.engine.audit.judge import Key
+from dtrain.engine.model_state import StateEngine
+
+
+@dataclass(frozen=True)
+class _Constant:
+    """A tensor as it was: its version counter, which every visible write increments, and its fingerprint, 0-dim."""
+
+    values: Tensor
+    version: int
+    fingerprint: Tensor
+
+    def is_unwritten(self, values: Tensor | None) -> bool:
+        same = values is not None and values.data_ptr() == self.values.data_ptr()
+        return same and values is not None and values._version == self.version
+
+
+class Constants:
+    """The frozen parameters and buffers of one engine; those that were written since are left out.
+
+    Args:
+        engine: its tensors are read at each call.
+    """
+
+    def __init__(self, engine: StateEngine) -> None:
+        self._engine = engine
+        self._recorded: dict[Key, _Constant] = {}
+
+    def forget(self) -> None:
+        """Drops all fingerprints, because the tensors were loaded or modified."""
+        self._recorded.clear()
+
+    def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
+        for shard in self._engine.frozen_shards():
+            yield ("frozen", shard.name), shard.data
+        for name, values in self._engine.replicated_frozen().items():
+            yield ("frozen", name), values
+        for name, buffer in self._engine.module.named_buffers():
+            yield ("buffer", name), buffer.detach()
+
+    def _live(self) -> dict[Key, Tensor]:
+        return {key: values for key, values in self._tensors() if _is_plain(values)}
+
+    def record(self) -> None:
+        """Keeps the fingerprints of tensors that are new, or that were written since the last call."""
+        live = self._live()
+        kept = {key: old for key, old in self._recorded.items() if old.is_unwritten(live.get(key))}
+        new = {key: values for key, values in live.items() if key not in kept}
+        sums = self._fingerprints(list(new.values()))
+        self._recorded = kept | {
+            key: _Constant(values, values._version, one) for (key, values), one in zip(new.items(), sums, strict=True)
+        }
+
+    def changed(self) -> tuple[list[Key], Tensor]:
+        """Returns the tensors that nothing has written since, and whether the bits of each are others, bool [n]."""
+        live = self._live()
+        keys = [key for key, old in self._recorded.items() if old.is_unwritten(live.get(key))]
+        if not keys:
+            return [], torch.zeros(0, dtype=torch.bool, device=self._engine.device)
+        before = torch.stack([self._recorded[key].fingerprint for key in keys])
+        return keys, self._fingerprints([live[key] for key in keys]) != before
+
+    def drop(self, key: Key) -> None:
+        """Leaves a tensor out until the next record."""
+        self._recorded.pop(key, None)
+
+    def _fingerprints(self, tensors: list[Tensor]) -> Tensor:
+        return fingerprint_tensor([(flat(tensor), 0) for tensor in tensors], self._engine.device)
+
+
+def _is_plain(values: Tensor) -> bool:
+    """Whether the tensor holds its bits itself, and counts its writes."""
+    is_strided = type(values) is Tensor and values.layout == torch.strided and not values.is_quantized
+    return is_strided and values.numel() > 0 and not values.is_inference() and not values.is_meta

@@ -1,0 +1,147 @@
+"""Computes one micro-batch twice more, from the same bits, and compares: arithmetic that is wrong at times shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
+from dtrain.distributed.consensus import on_every_rank
+from dtrain.engine.deterministic import deterministic_kernels
+from dtrain.engine.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
+from dtrain.errors import Corruption, CorruptionError, UsageError
+from dtrain.parameters.running_backward import backward_of
+from dtrain.precision.forward import find_loss
+from dtrain.precision.module_values import named_tensors
+
+_MICRO_BATCH = 0
+_NUM_LISTED = 8  # tensors in the message
+
+
+class ReplayedEngine(ForwardEngine, Protocol):
+    """The part of :class:`dtrain.engine.step.StepEngine` that a replay needs."""
+
+    attempted_steps: int
+
+    def unsharded_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the tensors that stand for sharded parameters in the model while these are unsharded."""
+
+
+@dataclass
+class _Pass:
+    """What one forward and backward computed, in its order: (kind, name) and the fingerprint of each tensor."""
+
+    keys: list[tuple[str, str]] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def add(self, kind: str, name: str, tensor: Tensor) -> None:
+        values = flat(tensor)
+        if values.numel():
+            self.keys.append((kind, name))
+            self.values.append(fingerprint_tensor([(values, 0)], values.device)[0])
+
+
+class MicroBatchReplay:
+    """Replays the first micro-batch of a step on each rank, before the update.
+
+    No gradient reaches a main grad, because it is no backward of the engine: [Note: another engine's backward]. Buffers
+    and random numbers are as before afterwards.
+
+    Args:
+        engine: runs the forwards.
+        calls: those of the step under way.
+    """
+
+    def __init__(self, engine: ReplayedEngine, calls: ForwardCalls) -> None:
+        self._engine = engine
+        self._calls = calls
+
+    def keeps(self, micro_batch: int) -> bool:
+        """Whether the forwards of that micro-batch are needed."""
+        return micro_batch == _MICRO_BATCH
+
+    def check(self, loss_scale: float) -> None:
+        """Compares two passes; all ranks call together, because forwards may communicate.
+
+        Raises:
+            CorruptionError: a rank's passes differ; the same on every rank.
+            UsageError: a pass failed on a rank.
+        """
+        engine, calls = self._engine, self._calls.current(_MICRO_BATCH)
+        found = on_every_rank(
+            engine.comm,
+            "audit.replay_every: computing a micro-batch again",
+            lambda: self._compare(calls, loss_scale),
+            UsageError,
+        )
+        corruptions = [
+            Corruption((rank,), name, kind, "two passes over one micro-batch gave different bits")
+            for rank, differing in enumerate(found)
+            for kind, name in differing
+        ]
+        if corruptions:
+            ranks = sorted({rank for corruption in corruptions for rank in corruption.ranks})
+            listed = "; ".join(map(str, corruptions[:_NUM_LISTED]))
+            more = f"; and {len(corruptions) - _NUM_LISTED} more" if len(corruptions) > _NUM_LISTED else ""
+            raise CorruptionError(
+                f"step {engine.attempted_steps}: forward and backward of micro-batch {_MICRO_BATCH}, computed twice "
+                f"from the same weights, inputs and random numbers, differ on rank {' and '.join(map(str, ranks))}; in "
+                f"the order of computation: {listed}{more}. Nothing was updated. The arithmetic of that machine is "
+                f"wrong at times, or a module of the model depends on something else than its inputs",
+                corruptions,
+            )
+
+    def _compare(self, calls: list[ForwardCall], loss_scale: float) -> list[tuple[str, str]]:
+        """Returns kind and name of the tensors that differ, in the order of computation."""
+        try:
+            with deterministic_kernels():
+                first, second = (self._run(calls, loss_scale) for _ in range(2))
+        finally:
+            self._engine.discard_forward()
+        if first.keys != second.keys:
+            pairs = zip(first.keys, second.keys, strict=False)
+            shorter = min(len(first.keys), len(second.keys))
+            longer = max(first.keys, second.keys, key=len)
+            return [next((one for one, other in pairs if one != other), None) or longer[shorter]]
+        if not first.keys:
+            return []
+        differs = (torch.stack(first.values) != torch.stack(second.values)).tolist()
+        return [key for key, other in zip(first.keys, differs, strict=True) if other]
+
+    def _run(self, calls: list[ForwardCall], loss_scale: float) -> _Pass:
+        engine, result = self._engine, _Pass()
+        with ExitStack() as stack:
+            stack.enter_context(kept_buffers(engine.module))
+            roots: list[Tensor] = []
+            with torch.enable_grad():
+                for number, call in enumerate(calls):
+                    output = engine.run_forward(call.key, call.args, call.kwargs)
+                    loss = find_loss(output)
+                    for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
+                        result.add("loss" if tensor is loss else "output", name, tensor)
+                        if tensor.requires_grad and (loss is None or tensor is loss):
+                            roots.append(tensor)
+            for name, parameter in self._parameters().items():
+                stack.callback(parameter.register_hook(partial(_add_gradient, result, name)).remove)
+            if roots:
+                with backward_of(self):
+                    torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
+            for name, buffer in engine.module.named_buffers():
+                result.add("buffer", name, buffer)
+        return result
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        """Returns the tensors at which the gradients of the trained parameters arrive."""
+        found = dict(self._engine.module.named_parameters()) | self._engine.unsharded_parameters()
+        return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
+
+
+def _add_gradient(result: _Pass, name: str, grad: Tensor | None) -> None:
+    if grad is not None:
+        result.add("gradient", name, grad)

@@ -1,0 +1,254 @@
+"""The audit of an engine's states: bits that no update wrote are found before they are used or saved.
+
+[Note: audit] After the update of an audited step each rank keeps fingerprints of its masters and optimizer states. They
+are compared with the live tensors right before the next update, and, by the thread that writes a checkpoint, with what
+it writes. At the same places compute weights are compared with the cast of their masters, and what several ranks hold
+is compared across them: one small all-gather of sums. Only if these differ do the ranks exchange what each one found,
+and the same judgment on every rank names the tensor and the rank.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dtrain.checkpoint.format.device_fingerprint import bits_of, fingerprint_tensor, signed
+from dtrain.checkpoint.format.fingerprint import MASK
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.config.audit import Audit
+from dtrain.engine.audit.constants import Constants
+from dtrain.engine.audit.judge import Copies, Key, RankFindings, judge
+from dtrain.engine.model_state import StateEngine
+from dtrain.errors import CorruptionError
+from dtrain.parameters.compute_shard import ComputeShard
+
+
+@dataclass(frozen=True)
+class _Fingerprints:
+    """Fingerprints of masters and optimizer states on this rank.
+
+    Attributes:
+        keys: (kind, name, first element) of each interval; those that this rank does not save come first.
+        num_copies: their number.
+        values: int64 [intervals].
+    """
+
+    keys: list[tuple[str, str, int]]
+    num_copies: int
+    values: Tensor
+
+
+class StateAudit:
+    """Records and checks the bits of one engine's states.
+
+    Args:
+        engine: its states are read from the first call on, when they exist.
+        settings: which steps are audited; without ``every`` no method is called.
+
+    Attributes:
+        settings: see above.
+        error: the corruption that was found; the states must not be used until others are loaded.
+    """
+
+    def __init__(self, engine: StateEngine, settings: Audit) -> None:
+        self.settings = settings
+        self.error: CorruptionError | None = None
+        self._engine = engine
+        self._record: _Fingerprints | None = None
+        self._constants = Constants(engine)
+        self._written: set[str] = set()  # parameters that the user has written since the record
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is a record, which the next update must check; equal on all ranks."""
+        return self._record is not None
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Keeps the fingerprints of what an update has just written; asks no other rank, and waits for no device."""
+        self._written.clear()
+        self._record = self._read()
+        self._constants.record()
+
+    def forget(self) -> None:
+        """Drops the record, because an update follows."""
+        self._record = None
+        self._written.clear()
+
+    def reset(self) -> None:
+        """Drops everything, because all states were loaded."""
+        self.error = None
+        self._constants.forget()
+        self.forget()
+
+    def exclude(self, names: Collection[str]) -> None:
+        """Leaves parameters out until the next record: the user has written to them."""
+        self._written |= set(names)
+
+    def renew(self) -> None:
+        """Takes what the engine has just written outside of an update as right."""
+        self._constants.forget()
+        if self._record is not None:
+            self.record()
+
+    def expected(self) -> dict[tuple[str, str, int], int]:
+        """Returns the fingerprint of each interval that this rank saves, by kind, name and first element."""
+        record = self._record
+        if record is None:
+            return {}
+        pairs = list(zip(record.keys, record.values.tolist(), strict=True))[record.num_copies :]
+        return {key: value & MASK for key, value in pairs if key[1] not in self._written}
+
+    def _states(self, names: Collection[str] | None) -> Iterator[tuple[bool, TensorShard]]:
+        """Yields (whether this rank saves it, interval) of the masters and states of ``names``; None: of all."""
+        engine, replicated = self._engine, self._engine.replicated_masters()
+        for kind in engine.saved_dtypes:
+            owned = {shard.name: shard for shard in engine.owned_shards(kind)} if replicated else {}
+            for shard in engine.local_shards(kind):
+                if names is not None and shard.name not in names:
+                    continue
+                if shard.name not in replicated:
+                    yield True, shard
+                    continue
+                own = owned.get(shard.name)
+                low, high = (shard.start, shard.start) if own is None else (own.start, own.stop)
+                for is_owned, start, stop in ((False, shard.start, low), (True, low, high), (False, high, shard.stop)):
+                    data = shard.data[start - shard.start : stop - shard.start]
+                    yield is_owned, replace(shard, start=start, stop=stop, data=data)
+
+    def _read(self, names: Collection[str] | None = None, *, only_copies: bool = False) -> _Fingerprints:
+        found = [item for item in self._states(names) if item[1].data.numel() and not (only_copies and item[0])]
+        # the kinds of one interval together, because they share the weights of the fingerprint
+        found.sort(key=lambda item: (item[0], item[1].name, item[1].start))
+        values = fingerprint_tensor([(shard.data, shard.start) for _, shard in found], self._engine.device)
+        keys = [(shard.kind, shard.name, shard.start) for _, shard in found]
+        return _Fingerprints(keys, sum(not is_owned for is_owned, _ in found), values)
+
+    # -- the check ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check(self, written: Collection[str] = (), written_hash: int = 0, *, saves: bool = False) -> None:
+        """Checks everything that is at hand; all ranks call, right before an update or a save.
+
+        Args:
+            written: parameters that the user has written since the record.
+            written_hash: hash of what was written; if the ranks differ there, the vote that follows names it.
+            saves: a save follows, which compares what this rank writes with :meth:`expected`.
+
+        Raises:
+            CorruptionError: the same on every rank.
+        """
+        comm, record = self._engine.comm, self._record
+        excluded = self._written | set(written)
+        replicated = set(self._engine.replicated_masters()) - excluded
+        live = self._read(replicated if record is None else None, only_copies=saves and record is not None)
+        states = live if record is None or not saves else record
+        shards = [shard for shard in self._engine.compute_shards() if shard.name not in excluded]
+        gathered = [shard for shard in shards if shard.is_gathered]
+        copies = fingerprint_tensor([(shard.data, shard.start) for shard in gathered], comm.device)
+        constants, has_changed = self._constants.changed()
+        strict = {shard.name for shard in self._engine.frozen_shards()}
+        differing = [_differing(shard).sum() for shard in shards if shard.source is not None]
+        differing.append(self._weigh(has_changed, [int(name in strict) for _, name in constants]))
+        if record is not None:
+            differs = live.values != record.values[: len(live.keys)]
+            differing.append(self._weigh(differs, [int(name not in excluded) for _, name, _ in live.keys]))
+        # order of the columns: equal if the ranks can be compared; 0; then equal
+        row = torch.stack(
+            [
+                torch.full((), written_hash, dtype=torch.int64, device=comm.device),
+                torch.stack(differing).sum(),
+                self._weigh(has_changed, [0 if name in strict else _salt(kind, name) for kind, name in constants]),
+                self._weigh(states.values, [_salt(k, n) if n in replicated else 0 for k, n, _ in states.keys]),
+                self._weigh(copies, [_salt(shard.kind, shard.name) for shard in gathered]),
+            ]
+        )
+        rows = comm.gather_rows(row, label="audit").tolist()
+        if any(other[0] != rows[0][0] for other in rows):
+            return
+        if any(other[1] or other[2:] != rows[0][2:] for other in rows):
+            self._search(shards, copies, replicated, excluded)
+        if rows[0][2]:  # changed on all ranks alike: written in a way that no counter shows
+            for key in (key for key, is_changed in zip(constants, has_changed.tolist(), strict=True) if is_changed):
+                self._constants.drop(key)
+
+    def _weigh(self, values: Tensor, weights: Sequence[int]) -> Tensor:
+        """Returns the sum of ``values`` times ``weights`` mod 2^64, 0-dim int64."""
+        factors = torch.tensor([signed(weight) for weight in weights], dtype=torch.int64)
+        if values.device.type != "cpu":
+            factors = factors.pin_memory().to(values.device, non_blocking=True)  # the host does not wait
+        return (values * factors).sum()
+
+    def _search(self, shards: Sequence[ComputeShard], copies: Tensor, replicated: set[str], excluded: set[str]) -> None:
+        """Raises what all ranks find together; finds nothing if the bits that differ are of NaN."""
+        comm, live = self._engine.comm, self._read()
+        evidence = self._evidence(live, shards, excluded)
+        texts = comm.exchange_text(json.dumps(asdict(evidence)))
+        everyone = [RankFindings.from_dict(json.loads(text)) for text in texts]
+        # every rank holds these, so all have the same keys in the same order
+        whole: dict[Key, int] = {}
+        for (kind, name, _), value in zip(live.keys, live.values.tolist(), strict=True):
+            if name in replicated:
+                whole[kind, name] = whole.get((kind, name), 0) + value
+        keys = sorted(whole)
+        states = torch.tensor([signed(whole[key] & MASK) for key in keys], dtype=torch.int64, device=comm.device)
+        values = comm.gather_rows(torch.cat([states, copies]), label="audited copies").T.tolist()
+        gathered = [shard for shard in shards if shard.is_gathered]
+        found = judge(
+            everyone,
+            [
+                *(Copies(*key, of_ranks) for key, of_ranks in zip(keys, values, strict=False)),
+                *(
+                    Copies(shard.kind, shard.name, of_ranks, shard.owner, shard.is_master)
+                    for shard, of_ranks in zip(gathered, values[len(keys) :], strict=True)
+                ),
+            ],
+        )
+        if found:
+            raise CorruptionError.of_state(self._engine.attempted_steps, found)
+
+    def _evidence(self, live: _Fingerprints, shards: Sequence[ComputeShard], excluded: set[str]) -> RankFindings:
+        record = self._record
+        states: list[Key] = []
+        if record is not None:
+            differs = (live.values != record.values).tolist()
+            states = [key[:2] for key, other in zip(live.keys, differs, strict=True) if other]
+        compared = (shard for shard in shards if shard.source is not None)
+        strict = {shard.name for shard in self._engine.frozen_shards()}
+        keys, has_changed = self._constants.changed()
+        changed = [key for key, other in zip(keys, has_changed.tolist(), strict=True) if other]
+        return RankFindings(
+            states=tuple(key for key in dict.fromkeys(states) if key[1] not in excluded),
+            casts=tuple(dict.fromkeys((s.kind, s.name) for s in compared if _is_corrupt(s))),
+            shards=tuple(key for key in changed if key[1] in strict),
+            constants=tuple(key for key in changed if key[1] not in strict),
+            has_record=record is not None,
+        )
+
+
+def _salt(kind: str, name: str) -> int:
+    """Returns an odd number, so that sums over several tensors catch every single-bit flip too."""
+    return zlib.crc32(f"{kind}:{name}".encode()) * 0x9E3779B97F4A7C15 & MASK | 1
+
+
+def _expected(shard: ComputeShard) -> Tensor:
+    assert shard.source is not None
+    return shard.source.to(shard.data.device, shard.data.dtype)
+
+
+def _differing(shard: ComputeShard) -> Tensor:
+    """Returns whether each element has other bits than it must have, bool [n]."""
+    return bits_of(shard.data) != bits_of(_expected(shard))
+
+
+def _is_corrupt(shard: ComputeShard) -> bool:
+    # the bits of a NaN depend on the instruction that casts it
+    differs = _differing(shard)
+    return bool((differs & ~(shard.data.float().isnan() & _expected(shard).float().isnan())).any())

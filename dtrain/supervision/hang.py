@@ -1,0 +1,224 @@
+"""Decides from the records of a host's ranks whether they hang, and which of them is at fault. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+
+from dtrain.distributed.progress import Phase, ProgressRecord
+
+CRASH_S = 1.2
+"""Seconds that ranks have to notice that another one has ended."""
+ELSEWHERE_S = 5.0
+"""Seconds by which a host waits longer than the one that has the rank at fault, which ends the run by name."""
+STOPPED = "T"  # state in /proc/<pid>/stat
+
+_NUM_SPANS = 101  # of a phase, whose median counts
+_FACTOR = 10  # times that median
+_OF_A_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
+_ENTRY = re.compile(r"(\w+)\((.*), \d+ x \w+\)")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """A rank as its watcher sees it.
+
+    Attributes:
+        rank: its number.
+        pid: its process.
+        record: its progress.
+        unchanged_s: seconds since the record changed.
+        state: letter of ``/proc/<pid>/stat``; empty if the process has ended.
+        ended_s: seconds since the process ended.
+    """
+
+    rank: int
+    pid: int
+    record: ProgressRecord
+    unchanged_s: float
+    state: str = "S"
+    ended_s: float = 0.0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the rank has still to end its run."""
+        return bool(self.state) and not self.record.has_ended
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether the process ended before the run did."""
+        return not self.state and not self.record.has_ended
+
+
+@dataclass
+class PhaseLimits:
+    """Seconds after which a rank whose record does not change hangs, by what it does.
+
+    Args:
+        step_s: in a step or an evaluation, between two calls of the engine or two waits for other ranks.
+        start_s: until the end of the first step, in a compilation, and at the end of the run.
+        save_s: in a save or a load.
+    """
+
+    step_s: float
+    start_s: float
+    save_s: float
+    _spans: dict[Phase, deque[float]] = field(default_factory=dict)
+
+    def learn(self, record: ProgressRecord, seconds: float) -> None:
+        """Takes the time that a rank has spent in ``record``: a phase that always takes long is no hang."""
+        if record.num_steps:
+            self._spans.setdefault(record.phase, deque(maxlen=_NUM_SPANS)).append(seconds)
+
+    def of(self, record: ProgressRecord) -> float:
+        spans = self._spans.get(record.phase)
+        usual_s = _FACTOR * median(spans) if spans and record.num_steps else 0.0
+        is_start = record.phase in (Phase.START, Phase.COMPILE, Phase.END) or not record.num_steps
+        is_save = record.phase in (Phase.SAVE, Phase.LOAD, Phase.END)
+        limits = (self.start_s if is_start else 0, self.save_s if is_save else 0)
+        return max(usual_s, *(limits if any(limits) else (self.step_s,)))
+
+    @property
+    def longest(self) -> float:
+        return max(self.step_s, self.start_s, self.save_s)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks at fault, and one line that says why.
+
+    Attributes:
+        culprits: the ranks at fault; all of them if the records do not tell.
+        message: one line.
+        is_crash: whether they have ended, and the others do not notice.
+    """
+
+    culprits: tuple[int, ...]
+    message: str
+    is_crash: bool = False
+
+
+def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_hosts: bool) -> Hang | None:
+    """Returns the hang of these ranks, or None.
+
+    A rank that waits for others is not at fault while one of them does not wait. That one may take as long as its own
+    phase allows.
+
+    Args:
+        ranks: those of this host.
+        limits: see there.
+        has_other_hosts: whether there are ranks elsewhere.
+    """
+    active = [rank for rank in ranks if rank.is_active]
+    crashed = [rank for rank in ranks if rank.has_crashed]
+    if crashed and min(rank.ended_s for rank in crashed) > CRASH_S:
+        unaware = [rank for rank in active if rank.record.phase != Phase.END]
+        if unaware:
+            return Hang(_numbers(crashed), _joined(*map(_group, (crashed, unaware))), is_crash=True)
+    late = [rank for rank in active if rank.unchanged_s > limits.of(rank.record)]
+    stopped = [rank for rank in late if rank.state == STOPPED]
+    if stopped:
+        return _hang(stopped, ranks)
+    running = [rank for rank in active if not rank.record.is_waiting]
+    if running:
+        culprits = [rank for rank in late if not rank.record.is_waiting]
+        if len(culprits) == len(active):  # libraries' own collectives are not in the records
+            culprits = _furthest_behind(culprits)
+        return _hang(culprits, ranks) if culprits else None
+    if not active or len(late) < len(active):
+        return None
+    if has_other_hosts and min(rank.unchanged_s for rank in active) <= limits.longest + ELSEWHERE_S:
+        return None
+    first = min(rank.record.entered for rank in active)
+    culprits = [rank for rank in active if rank.record.entered == first]
+    if len(culprits) < len(active):
+        return _hang(culprits, ranks)
+    why = "for ranks of other hosts" if has_other_hosts else "though no rank of the run does anything else"
+    return Hang(_numbers(culprits), _joined(f"{_group(culprits)} {why}", _others(culprits, ranks)))
+
+
+def _furthest_behind(ranks: Sequence[RankState]) -> list[RankState]:
+    """Returns the ranks that have come least far, if all of them take the same way; else all."""
+    if any(rank.record.phase not in _OF_A_STEP for rank in ranks):
+        return [*ranks]
+
+    def progress(rank: RankState) -> tuple[int, int]:
+        return rank.record.step, rank.record.num_changes
+
+    least = min(map(progress, ranks))
+    return [rank for rank in ranks if progress(rank) == least]
+
+
+def _hang(culprits: Sequence[RankState], ranks: Sequence[RankState]) -> Hang:
+    return Hang(_numbers(culprits), _joined(_group(culprits), _others(culprits, ranks)))
+
+
+def _others(culprits: Sequence[RankState], ranks: Sequence[RankState]) -> str:
+    return _group([rank for rank in ranks if rank not in culprits])
+
+
+# -- sentences ---------------------------------------------------------------------------------------------------------
+
+
+def _numbers(ranks: Iterable[RankState]) -> tuple[int, ...]:
+    return tuple(rank.rank for rank in ranks)
+
+
+def _joined(*parts: str) -> str:
+    return "; ".join(filter(None, parts))
+
+
+def _group(ranks: Sequence[RankState]) -> str:
+    """Describes the ranks, those that do the same together."""
+    parts: dict[tuple[str, str], list[RankState]] = {}
+    for rank in ranks:
+        parts.setdefault(_doing(rank), []).append(rank)
+    return "; ".join(
+        f"{named(_numbers(group))} {many if len(group) > 1 else one}"
+        + ("" if group[0].record.has_ended or not group[0].state else _since(group))
+        for (one, many), group in parts.items()
+    )
+
+
+def _since(group: Sequence[RankState]) -> str:
+    return f" since {max(rank.unchanged_s for rank in group):.0f} s"
+
+
+def _doing(rank: RankState) -> tuple[str, str]:
+    """Returns what a rank does, for one and for several."""
+    record = rank.record
+    if record.has_ended:
+        return "has finished", "have finished"
+    if not rank.state:
+        return f"(process {rank.pid}) has ended", "have ended"
+    if record.is_waiting:
+        where = f"in {_collective(record.label)} (#{record.entered})"
+        if rank.state != STOPPED:
+            return f"waits {where}", f"wait {where}"
+    else:
+        where = f"in '{record.phase.name.lower()}'"
+        if record.phase in _OF_A_STEP:
+            where += f" of step {record.step + 1}"  # as in metrics.jsonl
+        elif record.phase not in (Phase.START, Phase.LOAD):
+            where += f" after step {record.step}"
+    if rank.state == STOPPED:
+        return f"is stopped (SIGSTOP) {where}", f"are stopped (SIGSTOP) {where}"
+    return f"is {where}", f"are {where}"
+
+
+def _collective(label: str) -> str:
+    found = _ENTRY.fullmatch(label)
+    return f"{found[1]} of '{found[2]}'" if found else label
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Returns ``rank 3``, or ``ranks 0-2, 5``."""
+    numbers = sorted(ranks)
+    key: Callable[[tuple[int, int]], int] = lambda item: item[1] - item[0]  # noqa: E731
+    spans = [[number for _, number in group] for _, group in groupby(enumerate(numbers), key)]
+    listed = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"

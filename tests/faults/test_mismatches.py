@@ -1,0 +1,353 @@
+"""One rank that differs: the run stops before any update, and every rank shows both values (F9).
+
+The ranks differ in the arguments of ``dtrain.initialize``, in the configuration or data of ``dtrain train``, or in a
+step. All cases run on the same ranks, one after the other, so each must also leave the ranks in step with each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain
+from dtrain.cli.resolve import compose
+from dtrain.config.optim import EmaConfig
+from dtrain.config.precision import Float8
+from dtrain.config.schema import RunConfig
+from dtrain.data import load_dataset
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.setup import connect
+from dtrain.engine.vote.record import MUST_AGREE
+from dtrain.errors import ConfigError, DivergenceError
+from dtrain.precision.loss_scale import LossScaleState
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.train.setup import check_same
+from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.launch import SEQ_LEN, SMALL, write_samples
+from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import Run, forward_backward, start
+
+pytestmark = pytest.mark.processes
+
+Message = str  # what it is on rank 0 and on the last rank, as every rank prints it
+
+
+def differing(message: str, expected: Message) -> str:
+    """Returns nothing if the message has both values and says what to do, else what it lacks."""
+    parts = [*expected.split("|"), "on rank 0", "on rank"]
+    return "".join(f"no {part!r} in {message!r}; " for part in parts if part not in message)
+
+
+# -- arguments of initialize -------------------------------------------------------------------------------------------
+
+
+class Ordered(nn.Module):
+    """Two linear layers, registered in any order, with a buffer."""
+
+    def __init__(self, names: str = "ab", count: int | None = 3, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4, dtype=dtype))
+        self.act: nn.Module = nn.Dropout(0.0)
+        self.register_buffer("count", None if count is None else torch.zeros(count))
+
+
+def changed(**attributes: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Ordered()
+        for name, value in attributes.items():
+            setattr(model, name, value)
+        return model
+
+    return make
+
+
+def with_frozen() -> nn.Module:
+    model = Ordered()
+    model.b.weight.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = Ordered()
+    model.b.weight = model.a.weight
+    return model
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16))
+
+
+def narrow() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8))
+
+
+@dataclass(frozen=True)
+class Start:
+    """Arguments of ``dtrain.initialize`` that the last rank gives otherwise than the others."""
+
+    expected: Message
+    options: dict[str, Any] = field(default_factory=dict)
+    model: Callable[[], nn.Module] | None = None
+    common: dict[str, Any] = field(default_factory=dict)
+    base: Callable[[], nn.Module] = Ordered
+
+
+def of(expected: Message, **options: Any) -> Start:
+    return Start(expected, options)
+
+
+def model(expected: Message, make: Callable[[], nn.Module]) -> Start:
+    return Start(expected, model=make)
+
+
+STARTS: dict[str, Start] = {
+    # configuration
+    "stage": of("'zero_stage' is 2 on rank 0 and 1 on rank", zero_stage=1),
+    "reproducible": of("'reproducible' is False on rank 0 and True on rank", reproducible=True),
+    "engine": of("is quantized on rank 0 and fp32 on rank", engine="ddp", zero_stage=0),
+    "prefetch": Start("'prefetch' is 1 on rank 0 and 2 on rank", {"prefetch": 2}, common={"zero_stage": 3}),
+    "units": of("'sharding_units' is auto on rank 0 and ['a'] on rank", sharding_units=["a"]),
+    "optimizer": of("'betas' is [0.9, 0.95] on rank 0 and None on rank", optimizer=dtrain.SGD(lr=1e-3)),
+    "betas": of("'betas' is [0.9, 0.95] on rank 0 and [0.8, 0.9] on rank", optimizer=dtrain.AdamW(betas=(0.8, 0.9))),
+    "epsilon": of("'eps' is 1e-08 on rank 0 and 1e-06 on rank", optimizer=dtrain.AdamW(eps=1e-6)),
+    "decay": of("'weight_decay' is 0.1 on rank 0 and 0.3 on rank", optimizer=dtrain.AdamW(weight_decay=0.3)),
+    "clipping": of("'max_grad_norm' is 1.0 on rank 0 and 0.5 on rank", max_grad_norm=0.5),
+    "no clipping": of("'max_grad_norm' is 1.0 on rank 0 and None on rank", max_grad_norm=None),
+    "average": of("'ema_decay' is None on rank 0 and 0.9 on rank", ema_decay=0.9),
+    "seed": of("seed is 0 on rank 0 and 1 on rank", seed=1),
+    # learning rate
+    "lr": of("'lr' is 0.001 on rank 0 and 0.5 on rank", optimizer=dtrain.AdamW(lr=0.5)),
+    "schedule": of(
+        "schedule: 'min_ratio' is None on rank 0 and 0.1 on rank", schedule=dtrain.Cosine(warmup_steps=2, total_steps=9)
+    ),
+    # dtype
+    "precision": of("'compute' is fp32 on rank 0 and bf16 on rank", precision="bf16"),
+    "precision rule": of(
+        "a: 'format' is fp32 on rank 0 and bf16 on rank", precision=PrecisionPolicy.named("fp32", rules={"a": "bf16"})
+    ),
+    "reduce dtype": Start(
+        "is fp32 on rank 0 and bf16 on rank", {"reduce_dtype": "bf16"}, common={"precision": "bf16", "zero_stage": 0}
+    ),
+    "fp8": Start("'float8' is None on rank 0 and {'choice': ", {"precision": "fp8"}, common={"precision": "bf16"}),
+    "fp8 products": Start(  # one rank has some to decide about, the other none
+        "is first product on rank 0 and too small for FP8: a dimension below 16 on rank",
+        common={"precision": "fp8"},
+        base=wide,
+        model=narrow,
+    ),
+    "fp8 recipe": Start(
+        "float8: 'grad_format' is e5m2 on rank 0 and e4m3 on rank",
+        {"precision": PrecisionPolicy.named("fp8", float8=Float8(recipe="rowwise"))},
+        common={"precision": "fp8"},
+    ),
+    "weights": model(
+        "a.bias: 'dtype' is float32 on rank 0 and bfloat16 on rank",
+        lambda: Ordered(dtype=torch.bfloat16),
+    ),
+    "buffer dtype": model(
+        "count: 'dtype' is float32 on rank 0 and int64 on rank", changed(count=torch.zeros(3).long())
+    ),
+    # loss scale
+    "loss scale": of("loss_scale: 'mode' is none on rank 0 and dynamic on rank", loss_scale="dynamic"),
+    "constant scale": of("loss_scale: 'init' is 65536.0 on rank 0 and 8.0 on rank", loss_scale=8.0),
+    "hysteresis": Start(
+        "loss_scale: 'hysteresis' is 1 on rank 0 and 3 on rank",
+        {"loss_scale": dtrain.LossScale("dynamic", hysteresis=3)},
+        common={"loss_scale": "dynamic"},
+    ),
+    # the model, and with it the order of collectives
+    "order": model("a.bias: 'position' is 1 on rank 0 and 3 on rank", lambda: Ordered("ba")),
+    "layers": model("'c' is None on rank 0 and {|on rank", lambda: Ordered("abc")),
+    "width": model(
+        "Linear(in_features=4, out_features=4, bias=True) on rank 0 and Linear(in_features=4, out",
+        changed(a=nn.Linear(4, 5)),
+    ),
+    "buffer shape": model("count: 'shape' is [3] on rank 0 and [5] on rank", changed(count=torch.zeros(5))),
+    "no buffer": model(
+        "'count' is {'dtype': 'float32', 'position': 0, 'shape': [3]} on rank 0 and None", lambda: Ordered(count=None)
+    ),
+    "frozen": model("b.weight: 'trainable' is True on rank 0 and False on rank", with_frozen),
+    "tied": model("'b.weight' is fp32 on rank 0 and None on rank", tied),
+    "activation": model("'act' is Dropout(p=0.0, inplace=False) on rank 0 and ReLU() on rank", changed(act=nn.ReLU())),
+    "dropout": model("Dropout(p=0.0, inplace=False) on rank 0 and Dropout(p=0.1,", changed(act=nn.Dropout(0.1))),
+}
+
+
+def start_differently(case: Start, rank: int, world: int) -> str:
+    """Returns what was wrong."""
+    other = rank == world - 1
+    built = (case.model if other and case.model else case.base)()
+    before = [tensor.clone() for tensor in [*built.parameters(), *built.buffers()]]
+    options = {"precision": "fp32", "seed": 0, **case.common, **(case.options if other else {})}
+    try:
+        dtrain.initialize(built, **options)
+    except DivergenceError as error:
+        after = [*built.parameters(), *built.buffers()]
+        touched = [t.dtype for t, old in zip(after, before, strict=True) if not torch.equal(t, old)]
+        return differing(str(error), case.expected) + (f"changed: {touched}" if touched else "")
+    return "accepted"
+
+
+# -- configuration and data of dtrain train ----------------------------------------------------------------------------
+
+Variant = Callable[[RunConfig], RunConfig]
+
+
+def key(group: str, **values: Any) -> Variant:
+    return lambda config: replace(config, **{group: replace(getattr(config, group), **values)})
+
+
+CONFIGS: dict[str, tuple[Variant, Message]] = {
+    "seed": (lambda config: replace(config, seed=3), "'seed' is 0 on rank 0 and 3 on rank"),
+    "micro-batch": (key("train", micro_batch_size=2), "train: 'micro_batch_size' is 1 on rank 0 and 2 on rank"),
+    "batch": (key("train", global_batch_size=12), "train: 'global_batch_size' is 6 on rank 0 and 12 on rank"),
+    "steps": (key("train", steps=13), "train: 'steps' is 12 on rank 0 and 13 on rank"),
+    "saves": (key("train", save_every=5), "train: 'save_every' is 4 on rank 0 and 5 on rank"),
+    "model": (key("model", dropout=0.2), "model: 'dropout' is 0.1 on rank 0 and 0.2 on rank"),
+    "layers": (key("model", num_layers=2), "model: 'num_layers' is 1 on rank 0 and 2 on rank"),
+    "stage": (key("engine", zero_stage=3), "engine: 'zero_stage' is 2 on rank 0 and 3 on rank"),
+    "schedule": (key("schedule", warmup_steps=3), "schedule: 'warmup_steps' is 2 on rank 0 and 3 on rank"),
+    "average": (lambda config: replace(config, ema=EmaConfig(decay=0.9)), "ema: 'decay' is None on rank 0 and 0.9"),
+    "precision": (key("precision", name="bf16"), "precision: 'name' is fp32 on rank 0 and bf16 on rank"),
+    "retention": (key("checkpoint", keep_last=5), "checkpoint: 'keep_last' is 2 on rank 0 and 5 on rank"),
+    "files": (key("data", files="other.txt"), "data: 'files' is samples.txt on rank 0 and other.txt on rank"),
+}  # fmt: skip
+
+
+def compare(comm: Communicator, config: RunConfig, expected: Message) -> str:
+    """Returns what was wrong; the data are ``samples.txt`` in the current directory of each rank."""
+    dataset = load_dataset(replace(config.data, files="samples.txt"), SEQ_LEN)
+    try:
+        check_same(comm, config, dataset)
+    except ConfigError as error:
+        return differing(str(error), expected)
+    return "accepted"
+
+
+def other_data(comm: Communicator, config: RunConfig, text: str) -> str:
+    """The same file name holds another text on the last rank."""
+    folder = Path(f"rank-{comm.rank}")
+    folder.mkdir()
+    before = Path.cwd()
+    write_samples(folder)
+    if comm.rank == comm.world_size - 1:
+        (folder / "samples.txt").write_text(text, encoding="ascii")
+    os.chdir(folder)
+    try:
+        own = load_dataset(replace(config.data, files="samples.txt"), SEQ_LEN).fingerprint[:12]
+        prints = comm.exchange_text(own)
+        return compare(comm, config, f"the data differs|{prints[0]} on rank 0|{prints[-1]} on rank")
+    finally:
+        os.chdir(before)
+        (folder / "samples.txt").unlink()
+        folder.rmdir()
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+RUN = Run("transformer", options={"precision": "fp32"})
+STEPS: dict[str, Message] = {
+    "step": "step is 1 on rank 0 and 2 on rank",
+    "data_cursor": "data_cursor is 0 on rank 0 and 16 on rank",
+    "loss_scale": "loss_scale is 1.0 on rank 0 and 8.0 on rank",
+    "config_hash": "'max_grad_norm' is 0.05 on rank 0 and 0.5 on rank",
+    "num_micro_batches": "num_micro_batches is 1 on rank 0 and 2 on rank",
+    "lr": "lr is 0.001 on rank 0 and 0.5 on rank",
+    "written_weights": "parameter 'embedding.weight' was written to on rank |and not on rank 0",
+    # last, because the collectives of these ranks end with it
+    "schedule_hash": "rank 0 is at all_to_all_single(blocks.|all_to_all_single(blocks.0|all_to_all_single(blocks.1",
+}
+# stages that reduce every micro-batch would hang on another number of them
+STAGES = {"num_micro_batches": (0, 1), "schedule_hash": (2,), "written_weights": (2,)}
+CHOSEN = {"step": 0, "data_cursor": 1, "loss_scale": 3, "lr": 3, "num_micro_batches": 0}  # without the full counts
+
+
+def masters(engine: Any) -> list[list[float]]:
+    return [shard.data.tolist() for shard in engine.local_shards("master")]
+
+
+def step_differently(name: str, stage: int, rank: int, world: int) -> str:
+    """One good step, then the last rank differs; returns what was wrong."""
+    engine = start(RUN.with_options(zero_stage=stage))
+    forward_backward(engine, RUN, 0)
+    engine.step()
+    other, lr, run = rank == world - 1, 1e-3, RUN
+    if other and name == "step":
+        engine.attempted_steps += 1
+    elif other and name == "data_cursor":
+        engine.data_cursor = 16
+    elif other and name == "loss_scale":
+        engine._finalizer.scale = LossScaleState.of(dtrain.LossScale.of(8.0))
+    elif other and name == "config_hash":
+        engine._config_hash += 1
+        finalizer = engine._finalizer
+        finalizer.config_text = finalizer.config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
+    elif other and name == "schedule_hash":
+        # two equally shaped groups reduced in swapped order: gloo would sum the wrong tensors silently
+        groups = engine.sharded.reducer.groups
+        groups[0], groups[1] = groups[1], groups[0]
+    elif other and name == "written_weights":
+        with torch.no_grad():
+            next(engine.module.parameters()).fill_(0.0)
+    elif other and name == "lr":
+        lr = 0.5
+    elif other:
+        run = replace(RUN, accumulation=2)
+    before = masters(engine)  # after the write, because an FP32 parameter is its master
+    try:
+        forward_backward(engine, run, 1)
+        engine.step(lr=lr)
+    except DivergenceError as error:
+        if name == "schedule_hash":  # found before the vote
+            wrong = "".join(f"no {part!r} in {error}; " for part in STEPS[name].split("|") if part not in str(error))
+        else:
+            wrong = differing(str(error), f"the ranks have diverged; nothing was updated|{STEPS[name]}")
+        return wrong + ("" if masters(engine) == before else "updated")
+    return "accepted"
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def try_all(rank: int, world: int, folder: Path, config: RunConfig, stages: dict[str, list[int]]) -> dict[str, str]:
+    """Returns what was wrong by case, on this rank; nothing for a mismatch that was named with both values."""
+    os.chdir(folder)
+    found = {f"start: {name}": start_differently(case, rank, world) for name, case in STARTS.items()}
+    comm = connect(torch.device("cpu"))
+    for name, (variant, expected) in CONFIGS.items():
+        own = variant(config) if rank == world - 1 else config
+        found[f"config: {name}"] = compare(comm, own, expected)
+    words = Path("samples.txt").read_text(encoding="ascii")
+    found["data: other text"] = other_data(comm, config, words[::-1])
+    found["data: one letter"] = other_data(comm, config, words[:-2] + "x" + words[-1])
+    found["data: shorter"] = other_data(comm, config, words[:-SEQ_LEN])
+    for name, chosen in stages.items():
+        for stage in chosen:
+            found[f"step: {name} at stage {stage}"] = step_differently(name, stage, rank, world)
+    return found
+
+
+def test_every_field_of_the_vote_is_tried() -> None:
+    assert set(STEPS) == set(MUST_AGREE)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_differs_stops_the_run(tmp_path: Path, faults: FaultCounts, world: int) -> None:
+    if world > faults.count(ci=2, full=3):
+        pytest.skip("with --fault-counts full")
+    config = compose([f"run_dir={tmp_path}/run", *SMALL, "data.files=samples.txt"])
+    write_samples(tmp_path)
+    stages = {name: [*STAGES.get(name, range(4))] if faults.full else [CHOSEN.get(name, 2)] for name in STEPS}
+    ranks = run_ranks(world, try_all, tmp_path, config, stages)
+    wrong = {f"{case} on rank {rank}": what for rank, found in enumerate(ranks) for case, what in found.items() if what}
+    assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
+    kinds = {kind: sum(case.startswith(kind) for case in ranks[0]) for kind in ("start", "config", "data", "step")}
+    faults.passed("F9", len(ranks[0]), unnoticed=len(wrong), **kinds)

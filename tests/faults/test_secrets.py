@@ -1,0 +1,193 @@
+"""No secret leaves a run (P16): canaries of many kinds, searched for in every byte that it stores, sends or prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from dtrain.__main__ import _print_without_secrets, main
+from dtrain.checkpoint.format.integrity import load_manifest
+from dtrain.cli.resolve import read_jobs
+from dtrain.config.dump import config_to_dict
+from dtrain.config.tool_schema import AcceptConfig
+from dtrain.errors import RankError
+from dtrain.tools.accept import run as accept_run
+from dtrain.tools.accept.part import PARTS
+from dtrain.tools.accept.processes import Ended, run_process
+from dtrain.tools.bench.records import FailedCase, TrainingResults, run_header
+from dtrain.tools.bench.training import suites
+from dtrain.tools.command import command_text
+from dtrain.tools.parity import run as parity_run
+from dtrain.tools.ranks import run_ranks
+from tests.helpers import canaries
+from tests.helpers.fault_counts import FaultCounts
+from tests.unit.tools.bench.made import result
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of ``dtrain train`` with a canary in every setting that takes text."""
+    for name, value in canaries.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    data = tmp_path / "in" / "password=c4nary-text1"
+    data.mkdir(parents=True)
+    (data / "a.txt").write_text("to be, or not to be " * 200)
+    (tmp_path / "in" / "model").mkdir()
+    args = {name: value for name, (value, _) in canaries.ARGS.items()} | canaries.READABLE
+    model = {"factory": "tests.helpers.canaries:build", "num_layers": 1, "hidden_dim": 16, "num_heads": 2}
+    model |= {"max_seq_len": 16, "args": args}
+    (tmp_path / "in" / "model" / "canary.yaml").write_text(yaml.safe_dump(model))
+    return [
+        *(f"--config-dir={tmp_path}/in", "model=canary", "data=text", f"data.files={data}/*.txt".replace("=c", "\\=c")),
+        *(
+            "data.validation_percent=0",
+            "train.global_batch_size=8",
+            "train.sample_tokens=4",
+            "telemetry.precision_every=1",
+        ),
+        *("train.log_every=1", "precision=fp32", "optim.compile=false", f"run_dir={tmp_path}/run"),
+    ]
+
+
+@pytest.mark.processes
+def test_no_file_and_no_line_of_a_run_holds_a_secret(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: FaultCounts
+) -> None:
+    words = [*command, "train.steps=2", "tracker=wandb", *(word.replace("d=c", "d\\=c") for word in canaries.WORDS)]
+    [job] = read_jobs(words)
+    planted = json.dumps(config_to_dict(job.config), ensure_ascii=False)
+    assert [kind for kind, secret in canaries.secrets().items() if secret not in planted.replace("\\n", "\n")] == []
+    run = subprocess.run([sys.executable, "-m", "dtrain", "train", *words], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    run_dir = tmp_path / "run"
+    files = {path.relative_to(run_dir).parts[0] for path in run_dir.rglob("*") if path.is_file()}
+    assert {"config.yaml", "summary.json", "failures", "precision", "checkpoints", "wandb"} <= files
+    leaked = canaries.leaks(run_dir, run.stdout, run.stderr)
+    # the same settings continue the run, whose stored ones are without secrets
+    assert main(["train", *words[: len(command)], "train.steps=3", "tracker=tensorboard", words[-1]]) == 0
+    printed = capsys.readouterr()
+    assert "start" in printed.err or "step 3" in printed.err or "3/3" in printed.err
+    leaked += canaries.leaks(run_dir, printed.out, printed.err)
+    assert any((run_dir / "tensorboard").iterdir())
+    faults.passed("P16", len(canaries.secrets()), leaked=len(leaked))
+    assert leaked == []
+    stored = yaml.safe_load((run_dir / "config.yaml").read_text())
+    assert {name: stored["model"]["args"][name] for name in canaries.READABLE} == canaries.READABLE
+    assert stored["model"]["args"]["text"] == "connect with password=*** now"
+    assert stored["model"]["args"]["url"] == "https://x.org/file?token=***&page=2"
+    state = load_manifest(run_dir / "checkpoints" / "step-00000003").state
+    assert state["config"] == stored
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings with secrets, for every tool."""
+    for name, value in canaries.ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    args = "model.args={" + ",".join(f"{name}:{name.upper()}-c4nary" for name in ("pwd", "api_key", "cookie")) + "}"
+    rest = ["+model.args.url='https://x.org/?token=c4nary-url1'", "+model.args.env=${oc.env:WANDB_API_KEY}"]
+    return ["model.factory=tests.helpers.canaries:build", args, *rest]
+
+
+TOOL_SECRETS = ("-c4nary", "c4nary-url1", canaries.ENVIRONMENT["WANDB_API_KEY"], "c4nary-failed", "c4nary-text2")
+FAILURE = f"cannot log in: pwd=c4nary-text2 password=c4nary-failed {canaries.ENVIRONMENT['WANDB_API_KEY']}"
+
+
+def _planted(folder: Path, printed: str) -> list[str]:
+    texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.suffix != ".png" and path.is_file()]
+    assert texts
+    return [secret for secret in TOOL_SECRETS for text in [*texts, printed] if secret in text]
+
+
+def test_parity_leaves_no_secret(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    faults: FaultCounts,
+) -> None:
+    trajectory = SimpleNamespace(names=list, curve=list)
+    reference = SimpleNamespace(oracle=trajectory, noise_baseline=[], noise_deviations=None, noise_failure=None)
+    monkeypatch.setattr(parity_run, "ReferenceRuns", lambda *_: SimpleNamespace(skipping=lambda: reference))
+    monkeypatch.setattr(parity_run, "draw", lambda *_: None)
+
+    def fail(*_: Any, **__: Any) -> list[str]:
+        raise RankError(FAILURE)
+
+    monkeypatch.setattr(parity_run, "run_ranks", fail)
+    assert main(["parity", *words, "parity.engines=[native]", "parity.device=cpu", f"run_dir={tmp_path}/p"]) == 1
+    printed = capsys.readouterr()
+    assert (tmp_path / "p").exists(), printed.err
+    assert "model.args=***" in (tmp_path / "p" / parity_run.REPORT_FILE).read_text()
+    leaked = _planted(tmp_path, printed.out + printed.err)
+    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
+    assert leaked == []
+
+
+def test_bench_leaves_no_secret(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    faults: FaultCounts,
+) -> None:
+    def suite(config: Any, command: str) -> TrainingResults:
+        case = result("native", 1, [[5.0]])
+        failed = FailedCase(case.case, FAILURE)
+        return TrainingResults(
+            **run_header("engine", command, config),
+            tokens_per_rank=1,
+            cases=[case],
+            train_starts_s=[],
+            failures=[failed],
+        )
+
+    monkeypatch.setattr(suites, "run_engine_suite", suite)
+    assert main(["bench", "engine", *words, f"bench.out={tmp_path}/b.json"]) == 1
+    leaked = _planted(tmp_path, "".join(capsys.readouterr()))
+    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
+    assert leaked == []
+
+
+def test_accept_leaves_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultCounts) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
+    machine = {"device": "cpu", "host_summary": "a host", "small": True, "peak_tflops": {}, "packages": {}, "name": "x"}
+
+    def run(module: str, job: str, **_: Any) -> Ended:
+        if module.endswith("machine") or "accept.machine" in job:
+            return Ended(json.dumps(machine), 1.0)
+        return Ended("", 1.0, FAILURE, False, [FAILURE])
+
+    monkeypatch.setattr(accept_run, "run_process", run)
+    command = command_text("accept", ["out=https://me:c4nary-url1@x.org", "+token=PWD-c4nary"])
+    accept_run.accept(AcceptConfig(parts=["b"]), command, tmp_path / "a", PARTS)
+    leaked = _planted(tmp_path, "")
+    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
+    assert leaked == []
+
+
+@pytest.mark.processes
+def test_logs_and_reasons_of_ranks_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaky.py").write_text(f"import sys\nprint({FAILURE!r}, file=sys.stderr)\nsys.exit({FAILURE!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
+    with pytest.raises(RankError) as failure:
+        run_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
+    ended = run_process("leaky", "{}", limit_s=60, threads=1, log=tmp_path / "logs" / "log")
+    assert _planted(tmp_path / "logs", f"{failure.value} {ended.error} {ended.tail}") == []
+
+
+def test_a_traceback_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        raise ValueError("password=c4nary-failed")
+    except ValueError as error:
+        _print_without_secrets(ValueError, error, error.__traceback__)
+    assert "ValueError: password=***" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Stop signals at random instants: the step is saved and the run can continue; a second one ends it at once (F3).
+
+``test_kill_resume`` tests single stops closely, ``tests/distributed/test_launchers.py`` those of every launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtrain.cli.resolve import compose
+from tests.faults.test_kills import FIRST_SAVE, SETTINGS, train_rank
+from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.kills import Kill
+from tests.helpers.launch import Record, curve, newest_step, python, record_of, started, summary, write_samples
+from tests.helpers.ranks import RankFailure, run_ranks
+
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+LIMIT_S = 25.0  # promise P10
+AT_ONCE_S = 3.0
+
+pytestmark = [pytest.mark.processes, pytest.mark.parametrize("world", [1, 2])]
+
+# functions in which a run hangs after the first signal
+HOLDS = (
+    "dtrain.engine.native:NativeEngine._vote",
+    "dtrain.optim.flat:FlatUpdate.update",
+    "dtrain.checkpoint.storage:create",
+    "dtrain.checkpoint.storage:write",
+    "dtrain.checkpoint.storage:sync_directory",
+    "dtrain.checkpoint.storage:rename",
+    "dtrain.checkpoint.storage:remove_file",
+    "dtrain.train.run:write_summary",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_samples(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Records:
+    """The runs on one and two ranks that no signal stops; computed when first used."""
+    folder = tmp_path_factory.mktemp("whole")
+    return Records(folder, data)
+
+
+class Records(dict[int, Record]):
+    """Record of the uninterrupted run by world size."""
+
+    def __init__(self, folder: Path, data: str) -> None:
+        super().__init__()
+        self._folder, self._data = folder, data
+
+    def __missing__(self, world: int) -> Record:
+        assert run(self._folder / str(world), self._data, world) == [0] * world
+        return self.setdefault(world, record_of(self._folder / str(world)))
+
+
+def run(run_dir: Path, data: str, world: int, kill: Kill | None = None) -> list[int]:
+    """Starts or continues a run; returns the exit code of each rank."""
+    config = compose([f"run_dir={run_dir}", *SETTINGS, data])
+    return run_ranks(world, train_rank, config, kill.env() if kill else {}, f"{run_dir}.log", grace=AT_ONCE_S)
+
+
+def trained(record: Record) -> Record:
+    """The record without validations: a stop at a step that is due for one saves at once, without it."""
+    return replace(record, curve=[line for line in record.curve if "loss" in line])
+
+
+def since(mark: str) -> float:
+    return time.monotonic() - float(Path(mark).read_text(encoding="ascii"))
+
+
+def test_the_step_is_saved(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
+    """A run is stopped and continued until it is done, and then equals the one that nothing stopped."""
+    count, seed = faults.count(ci=2, full=40), 300 + world
+    rng = random.Random(seed)
+    stops, runs, longest = 0, 0, 0.0
+    while stops < count or runs == 0:
+        run_dir, mark = tmp_path / f"run{runs}", str(tmp_path / "mark")
+        ranks = (rng.randrange(world),) if rng.random() < 0.6 else tuple(range(world))
+        place = "" if stops % 2 else FIRST_SAVE
+        kill = Kill(ranks, place, after_s=rng.uniform(0.001, 0.3), signal=rng.choice(SIGNALS), mark=mark)
+        codes = run(run_dir, data, world, kill if stops < count else None)
+        if codes == [0] * world:  # done before the signal, or after all signals
+            assert trained(record_of(run_dir)) == trained(uninterrupted[world])
+            runs += 1
+            continue
+        longest = max(longest, since(mark))
+        assert codes == [75] * world
+        assert newest_step(run_dir) == curve(run_dir)[-1]["step"] == summary(run_dir)["steps"], "saved, and verifies"
+        stops += 1
+    assert longest < LIMIT_S
+    faults.passed("F3", stops, seed=seed, runs=runs, longest_ms=round(1000 * longest))
+
+
+def test_a_second_signal_ends_it(tmp_path: Path, data: str, faults: FaultCounts, world: int) -> None:
+    """The step or the save hangs after the first signal; the newest checkpoint stays good."""
+    count, seed = faults.count(ci=1, full=24), 400 + world
+    rng = random.Random(seed)
+    longest, commits = 0.0, 0
+    for number in range(count):
+        run_dir, mark = tmp_path / f"run{number}", str(tmp_path / "mark")
+        hold = HOLDS[(number + world) % len(HOLDS)]
+        kill = Kill(
+            tuple(range(world)),
+            FIRST_SAVE if number % 3 else "",
+            after_s=rng.uniform(0.001, 0.3),
+            signal=rng.choice(SIGNALS),
+            again_s=rng.uniform(1.05, 1.4),
+            mark=mark,
+            hold=hold,
+        )
+        with pytest.raises(RankFailure) as ended:
+            run(run_dir, data, world, kill)
+        longest = max(longest, since(mark))
+        assert str(ended.value).count("the process died without a result") == world, hold
+        commits += newest_step(run_dir) > 0  # each visible one verifies
+        reported = re.findall(r"saved \S+step-(\d+) ", Path(f"{run_dir}.log").read_text(encoding="utf-8"))
+        assert newest_step(run_dir) >= int(reported[-1] if reported else 0)
+    assert longest < AT_ONCE_S
+    faults.passed("F3", count, seed=seed, with_a_commit=commits, longest_ms=round(1000 * longest))
+
+
+@pytest.mark.timeout(1200)  # for the full counts
+def test_the_command_is_stopped(tmp_path: Path, data: str, faults: FaultCounts, world: int) -> None:
+    """``dtrain train`` itself, from its first instant on; before its handlers are there a signal ends it plainly."""
+    count, seed = faults.count(ci=0, full=10), 500 + world
+    if not count:
+        pytest.skip("tests/distributed stops each launcher once; random instants with --fault-counts full")
+    rng = random.Random(seed)
+    saved, early, longest = 0, 0, 0.0
+    while saved < count:
+        run_dir, number = tmp_path / f"run{saved + early}", signal.Signals[rng.choice(SIGNALS[:2])]
+        words = (*SETTINGS, data, "train.steps=100000", f"run_dir={run_dir}")
+        start = python(tmp_path, *words) if world == 1 else started(tmp_path, *words, ranks=world)
+        with start as job:
+            time.sleep(rng.uniform(0.1, 12.0))
+            sent = time.monotonic()
+            os.kill(job.pid, number)
+            code = job.wait()
+            took = time.monotonic() - sent
+            assert job.gone(), "no process is left"
+        if code == 75:
+            assert newest_step(run_dir) == curve(run_dir)[-1]["step"] == summary(run_dir)["steps"], job.output
+            saved, longest = saved + 1, max(longest, took)
+        else:
+            assert code in (1, -number), job.output
+            assert not (run_dir / "metrics.jsonl").exists(), f"it had begun to train: {job.output}"
+            early += 1
+    assert longest < LIMIT_S
+    faults.passed("F3", saved, seed=seed, before_handlers=early, longest_ms=round(1000 * longest))

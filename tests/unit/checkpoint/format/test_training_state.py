@@ -1,0 +1,219 @@
+"""The state of an engine in a manifest: what is refused, in which words, and what older checkpoints may lack."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.checkpoint import Snapshot, list_checkpoints, save, verify
+from dtrain.checkpoint.format.training_state import TrainingState
+from dtrain.errors import CheckpointError, ConfigError
+from tests.helpers.checkpoints import ALONE, make_tensors, shards_of
+from tests.helpers.damage import MANIFEST, sealed
+from tests.helpers.one_rank import masters, start, train_step
+
+Edit = Callable[[dict[str, Any]], Any]
+
+
+def engine_with(path: Path, **options: Any) -> Any:
+    """An engine that has saved steps 1 and 2 in ``path`` and taken one more."""
+    engine = start(loss_scale=dtrain.LossScale("dynamic", hysteresis=2), **options)
+    for _ in range(2):
+        train_step(engine)
+        engine.data_cursor += 16
+        engine.save(path)
+    train_step(engine)
+    return engine
+
+
+def counters(**values: Any) -> Edit:
+    return lambda state: state["engine_state"].update(values)
+
+
+def scale(**values: Any) -> Edit:
+    return lambda state: state["engine_state"]["loss_scale"].update(values)
+
+
+IMPOSSIBLE: dict[str, tuple[Edit, str]] = {
+    "step": (counters(attempted_steps=-5), "state.engine_state.attempted_steps=-5 is too small; it must be at least 0"),
+    "other step": (
+        counters(attempted_steps=777), "state.engine_state.attempted_steps=777; expected 2, the checkpoint's step"
+    ),
+    "applied": (
+        counters(applied_steps=99),
+        "state.engine_state.applied_steps=99; expected a whole number from 0 to attempted_steps=2",
+    ),
+    "fraction": (counters(applied_steps=1.5), "state.engine_state.applied_steps=1.5 is not a whole number"),
+    "truth": (counters(applied_steps=True), "state.engine_state.applied_steps=true is not a whole number"),
+    "text": (counters(applied_steps="2"), "state.engine_state.applied_steps='2' is not a whole number"),
+    "huge": (counters(applied_steps=2**63), "state.engine_state.applied_steps=9223372036854775808 is too large"),
+    "missing": (lambda state: state["engine_state"].pop("applied_steps"), "engine_state.applied_steps is missing"),
+    "missing part": (lambda state: state.pop("rng"), "state.rng is missing"),
+    "all missing": (lambda state: state.pop("engine_state"), "state.engine_state is missing"),
+    "list": (lambda state: state.update(engine_state=[1]), "state.engine_state=[1] is not a mapping"),
+    "cursor": (lambda state: state.update(data_cursor=-16), "state.data_cursor=-16 is too small"),
+    "seed": (lambda state: state["rng"].update(seed=-1), "state.rng.seed=-1 is too small"),
+    "no seed": (lambda state: state["rng"].update(seed=None), "state.rng.seed=null; expected a whole number"),
+    "keys": (
+        lambda state: state["rng"].update(keyed_by=["rank"]),
+        "state.rng.keyed_by=[rank]; expected [seed,attempted_steps,global_micro_batch]",
+    ),
+    "scale": (
+        scale(scale=-1.0), "state.engine_state.loss_scale.scale=-1.0 is impossible in mode dynamic: expected a finite"
+    ),
+    "scale's type": (scale(scale=None), "state.engine_state.loss_scale.scale=null is not a number"),
+    "clean steps": (scale(clean_steps=3), "engine_state.loss_scale.clean_steps=3; expected a whole number from 0"),
+    "hysteresis": (scale(overflows_left=3), "state.engine_state.loss_scale.overflows_left=3 is impossible in mode"),
+    "rule": (
+        lambda state: state["engine_state"]["loss_scale"]["rule"].update(growth_factor=0.5),
+        "state.engine_state.loss_scale.rule.growth_factor=0.5 is too small; it must be at least 1",
+    ),
+    "mode": (
+        lambda state: state["engine_state"]["loss_scale"]["rule"].update(mode="auto"),
+        "state.engine_state.loss_scale.rule.mode=auto, which becomes another mode before the first step",
+    ),
+    "constant scale": (
+        lambda state: state["engine_state"]["loss_scale"]["rule"].update(mode="none"),
+        "loss_scale.scale=65536.0 is impossible in mode none: expected a finite number from 1 to 1",
+    ),
+    "calibration": (
+        lambda state: (
+            state["engine_state"]["loss_scale"]["rule"].update(mode="calibrated"),
+            state["engine_state"]["loss_scale"].pop("num_measured"),
+        ),
+        "state.engine_state.loss_scale.num_measured is missing; mode calibrated needs it",
+    ),
+    "rules": (
+        lambda state: state["engine_state"].update(rules=[{"applied_steps": 10**18}]),
+        "state.engine_state.rules[0].applied_steps=1e+18; expected a whole number from 0 to applied_steps=2",
+    ),
+    "world size": (
+        lambda state: state.update(world_size=2), "state.world_size=2; expected 1, a data file for each rank"
+    ),
+    "stage": (lambda state: state.update(zero_stage=4), "state.zero_stage=4 is too large; it must be at most 3"),
+    "extra": (lambda state: state.update(extra=["a"]), "state.extra=[a] is not a mapping"),
+    "run": (lambda state: state.update(run_id=""), "state.run_id=; expected 1 to 200 characters"),
+    "modules": (lambda state: state["contract"].update(modules=[]), "state.contract has no mapping 'modules'"),
+    "format": (
+        lambda state: state["contract"]["modules"].update(x={"kind": "Linear"}),
+        "state.contract.modules['x'].format is missing",
+    ),
+}  # fmt: skip
+
+
+def test_impossible_states_are_refused_and_the_older_checkpoint_used(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path / "whole")
+    newest = tmp_path / "whole" / "step-00000002"
+    engine.load(tmp_path / "whole" / "step-00000001")
+    older = masters(engine)
+    engine.load(newest)
+    for number, (name, (edit, message)) in enumerate(IMPOSSIBLE.items()):
+        directory = tmp_path / str(number)
+        (tmp_path / "whole").rename(directory)
+        good = (directory / newest.name / MANIFEST).read_bytes()
+        sealed(lambda manifest, edit=edit: edit(manifest["state"]))(directory / newest.name)
+        problem = verify(directory).checkpoints[1].problem
+        assert problem is not None, name
+        assert problem.startswith(f"{MANIFEST}: "), name
+        assert message in problem, name
+        assert not list_checkpoints(directory)[1].ok
+        before = masters(engine)
+        with pytest.raises(CheckpointError, match=r"step-00000002 cannot be used: manifest\.json: "):
+            engine.load(directory / newest.name)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in masters(engine).items())
+        assert train_step(engine).applied, "the engine is as it was"
+        engine.load(directory)
+        assert (engine.attempted_steps, engine.applied_steps, engine.data_cursor) == (1, 1, 16), name
+        assert all(torch.equal(tensor, older[key]) for key, tensor in masters(engine).items())
+        assert (directory / "bad-step-00000002-state").is_dir(), name
+        (directory / "bad-step-00000002-state" / MANIFEST).write_bytes(good)
+        (directory / "bad-step-00000002-state").rename(directory / newest.name)
+        directory.rename(tmp_path / "whole")
+
+
+def test_states_of_older_checkpoints_load(tmp_path: Path) -> None:
+    """Fields that came later are optional; those of another version are ignored."""
+
+    def as_before(manifest: dict[str, Any]) -> None:
+        state = manifest["state"]
+        for name in ("contract", "versions", "aliases", "metrics", "config", "config_hash", "zero_stage", "optimizer"):
+            del state[name]
+        del state["engine_state"]["rules"]
+        saved = state["engine_state"]["loss_scale"]
+        for name in ("is_calibrated", "max_abs_grad", "num_measured"):
+            del saved[name]
+        for name in ("calibration_steps", "margin"):
+            del saved["rule"][name]
+        state["engine_state"]["later"] = {"a": 1}
+
+    engine = engine_with(tmp_path)
+    engine.load(tmp_path)
+    before, scaled = masters(engine), engine.loss_scale
+    train_step(engine)
+    sealed(as_before)(tmp_path / "step-00000002")
+    assert verify(tmp_path).ok
+    engine.load(tmp_path)
+    assert (engine.attempted_steps, engine.applied_steps, engine.loss_scale) == (2, 2, scaled)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in masters(engine).items())
+
+
+def test_optimizer_state_without_its_master_is_refused(tmp_path: Path) -> None:
+    engine_with(tmp_path)
+
+    def transpose(manifest: dict[str, Any]) -> None:
+        entry = next(item for item in manifest["tensors"] if item["kind"] == "exp_avg" and len(item["shape"]) == 2)
+        entry["shape"] = [4, 1] if entry["shape"] == [1, 4] else [2, 8]
+
+    sealed(transpose)(tmp_path / "step-00000002")
+    problem = verify(tmp_path).checkpoints[1].problem
+    assert problem is not None
+    assert "exp_avg:0.weight: expected a master of its shape [2, 8], got [4, 4]" in problem
+
+
+def test_a_save_refuses_what_a_load_would_refuse(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path)
+    engine.attempted_steps = 1
+    with pytest.raises(CheckpointError, match=r"applied_steps=3; expected a whole number from 0 to attempted_steps=1"):
+        engine.save(tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_tensors_that_no_engine_saved_verify_but_no_engine_loads_them(tmp_path: Path) -> None:
+    engine = start()
+    before = masters(engine)
+    path = save(tmp_path, Snapshot(2, shards_of(make_tensors(), 0, 1), {"mine": [1]}), ALONE)
+    assert verify(path).ok
+    with pytest.raises(CheckpointError, match="holds no state of an engine, only tensors"):
+        engine.load(path)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in masters(engine).items())
+
+
+def test_numbers_of_another_optimizer_are_refused_before_anything_is_overwritten(tmp_path: Path) -> None:
+    engine = engine_with(tmp_path, optimizer=dtrain.TorchOptimizer("torch.optim:NAdam", lr=1e-3))
+    before = masters(engine)
+    sealed(lambda m: m["state"]["engine_state"]["rules"][0].pop("mu_product"))(tmp_path / "step-00000002")
+    with pytest.raises(
+        CheckpointError, match=r"numbers \['applied_steps'\] of optimizer group 0, this run's optimizer"
+    ):
+        engine.load(tmp_path)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in masters(engine).items())
+    assert (tmp_path / "step-00000002").is_dir(), "of another optimizer, not damaged"
+
+
+def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+    engine_with(tmp_path)
+    manifest = json.loads((tmp_path / "step-00000002" / MANIFEST).read_bytes().partition(b"\n")[2])
+    state = manifest["state"]
+    found = TrainingState.of(deepcopy(state), step=2, num_files=1)
+    assert found is not None
+    assert found.engine_state.loss_scale.to_dict() == state["engine_state"]["loss_scale"]
+    assert (found.run_id, found.rng.seed, found.extra, found.contract) == (state["run_id"], 0, {}, state["contract"])
+    with pytest.raises(ConfigError, match=r"attempted_steps=2; expected 3"):
+        TrainingState.of(state, step=3, num_files=1)

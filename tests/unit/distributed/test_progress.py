@@ -1,0 +1,82 @@
+"""The record of a rank's progress, as another process reads it."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+import pytest
+
+from dtrain.distributed.progress import RECORD_BYTES, Phase, Progress, ProgressRecord
+from dtrain.distributed.schedule import Collective, CollectiveSchedule
+from dtrain.errors import CommunicationError
+
+
+def test_a_reader_sees_step_phase_and_the_wait() -> None:
+    memory = memoryview(mmap.mmap(-1, RECORD_BYTES))
+    progress = Progress()
+    progress.begin(Phase.DATA, step=6)
+    progress.move_to(memory)
+    assert ProgressRecord.read(memory).step == 6
+    progress.begin(Phase.FORWARD, step=7)
+    progress.enter(41, "all_gather(blocks.7, 8 x float32)")
+    record = ProgressRecord.read(memory)
+    assert (record.step, record.phase, record.entered, record.label) == (
+        7,
+        Phase.FORWARD,
+        41,
+        "all_gather(blocks.7, 8 x float32)",
+    )
+    assert record.is_waiting
+    progress.leave(41)
+    assert not ProgressRecord.read(memory).is_waiting
+
+
+def test_every_phase_and_every_wait_changes_the_record() -> None:
+    memory = memoryview(bytearray(RECORD_BYTES))
+    progress = Progress()
+    progress.move_to(memory)
+    seen = {ProgressRecord.read(memory).num_changes}
+    for number in range(1, 4):
+        progress.begin(Phase.DATA)
+        seen.add(ProgressRecord.read(memory).num_changes)
+        progress.enter(number, "vote")
+        seen.add(ProgressRecord.read(memory).num_changes)
+        progress.leave(number)
+    assert len(seen) == 7
+
+
+def test_more_labels_than_the_record_holds_replace_the_oldest() -> None:
+    memory = memoryview(bytearray(RECORD_BYTES))
+    progress = Progress()
+    progress.move_to(memory)
+    for number in range(1000):
+        progress.enter(number, f"text of {number} bytes")
+        assert ProgressRecord.read(memory).label == f"text of {number} bytes"
+        progress.enter(number, "vote")
+        assert ProgressRecord.read(memory).label == "vote"
+    progress.enter(1, "é" * 100)
+    assert ProgressRecord.read(memory).label.startswith("é" * 48)
+
+
+def test_busy_time_is_without_the_waits() -> None:
+    progress = Progress()
+    progress.begin(Phase.BACKWARD)
+    time.sleep(0.02)
+    progress.enter(1, "reduce")
+    time.sleep(0.2)
+    progress.leave(1)
+    progress.begin(Phase.UPDATE)
+    assert 0.02 <= progress.busy_s[Phase.BACKWARD] < 0.2
+
+
+def test_a_wait_that_fails_has_ended() -> None:
+    schedule = CollectiveSchedule()
+    memory = memoryview(bytearray(RECORD_BYTES))
+    schedule.progress.move_to(memory)
+    with (
+        pytest.raises(CommunicationError, match=r"rank 3: vote failed: another rank .*connection reset"),
+        schedule.waiting(3, Collective(5, "vote")),
+    ):
+        raise RuntimeError("connection reset\nand more")
+    assert not ProgressRecord.read(memory).is_waiting

@@ -1,0 +1,82 @@
+"""Which rank the evidence of all ranks names: by its own record, by the owner, by the majority, or a pair."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtrain.engine.audit.judge import Copies, RankFindings, judge
+
+COMPUTE = "compute replica"
+CLEAN, RECORDED = RankFindings(), RankFindings(has_record=True)
+BAD_MASTER = RankFindings(states=(("master", "w"),), has_record=True)
+BAD_CAST = RankFindings(casts=((COMPUTE, "w"),), has_record=True)
+
+
+def named(findings: list[RankFindings], *copies: Copies) -> list[tuple[tuple[int, ...], str]]:
+    found = judge(findings, copies)
+    assert all(item.tensor == "w" for item in found)
+    return [(item.ranks, item.kind) for item in found]
+
+
+def master(*fingerprints: int) -> Copies:
+    return Copies("master", "w", fingerprints)
+
+
+def replica(*fingerprints: int, is_master: bool = False) -> Copies:
+    return Copies(COMPUTE, "w", fingerprints, owner=0, is_master=is_master)
+
+
+def test_nothing_differs() -> None:
+    assert named([RECORDED] * 3, master(1, 1, 1), replica(2, 2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("findings", "copies", "expected"),
+    [
+        # its record names the rank, with two copies too
+        ([RECORDED, BAD_MASTER], master(1, 2), [((1,), "master")]),
+        # a flipped master has an old replica, which is right
+        (
+            [RankFindings((("master", "w"),), ((COMPUTE, "w"),), has_record=True), RECORDED],
+            replica(1, 1),
+            [((0,), "master")],
+        ),
+        ([BAD_CAST, RECORDED], replica(2, 1), [((0,), COMPUTE)]),
+        # the owner's replica is proven by its master, or by the record of that
+        ([CLEAN, CLEAN], replica(1, 2), [((1,), COMPUTE)]),
+        ([RECORDED, RECORDED], replica(1, 2, is_master=True), [((1,), COMPUTE)]),
+        # one rank has gathered the flipped bit of the owner, the others had gathered before
+        (
+            [RankFindings((("master", "w"),), has_record=True), RECORDED, RECORDED],
+            replica(2, 2, 1, is_master=True),
+            [((0,), "master")],
+        ),
+        # without a record: the majority, else all that differ
+        ([CLEAN] * 3, master(1, 2, 1), [((1,), "master")]),
+        ([CLEAN] * 3, replica(2, 1, 1, is_master=True), [((0,), "master")]),
+        ([CLEAN] * 3, replica(1, 1, 2, is_master=True), [((2,), COMPUTE)]),
+        ([CLEAN] * 2, master(1, 2), [((0, 1), "master")]),
+        ([CLEAN] * 2, replica(1, 2, is_master=True), [((0, 1), f"{COMPUTE} or master")]),
+        ([RECORDED] * 3, master(1, 2, 3), [((0, 1, 2), "master")]),
+        # one rank is named by its record, another one diverged before that
+        ([BAD_MASTER, *[RECORDED] * 3], master(5, 1, 1, 2), [((0,), "master"), ((3,), "master")]),
+        # without a record a replica that is not the cast may be right, and its master wrong
+        ([RankFindings(casts=((COMPUTE, "w"),)), CLEAN], replica(1, 2), [((0,), f"{COMPUTE} or master")]),
+    ],
+)
+def test_who_is_named(
+    findings: list[RankFindings], copies: Copies, expected: list[tuple[tuple[int, ...], str]]
+) -> None:
+    assert named(findings, copies) == expected
+
+
+def test_what_changed_on_all_ranks_was_written() -> None:
+    written = RankFindings(constants=(("buffer", "w"),))
+    assert named([written, written]) == []
+    assert named([written, CLEAN]) == [((0,), "buffer")]
+    assert named([RankFindings(shards=(("frozen", "w"),)), CLEAN]) == [((0,), "frozen")]
+
+
+def test_findings_survive_json() -> None:
+    values = {"states": [["master", "w"]], "casts": [], "shards": [], "constants": [], "has_record": True}
+    assert RankFindings.from_dict(values) == BAD_MASTER

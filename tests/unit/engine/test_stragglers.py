@@ -1,0 +1,157 @@
+"""Comparison of the ranks' busy times."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.progress import Phase
+from dtrain.distributed.schedule import CollectiveSchedule
+from dtrain.engine import stragglers
+from dtrain.engine.stragglers import PHASES, BusyMeter, BusyTimes
+
+
+class Ranks:
+    """A communicator whose gathers return what the test gives."""
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.schedule = CollectiveSchedule()
+        self.rows: list[list[float]] = []
+        self.gathers = 0
+
+    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+        self.gathers += 1
+        return torch.tensor(self.rows, dtype=torch.float64)
+
+
+def meter(ranks: Any, every: int = 5) -> BusyMeter:
+    built = BusyMeter(ranks, PHASES)
+    built.every = every
+    return built
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr("dtrain.distributed.progress.perf_counter", lambda: now[0])
+    return now
+
+
+def run_step(comm: Communicator, clock: list[float], times: dict[Phase, float], wait: float) -> None:
+    for phase, seconds in times.items():
+        comm.schedule.progress.begin(phase)
+        clock[0] += seconds / 2
+        comm.schedule.progress.enter(1, "vote")
+        clock[0] += wait
+        comm.schedule.progress.leave(1)
+        clock[0] += seconds / 2
+    comm.schedule.progress.begin(Phase.DATA)
+
+
+def test_the_window_has_the_time_without_waits_evaluations_and_saves(clock: list[float]) -> None:
+    ranks: Any = Ranks(2)
+    busy = meter(ranks)
+    times = {Phase.DATA: 1.0, Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.UPDATE: 4.0}
+    for step in range(10):
+        run_step(ranks, clock, {**times, Phase.EVALUATION: 100.0, Phase.SAVE: 50.0}, wait=7.0)
+        assert busy.end_step(step) == (50.0 if step in (4, 9) else 0.0)
+
+
+def test_a_single_rank_and_no_window_compare_nothing(clock: list[float]) -> None:
+    for ranks, every in ((Ranks(1), 5), (Ranks(2), 0)):
+        busy = meter(ranks, every)
+        run_step(ranks, clock, {Phase.FORWARD: 1.0}, wait=0.0)  # type: ignore[arg-type]
+        assert [busy.end_step(step) for step in range(10)] == [0.0] * 10
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.19, 1.21, 2.0])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_a_rank_above_the_limit_is_named_with_its_phase(
+    ratio: float, world_size: int, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks: Any = Ranks(world_size)
+    slow = world_size - 2
+    busy = meter(ranks)
+    for step in range(5):
+        run_step(ranks, clock, {Phase.FORWARD: 1.0, Phase.BACKWARD: 1.0}, wait=3.0)
+        seconds = busy.end_step(step)
+    totals = [ratio * seconds if rank == slow else seconds for rank in range(world_size)]
+    # all of the difference is in forward, although backward is longer
+    ranks.rows = [[0.0, 3.0 + total - seconds, 7.0, 0.0] for total in totals]
+    with caplog.at_level(logging.WARNING):
+        busy.compare(4, totals)
+    assert busy.latest is not None
+    assert busy.latest.median_ms == pytest.approx(2000)
+    assert busy.latest.slowest_ms == pytest.approx(2000 * ratio)
+    assert busy.latest.spread_ms == pytest.approx(2000 * (ratio - 1))
+    is_slow = ratio > 1.2
+    assert ranks.gathers == is_slow
+    assert busy.latest.phase == (Phase.FORWARD if is_slow else None)
+    assert (f"slow rank: rank {slow} was busy" in caplog.text) == is_slow
+    if is_slow:
+        assert busy.latest.slowest_rank == slow
+        assert "most of the difference in forward" in caplog.text
+
+
+def test_a_slow_rank_is_named_once_until_it_recovers(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    ranks: Any = Ranks(2)
+    busy = meter(ranks)
+    ranks.rows = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    run_step(ranks, clock, {Phase.DATA: 1.0}, wait=0.0)
+    for step in range(5):
+        busy.end_step(step)
+    for seconds in ([1.0, 2.0], [1.0, 2.0], [1.0, 1.1], [1.0, 2.0]):
+        busy.compare(4, seconds)
+    assert caplog.text.count("slow rank") == 2
+
+
+def test_a_step_within_a_window_is_not_compared() -> None:
+    ranks: Any = Ranks(2)
+    busy = meter(ranks)
+    busy.compare(3, [0.0, 0.0])
+    assert busy.latest is None
+
+
+def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]  # of the device, in ms
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    monkeypatch.setattr(stragglers.torch, "cuda", SimpleNamespace(Event=Event))
+    ranks: Any = Ranks(2, "cuda")
+    progress = ranks.schedule.progress
+    busy = meter(ranks, every=20)
+    recorded = []
+    for step in range(20):
+        busy.begin_step(step)
+        for phase, ms in ((Phase.DATA, 1), (Phase.FORWARD, 2), (Phase.BACKWARD, 4), (Phase.UPDATE, 8)):
+            progress.begin(phase)
+            progress.enter(1, "unshard")
+            now[0] += 1000  # waits for the others
+            progress.leave(1)
+            now[0] += ms
+        recorded.append(progress.on_mark is not None)
+        seconds = busy.end_step(step)
+        now[0] += 5000  # the vote and the update
+        progress.begin(Phase.DATA)
+    assert [step for step, is_recorded in enumerate(recorded) if is_recorded] == [2, 7, 12, 17]
+    assert seconds == pytest.approx(4 * 0.015)
+    busy.compare(19, [seconds, seconds])
+    assert busy.latest == BusyTimes(20, 4, (seconds, seconds))
+    assert busy.latest.slowest_ms == pytest.approx(15)

@@ -1,0 +1,65 @@
+"""Sums of squares against FP64, over the whole range of FP32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtrain.parameters import squares
+from dtrain.parameters.squares import _BLOCK, chunk_squares, sum_squares
+
+CHUNK = 1024
+exponents = st.integers(-149, 125)
+
+
+def values(pairs: list[tuple[int, int]]) -> torch.Tensor:
+    """Returns FP32 [chunks, CHUNK]; the elements of a chunk have the magnitudes of its pair of exponents."""
+    noise = torch.randn(len(pairs), CHUNK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    powers = torch.tensor(pairs, dtype=torch.float64).exp2().repeat(1, CHUNK // 2)
+    return (noise * powers).clamp(-3e38, 3e38).float()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(exponents, exponents), min_size=1, max_size=5))
+def test_any_magnitudes(pairs: list[tuple[int, int]]) -> None:
+    chunks = values(pairs)
+    want = chunks.double().square().sum(dim=1)
+    torch.testing.assert_close(chunk_squares([chunks]), want, rtol=2e-6, atol=0.0)
+    torch.testing.assert_close(sum_squares([chunks.view(-1)[:-7]]).sum(), chunks.view(-1)[:-7].double().square().sum(),
+                               rtol=2e-6, atol=0.0)  # fmt: skip
+    # each by itself, and with the norms known
+    assert torch.equal(torch.cat([chunk_squares([chunk.unsqueeze(0)]) for chunk in chunks]), chunk_squares([chunks]))
+    norms = [part.norm(dim=1) for part in chunks.split(2)]
+    assert torch.equal(chunk_squares(chunks.split(2), norms), chunk_squares([chunks]))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("exponent", [-100, 0, 100])
+def test_what_is_not_finite_shows(bad: float, exponent: int) -> None:
+    chunks = values([(exponent, exponent)] * 3)
+    chunks[1, 5] = bad
+    assert chunk_squares([chunks]).isfinite().tolist() == [True, False, True]
+    assert not sum_squares([chunks.view(-1)]).isfinite().all()
+
+
+def test_zeros_and_no_elements() -> None:
+    rows = 2 * _BLOCK // CHUNK + 1
+    chunks = torch.zeros(rows, CHUNK)
+    chunks[-1, 0] = 2.0**-140
+    assert torch.equal(
+        chunk_squares([chunks]), torch.zeros(rows).double().index_fill(0, torch.tensor(rows - 1), 4.0**-140)
+    )
+    assert sum_squares([torch.zeros(0)]).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 21])
+def test_every_element_counts(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squares, "_ROW", 8)
+    tensors = [torch.arange(1.0, numel + 1), torch.zeros(0), torch.full((9,), 2.0)]
+    sums = sum_squares(tensors)
+    assert len(sums) == -(-numel // 8) + 2, "one for each row"
+    assert sums.sum().item() == pytest.approx(sum(n * n for n in range(1, numel + 1)) + 36)

@@ -1,0 +1,194 @@
+"""Which ranks hang, and which of them is at fault, by their records."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dtrain.distributed.progress import Phase, ProgressRecord
+from dtrain.supervision.hang import CRASH_S, ELSEWHERE_S, PhaseLimits, RankState, find_hang, named
+
+LABEL = "reduce(blocks.7, 8 x float32)"
+
+
+def limits() -> PhaseLimits:
+    return PhaseLimits(60.0, 600.0, 300.0)
+
+
+def running(rank: int, phase: Phase, since: float, *, step: int = 119, state: str = "S", changes: int = 9) -> RankState:
+    return RankState(rank, 100 + rank, ProgressRecord(step, phase, changes, 1840, 1840, LABEL), since, state)
+
+
+def waiting(
+    rank: int, since: float, *, number: int = 1841, phase: Phase = Phase.BACKWARD, state: str = "S"
+) -> RankState:
+    return RankState(rank, 100 + rank, ProgressRecord(119, phase, 9, number, number - 1, LABEL), since, state)
+
+
+def ended(rank: int, since: float, *, finished: bool = False) -> RankState:
+    record = ProgressRecord(119, Phase.BACKWARD, 9, 1840, 1840, LABEL, has_ended=finished)
+    return RankState(rank, 100 + rank, record, since, "", since)
+
+
+CASES: dict[str, tuple[list[RankState], str]] = {
+    "a loader": (
+        [waiting(0, 61), waiting(1, 61), waiting(2, 61), running(3, Phase.DATA, 61.4)],
+        "rank 3 is in 'data' of step 120 since 61 s; ranks 0-2 wait in reduce of 'blocks.7' (#1841) since 61 s",
+    ),
+    "a stopped rank": (
+        [running(0, Phase.FORWARD, 61, state="T"), waiting(1, 61)],
+        "rank 0 is stopped (SIGSTOP) in 'forward' of step 120 since 61 s; "
+        "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+    ),
+    "stopped in a wait": (
+        [waiting(0, 61, state="T"), waiting(1, 61)],
+        "rank 0 is stopped (SIGSTOP) in reduce of 'blocks.7' (#1841) since 61 s; "
+        "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+    ),
+    "stopped while another compiles": (
+        [running(0, Phase.COMPILE, 70), waiting(1, 61, state="T"), waiting(2, 65)],
+        "rank 1 is stopped (SIGSTOP) in reduce of 'blocks.7' (#1841) since 61 s; "
+        "rank 0 is in 'compile' after step 119 since 70 s; rank 2 waits in reduce of 'blocks.7' (#1841) since 65 s",
+    ),
+    "all stopped": (
+        [running(0, Phase.UPDATE, 61, state="T"), running(1, Phase.UPDATE, 62, state="T")],
+        "ranks 0-1 are stopped (SIGSTOP) in 'update' of step 120 since 62 s",
+    ),
+    "the lowest collective": (
+        [waiting(0, 61, number=12), waiting(1, 61, number=11), waiting(2, 61, number=12)],
+        "rank 1 waits in reduce of 'blocks.7' (#11) since 61 s; "
+        "ranks 0, 2 wait in reduce of 'blocks.7' (#12) since 61 s",
+    ),
+    "all in one collective": (
+        [waiting(0, 61), waiting(1, 61)],
+        "ranks 0-1 wait in reduce of 'blocks.7' (#1841) since 61 s though no rank of the run does anything else",
+    ),
+    "no recorded waits, one behind": (
+        [running(0, Phase.BACKWARD, 61, changes=20), running(1, Phase.FORWARD, 61, changes=19)],
+        "rank 1 is in 'forward' of step 120 since 61 s; rank 0 is in 'backward' of step 120 since 61 s",
+    ),
+    "no recorded waits, nobody behind": (
+        [running(0, Phase.BACKWARD, 61), running(1, Phase.BACKWARD, 61)],
+        "ranks 0-1 are in 'backward' of step 120 since 61 s",
+    ),
+    "a save of all": (
+        [running(0, Phase.SAVE, 301), running(1, Phase.SAVE, 301)],
+        "ranks 0-1 are in 'save' after step 119 since 301 s",
+    ),
+    "an evaluation": (
+        [running(0, Phase.EVALUATION, 61), waiting(1, 61, phase=Phase.EVALUATION)],
+        "rank 0 is in 'evaluation' after step 119 since 61 s; rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+    ),
+    "the start": ([running(0, Phase.START, 601)], "rank 0 is in 'start' since 601 s"),
+    "a crash": (
+        [ended(0, CRASH_S + 0.1), running(1, Phase.DATA, 3)],
+        "rank 0 (process 100) has ended; rank 1 is in 'data' of step 120 since 3 s",
+    ),
+    "a crash before a hang": (
+        [ended(0, 70), running(1, Phase.END, 601)],
+        "rank 1 is in 'end' after step 119 since 601 s; rank 0 (process 100) has ended",
+    ),
+    "a finished rank": (
+        [ended(0, 70, finished=True), waiting(1, 61)],
+        "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s though no rank of the run does anything else; "
+        "rank 0 has finished",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rank_at_fault(case: str) -> None:
+    ranks, message = CASES[case]
+    hang = find_hang(ranks, limits(), has_other_hosts=False)
+    assert hang is not None
+    assert hang.message == message
+    assert message.startswith(named(hang.culprits))
+    assert hang.is_crash == (case == "a crash")
+
+
+NO_HANG = {
+    "a slow step": [running(0, Phase.FORWARD, 59), waiting(1, 59)],
+    "a compilation": [running(0, Phase.COMPILE, 599), waiting(1, 599)],
+    "a save of one rank": [running(0, Phase.SAVE, 299), waiting(1, 299, phase=Phase.SAVE)],
+    "one that continues": [running(0, Phase.DATA, 1), waiting(1, 599)],
+    "a stopped rank before its time": [running(0, Phase.DATA, 30, state="T"), waiting(1, 30)],
+    "a crash that is not noticed yet": [ended(0, CRASH_S - 0.1), waiting(1, 1)],
+    "a crash that is noticed": [ended(0, 30), running(1, Phase.END, 30)],
+    "a run that is over": [ended(0, 700, finished=True), ended(1, 700, finished=True)],
+    "all crashed": [ended(0, 700), ended(1, 700)],
+}
+
+
+@pytest.mark.parametrize("case", NO_HANG)
+def test_no_hang(case: str) -> None:
+    assert find_hang(NO_HANG[case], limits(), has_other_hosts=False) is None
+
+
+def test_a_host_whose_ranks_wait_for_another_one_lets_that_one_speak_first() -> None:
+    for since in (61, 599, 600 + ELSEWHERE_S):
+        assert find_hang([waiting(0, since), waiting(1, since)], limits(), has_other_hosts=True) is None
+    hang = find_hang([waiting(0, 606), waiting(1, 606)], limits(), has_other_hosts=True)
+    assert hang is not None
+    assert hang.message == "ranks 0-1 wait in reduce of 'blocks.7' (#1841) since 606 s for ranks of other hosts"
+    hang = find_hang([waiting(0, 61), running(1, Phase.DATA, 61)], limits(), has_other_hosts=True)
+    assert hang is not None
+    assert hang.culprits == (1,)
+
+
+def test_every_combination_of_three_ranks() -> None:
+    """Against the rule in words: stopped ranks, else late ones that do not wait, else the last in the order."""
+    kinds = {
+        "busy": lambda rank: running(rank, Phase.FORWARD, 10, changes=rank),
+        "late": lambda rank: running(rank, Phase.FORWARD, 61, changes=rank),
+        "waits": lambda rank: waiting(rank, 61, number=50 + rank),
+        "stopped": lambda rank: running(rank, Phase.FORWARD, 61, state="T"),
+        "finished": lambda rank: ended(rank, 61, finished=True),
+    }
+    for combination in itertools.product(kinds, repeat=3):
+        ranks = [kinds[kind](rank) for rank, kind in enumerate(combination)]
+        by_kind = {kind: tuple(rank for rank in range(3) if combination[rank] == kind) for kind in kinds}
+        if by_kind["stopped"]:
+            expected = by_kind["stopped"]
+        elif by_kind["late"]:
+            alone = not by_kind["busy"] and not by_kind["waits"]
+            expected = by_kind["late"][:1] if alone else by_kind["late"]
+        elif by_kind["busy"]:
+            expected = ()
+        else:
+            expected = by_kind["waits"][:1]
+        hang = find_hang(ranks, limits(), has_other_hosts=False)
+        assert (hang.culprits if hang else ()) == expected, combination
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_each_phase_has_its_limit(phase: Phase) -> None:
+    def of(steps: int) -> float:
+        return limits().of(ProgressRecord(0, phase, 1, 0, 0, "", steps))
+
+    if phase in (Phase.START, Phase.COMPILE, Phase.END):
+        assert of(0) == of(5) == 600
+    elif phase in (Phase.SAVE, Phase.LOAD):
+        assert (of(0), of(5)) == (600, 300)
+    else:
+        assert (of(0), of(5)) == (600, 60)
+
+
+def test_a_phase_that_always_takes_long_has_a_longer_limit() -> None:
+    known, slow = limits(), ProgressRecord(5, Phase.FORWARD, 1, 0, 0, "")
+    first = ProgressRecord(0, Phase.FORWARD, 1, 0, 0, "", num_steps=0)
+    for _ in range(9):
+        known.learn(first, 1000.0)  # compiles
+    assert known.of(slow) == 60
+    for seconds in (20.0, 30.0, 40.0):
+        known.learn(slow, seconds)
+    assert known.of(slow) == 300
+    assert known.of(ProgressRecord(5, Phase.BACKWARD, 1, 0, 0, "")) == 60
+    for _ in range(1000):
+        known.learn(slow, 0.1)
+    assert known.of(slow) == 60
+
+
+def test_a_list_of_ranks() -> None:
+    assert named([3]) == "rank 3"
+    assert named([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
