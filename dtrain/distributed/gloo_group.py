@@ -26,6 +26,7 @@ from dtrain.distributed.messages import (
     Message,
     Messages,
     close_connections,
+    require_open,
 )
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
@@ -42,11 +43,15 @@ class GlooGroup(ProcessGroup):
 
     Attributes:
         messages: those that belong to the collectives.
+
+    Raises:
+        CommunicationError: the ranks of ``group`` have failed before.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
     ) -> None:
+        require_open(group)
         super().__init__(group, device, schedule)
         self.messages: Messages = GlooMessages(group)
         self._to_start: deque[_AgreedWork] = deque()  # not started yet, in their order
@@ -125,7 +130,7 @@ class GlooGroup(ProcessGroup):
     def close_failed(self, failure: DtrainError) -> None:
         self.messages.close_failed(failure)
         if self.process_group is not None:
-            close_connections(self.process_group)
+            close_connections(self.process_group, failure)
 
     def failure_of_others(self) -> DtrainError | None:
         return self.messages.failure_of_others()

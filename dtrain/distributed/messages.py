@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from select import PIPE_BUF
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -80,12 +80,13 @@ class Message:
 
 
 def _divergence(*sent: tuple[int, bytes]) -> DivergenceError:
-    where = []
-    for rank, header in sent:
-        _, number, _, nbytes, name = HEADER.unpack(header)
-        where.append(
-            f"rank {rank} is at {name.rstrip(bytes(1)).decode(errors='replace')} (number {number}, {nbytes} B)"
-        )
+    headers = [(rank, *HEADER.unpack(header)) for rank, header in sent]
+    is_named = len({name for *_, name in headers}) > 1  # else the numbers tell what differs
+    where = [
+        f"rank {rank} is at {name.rstrip(bytes(1)).decode(errors='replace')}"
+        + ("" if is_named else f" (number {number}, order {order:x}, {nbytes} B)")
+        for rank, _, number, order, nbytes, name in headers
+    ]
     return DivergenceError(
         f"the ranks have diverged: {', '.join(where)}; every rank must call the same methods of the engine in the same "
         "order, with the same number of micro-batches"
@@ -230,12 +231,23 @@ class GlooMessages(Messages):
 
 
 _STORE_KEY = "dtrain/failed/"
+_closed: WeakKeyDictionary[dist.ProcessGroup, DtrainError] = WeakKeyDictionary()
 
 
-def close_connections(group: dist.ProcessGroup) -> None:
+def close_connections(group: dist.ProcessGroup, failure: DtrainError) -> None:
     """Ends gloo's connections of ``group``, so that all that wait for this rank fail; gloo's own ``abort`` does not."""
+    _closed[group] = failure
     nothing = torch.empty(1, dtype=torch.uint8)
     with suppress(RuntimeError):  # a receive that times out breaks all pairs of its context
         group.recv([nothing], (dist.get_rank(group) + 1) % dist.get_world_size(group), _TAG + 1).wait(
             timedelta(milliseconds=1)
+        )
+
+
+def require_open(group: dist.ProcessGroup) -> None:
+    """Raises ``CommunicationError`` if the connections of ``group`` were closed after a failure."""
+    failure = _closed.get(group)
+    if failure is not None:
+        raise CommunicationError(
+            f"the process group was closed when its ranks failed, so start the processes again; the failure: {failure}"
         )

@@ -126,6 +126,7 @@ def make_communicator(
 
     Raises:
         DivergenceError: ``shared_memory`` differs between the ranks.
+        CommunicationError: CPU ranks of ``group`` have failed before.
     """
     if group is None or dist.get_world_size(group) == 1:
         return SingleRank(device)

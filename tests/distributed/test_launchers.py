@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, LaunchError
 from dtrain.train.launcher import exit_code
+from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.launch import (
     LAUNCHER,
     ROOT,
@@ -166,7 +167,9 @@ LAUNCHERS: dict[str, tuple[Callable[..., Job], set[int], str]] = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: str, launcher: str) -> None:
+def test_a_rank_that_is_killed_ends_the_job_and_is_named(
+    tmp_path: Path, data: str, faults: FaultCounts, launcher: str
+) -> None:
     start, codes, report = LAUNCHERS[launcher]
     run_dir = tmp_path / "run"
     # it saves all the time, in threads that communicate over a group of their own
@@ -182,6 +185,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(tmp_path: Path, data: s
         rf"^dtrain: rank 1 \(process {pid}\) has ended, so this rank ends too; seen as: ", job.output, re.M
     )
     assert "Traceback" not in job.output
+    faults.passed("P15", 1)
 
 
 def ranks_of_attempt(job: Job, number: int) -> list[int]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from dtrain.distributed import shared_memory
+from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
@@ -89,6 +90,8 @@ def diverge(
             engine.comm.barrier()
         except (CommunicationError, DivergenceError) as error:
             repeats = type(error).__name__ == seen[0] and time.monotonic() - seen[2] < 0.1
+        with pytest.raises(CommunicationError, match="the process group was closed when its ranks failed"):
+            make_communicator(torch.distributed.group.WORLD, engine.device)
     if "load" not in methods:
         assert all(torch.equal(a, s.data) for a, s in zip(masters, engine.local_shards("master"), strict=True))
     (path / f"ended-{rank}").touch()

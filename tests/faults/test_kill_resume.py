@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.launch import (
     SMALL,
     Record,
@@ -247,7 +248,7 @@ def _samples(file: Path) -> dict[int, Counter[str]]:
     return steps
 
 
-def test_each_sample_is_used_once_an_epoch_despite_kills(tmp_path: Path, data: str) -> None:
+def test_each_sample_is_used_once_an_epoch_despite_kills(tmp_path: Path, data: str, faults: FaultCounts) -> None:
     """Two ranks, one is killed; then one, which is killed; then three: the same samples in the same steps."""
     starts = [
         (2, Mishap("vote", 6, rank=1), None),
@@ -267,3 +268,5 @@ def test_each_sample_is_used_once_an_epoch_despite_kills(tmp_path: Path, data: s
     assert set(sum((steps[step] for step in range(6)), Counter()).values()) == {1}
     all_used = sum(steps.values(), Counter())  # 72 samples: an epoch of 41, and 31 of the next
     assert Counter(all_used.values()) == {1: 41 - 31, 2: 31}
+    kills = sum(mishap is not None for _, mishap, _ in starts)
+    faults.passed("P6", sum(all_used.values()), kills=kills, numbers_of_ranks=len(starts))

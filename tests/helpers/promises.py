@@ -51,9 +51,12 @@ FAULTS = {
     "F13": "jobs that compete for a directory",
     "F14": "restarts after a crash",
     "F15": "states after a power cut",
+    "P6": "samples through two kills and three numbers of ranks",
     "P9": "kills of ranks and launchers",
     "P11": "starts on a full disk",
+    "P15": "launchers with a listening job",
     "P16": "planted secrets",
+    "divergence": "pairs of methods that ranks are at",
 }
 """What the count of a record counts."""
 
@@ -61,8 +64,13 @@ PROMISES = (
     Promise(
         "P1 All or none",
         "A step is applied by all ranks, skipped by all, or the run stops before anything durable shows it.",
-        ("faults/test_vote_processes.py", "faults/test_vote_trials.py", "faults/test_mismatches.py"),
-        ("F7", "F9"),
+        (
+            "faults/test_vote_processes.py",
+            "faults/test_vote_trials.py",
+            "faults/test_mismatches.py",
+            "faults/test_divergence_matrix.py",
+        ),
+        ("F7", "F9", "divergence"),
     ),
     Promise(
         "P2 Named culprit",
@@ -97,6 +105,7 @@ PROMISES = (
         "P6 Same data",
         "Each sample is used once an epoch, whatever dies, restarts or changes size.",
         ("unit/data/test_sampling.py", "faults/test_kill_resume.py"),
+        ("P6",),
     ),
     Promise(
         "P7 Replicas proven",
@@ -150,6 +159,7 @@ PROMISES = (
         "P15 Loopback only",
         "On one host, dtrain listens on the loopback interface only.",
         ("distributed/test_launchers.py",),
+        ("P15",),
     ),
     Promise(
         "P16 No secret leaves",
