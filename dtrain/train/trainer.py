@@ -19,7 +19,7 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
-from dtrain.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from dtrain.errors import CheckpointError, ConfigError, CorruptionError, ModelError, NonFiniteError
 from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
@@ -115,7 +115,7 @@ class Trainer:
         except BaseException as error:
             # the running save holds a good state, so it may still commit
             self._engine.leave_save(cancel=is_lost_connection(error))
-            if isinstance(error, NonFiniteError | CheckpointError):  # all ranks raise it
+            if isinstance(error, NonFiniteError | CheckpointError | CorruptionError):  # all ranks raise it
                 self._report_last(error)
             raise
 
@@ -231,7 +231,7 @@ class Trainer:
         for sink in self._sinks:
             sink.step(metrics)
 
-    def _report_last(self, error: NonFiniteError | CheckpointError) -> None:
+    def _report_last(self, error: NonFiniteError | CheckpointError | CorruptionError) -> None:
         """Reports the remaining steps, among them the skip that ends the run."""
         outcome = error.outcome if isinstance(error, NonFiniteError) else None
         last = [(self._engine.attempted_steps, outcome)] if isinstance(outcome, StepOutcome) else []

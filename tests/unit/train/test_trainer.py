@@ -26,7 +26,7 @@ from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
-from dtrain.errors import CheckpointError, CommunicationError, ModelError, NonFiniteError
+from dtrain.errors import CheckpointError, CommunicationError, CorruptionError, ModelError, NonFiniteError
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.precision import PrecisionFindings
 from dtrain.train.signals import StopSignals
@@ -83,7 +83,7 @@ class _CountingEngine:
         self.saved_cursors: list[int] = []
         self.metrics: list[dict[str, float | None]] = []
         self.busy_until = 0  # the step from which no save is running
-        self.failure: CheckpointError | None = None  # of the running save
+        self.failure: Exception | None = None  # raised by the next step
         self._stop = False
 
     def accumulate(self, batch: list[Any]) -> Iterator[Any]:
@@ -303,13 +303,13 @@ def test_keep_best_evaluates_before_each_save() -> None:
 _FAILURE = CheckpointError("saving step 3 failed on rank 1")
 
 
-def _fails_in_step(engine: _CountingEngine, step: int) -> None:
-    """Makes the running save fail in the backward of ``step``."""
+def _fails_in_step(engine: _CountingEngine, step: int, error: Exception = _FAILURE) -> None:
+    """Makes the engine fail with ``error``, by default that of the running save, in the backward of ``step``."""
     backward = engine.backward
 
     def failing(output: dict[str, Tensor], *, weight: float) -> None:
         if engine.attempted_steps + 1 == step:
-            engine.failure = _FAILURE
+            engine.failure = error
         backward(output, weight=weight)
 
     engine.backward = failing  # type: ignore[method-assign]
@@ -337,13 +337,14 @@ def test_a_stop_is_saved_although_the_save_before_it_fails(fails_at: int) -> Non
     assert not result.finished
 
 
+@pytest.mark.parametrize("error", [_FAILURE, CorruptionError("step 4: the audit found changed bits")])
 @pytest.mark.parametrize("is_synchronous", [True, False])
-def test_a_failed_save_loses_no_line(is_synchronous: bool) -> None:
+def test_a_failure_of_all_ranks_loses_no_line(error: Exception, is_synchronous: bool) -> None:
     engine, sink = _CountingEngine(skip=(4,), is_synchronous=is_synchronous), _Sink([])
-    _fails_in_step(engine, 5)
-    with pytest.raises(CheckpointError) as raised:
+    _fails_in_step(engine, 5, error)
+    with pytest.raises(type(error)) as raised:
         _train(engine, sink=sink, saving=ASYNCHRONOUS, steps=9, log_every=3, eval_every=0, save_every=3)
-    assert raised.value is _FAILURE
+    assert raised.value is error
     assert engine.events == ["prepare", "start 3", "leave"]
     assert [m.step for m in sink.steps] == [3, 4], "the last outcome of a lazy engine had not been read"
 
