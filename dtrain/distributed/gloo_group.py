@@ -100,7 +100,7 @@ class GlooGroup(ProcessGroup):
 
     def _send_message(self) -> None:
         unsent, self._unsent = self._unsent, []
-        what = unsent[-1].what.joined(unsent[0].what if len(unsent) > 1 else None)
+        what = unsent[-1].what.joined(unsent[0].what)
         with self.waiting(what):
             message = self.messages.send(what)
         for handle in unsent:

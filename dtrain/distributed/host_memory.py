@@ -147,8 +147,7 @@ class HostMemory(GlooGroup):
         message = self._ready_message
         announcement = Announcement(self, what, tensor, message)
         message.entries.append(_ENTRY.pack(what.number, *location, tensor.nbytes, weight))
-        message.what = what.joined(message.first)
-        message.first = message.first or what
+        message.last, message.first = what, message.first or what
         message.nbytes += tensor.nbytes
         # by the sizes alone, which are equal on all ranks, so that all send at the same point
         if message.nbytes >= MESSAGE_BYTES or len(message.entries) == MESSAGE_ENTRIES:
@@ -174,26 +173,31 @@ class _ReadyMessage:
     Attributes:
         entries: one for each buffer.
         nbytes: of the buffers.
-        what: the last collective of them, under the names of the first and the last.
-        first: the first.
+        first, last: their collectives.
     """
 
     def __init__(self, comm: HostMemory) -> None:
         self._comm = comm
-        self.what = Collective(0, "")
         self.first: Collective | None = None
+        self.last = Collective(0, "")
         self.entries: list[bytes] = []
         self.nbytes = 0
         self._message: Message | None = None  # once it is sent
 
     def send(self) -> None:
-        with self._comm.waiting(self.what):
-            self._message = self._comm.messages.send(self.what, b"".join(self.entries))
+        what = self.last.joined(self.first or self.last)
+        with self._comm.waiting(what):
+            self._message = self._comm.messages.send(what, b"".join(self.entries))
 
     def require_sent(self) -> None:
         """Sends the message unless that has been tried."""
         if self._message is None:
             self._comm.flush()
+
+    @property
+    def is_received(self) -> bool:
+        """Whether :meth:`receive` returns at once."""
+        return self._message is not None and self._message.payloads is not None
 
     def receive(self, index: int) -> list[tuple[int, ...]]:
         """Returns entry number ``index`` of every rank."""
@@ -219,20 +223,26 @@ class Announcement:
             CommunicationError: the message failed.
             DivergenceError: a rank has announced another buffer.
         """
-        comm, tensor, what = self._comm, self._tensor, self._what
-        comm.schedule.require_working()
+        self.schedule.require_working()
+        if self._message.is_received:  # with another buffer: this rank waits for nobody
+            return self._read()
         self._message.require_sent()  # before the wait, because sending is a wait of its own
-        with comm.waiting(what):
-            entries = self._message.receive(self._index)
-            tensors = []
-            for rank, (other, region, offset, nbytes, _) in enumerate(entries):
-                # before the bytes are used: a rank that issued another collective offers another buffer
-                if (other, nbytes) != (what.number, tensor.nbytes):
+        with self._comm.waiting(self._what):
+            return self._read()
+
+    def _read(self) -> tuple[list[Tensor], list[int]]:
+        comm, tensor, what = self._comm, self._tensor, self._what
+        entries = self._message.receive(self._index)
+        tensors = []
+        for rank, (other, region, offset, nbytes, _) in enumerate(entries):
+            # before the bytes are used: a rank that issued another collective offers another buffer
+            if (other, nbytes) != (what.number, tensor.nbytes):
+                with comm.waiting(what):  # which ends the connections
                     raise DivergenceError(
                         f"{what.on(comm.rank)} is collective number {what.number} here, of {tensor.nbytes} bytes, and "
                         f"met number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
                     )
-                tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
+            tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
         return tensors, [weight for *_, weight in entries]
 
 

@@ -18,6 +18,7 @@ from dtrain.errors import CommunicationError, DivergenceError, DtrainError
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _LOG_LENGTH = 4096  # collectives of one step that are kept by name
+_Key = tuple[str, str, int, torch.dtype, str]
 _REDUCTIONS = ("all_to_all_single", "reduce_scatter_sum")
 
 
@@ -36,9 +37,9 @@ class Collective(NamedTuple):
     hash: int = 0
     nbytes: int = 0
 
-    def joined(self, first: Collective | None) -> Collective:
+    def joined(self, first: Collective) -> Collective:
         """Returns the end of a batch of collectives, whose hash covers the others, with the name of ``first`` too."""
-        return self if first is None else self._replace(entry=f"{first.entry} .. {self.entry}")
+        return self if first is self else self._replace(entry=f"{first.entry} .. {self.entry}")
 
     def on(self, rank: int) -> str:
         """Returns its name in messages of ``rank``."""
@@ -76,6 +77,7 @@ class CollectiveSchedule:
         self.transports: WeakSet[Transport] = WeakSet()
         self.hash = 0
         self.log: list[str] = []
+        self._entries: dict[_Key, tuple[str, int]] = {}  # name and its hash, since most come again in each step
         self.num_issued = 0
         self.on_reduction: Callable[[str, Tensor], None] | None = None
         self.progress = Progress()
@@ -100,14 +102,24 @@ class CollectiveSchedule:
         """Adds a collective, dtrain's or a library's."""
         self.require_working()
         # sizes and labels only: reading values would wait for the device
-        entry = f"{op}({label}, {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}){self._method}"
+        key = op, label, tensor.numel(), tensor.dtype, self._method
+        known = self._entries.get(key) or self._add_entry(key)
+        entry = known[0]
         if len(self.log) < _LOG_LENGTH:
             self.log.append(entry)
         self.num_issued += 1
-        self.hash = (self.hash * _HASH_MULTIPLIER ^ zlib.crc32(entry.encode())) & _HASH_MASK
+        self.hash = (self.hash * _HASH_MULTIPLIER ^ known[1]) & _HASH_MASK
         if self.on_reduction is not None and op in _REDUCTIONS:
             self.on_reduction(label, tensor)
         return Collective(self.num_issued, entry, self.hash, tensor.nbytes)
+
+    def _add_entry(self, key: _Key) -> tuple[str, int]:
+        op, label, numel, dtype, method = key
+        if len(self._entries) == _LOG_LENGTH:
+            self._entries.clear()
+        entry = f"{op}({label}, {numel} x {str(dtype).removeprefix('torch.')}){method}"
+        known = self._entries[key] = entry, zlib.crc32(entry.encode())
+        return known
 
     def current(self, entry: str) -> Collective:
         """Returns ``entry``, which is not recorded, under the number of the last collective."""

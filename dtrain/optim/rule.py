@@ -104,11 +104,12 @@ class UpdateScalars:
     def rescale(self, grads: Sequence[Tensor]) -> None:
         """Multiplies ``grads`` by :attr:`grad_factor`, for an update that takes a divisor only."""
         # only a CPU knows without waiting that there is nothing to do
-        if grads and (self.grad_divisor.device.type != "cpu" or self._has_factor()):
+        if grads and (self.grad_divisor.device.type != "cpu" or self._has_factor):
             torch._foreach_mul_(list(grads), self.grad_factor)
 
+    @cached_property
     def _has_factor(self) -> bool:
-        return bool(self.grad_factor != 1)
+        return float(self.grad_factor) != 1
 
     @cached_property
     def is_skipped(self) -> bool:

@@ -310,8 +310,8 @@ def test_messages_of_different_collectives_are_an_error() -> None:
     first, second = run_ranks(2, send_different_messages)
     assert first == second
     assert re.match(
-        r"the ranks have diverged: rank 0 is at all_to_all_single\(blocks.0, 6000 x float32\) \(number \d+, 40 B\), "
-        r"rank 1 is at gather_rows\(vote, 3 x int64\) \(number \d+, 24 B\); every rank must call the same methods",
+        r"the ranks have diverged: rank 0 is at all_to_all_single\(blocks.0, 6000 x float32\), "
+        r"rank 1 is at gather_rows\(vote, 3 x int64\); every rank must call the same methods",
         first,
     )
 
@@ -327,12 +327,24 @@ def differ(rank: int, world: int, what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("what", "number", "numel"), [("number", 12, 16), ("size", 11, 8)])
-def test_other_collectives_on_another_rank_are_an_error(what: str, number: int, numel: int) -> None:
+@pytest.mark.parametrize(
+    ("what", "at"),
+    [
+        (
+            "number",
+            r"rank 0 is at (all_to_all_single\(sum, 16 x float32\)) \(number 11, order \w+, 40 B\), "
+            r"rank 1 is at \1 \(number 12, order \w+, 40 B\);",
+        ),
+        (
+            "size",
+            r"rank 0 is at all_to_all_single\(sum, 16 x float32\), rank 1 is at all_to_all_single\(sum, 8 x float32\);",
+        ),
+    ],
+)
+def test_other_collectives_on_another_rank_are_an_error(what: str, at: str) -> None:
     first, second = run_ranks(2, differ, what)
     assert first == second
-    assert "rank 0 is at all_to_all_single(sum, 16 x float32) (number 11, 40 B)" in first
-    assert f"rank 1 is at all_to_all_single(sum, {numel} x float32) (number {number}, 40 B)" in first
+    assert re.search(at, first), first
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -70,10 +70,11 @@ def decide(
     norm = squares.sqrt() / divisor
     # 1e-6 as in torch.nn.utils.clip_grad_norm_
     clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    has_weight = weights > 0  # not if NaN
     vetoes = (
-        ~(weights > 0),  # also if NaN
+        ~has_weight,
         # one element that is not finite is enough; infinite moments would freeze a weight for all later steps
-        ~squares.isfinite() | ((weights > 0) & (norm * clip > MAX_NORM)),
+        ~squares.isfinite() | (has_weight & (norm * clip > MAX_NORM)),
         (rows[:, COLUMNS["num_bad_losses"]] > 0).any(),
         (rows[:, COLUMNS["bad_weight"]] >= 0).any(),
         diverged,
