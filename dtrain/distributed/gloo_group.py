@@ -1,71 +1,91 @@
 """Collectives of CPU ranks over gloo, each of which the ranks agree on first.
 
 [Note: agreed collectives] A rank starts a collective of gloo only after all ranks have sent the message that belongs to
-it, for the reason in ``distributed.messages``. No rank waits for that when it issues the collective: it starts what all
-have agreed on in its next call of the communicator, at the latest in the wait, so reductions still overlap backward.
-One message stands for several collectives if it goes through gloo, where it costs as much as a collective. All ranks
-send it at the same point: before the first of these is waited for, or by number and size. A small row needs no
-collective, because it fits into a message.
+it, for the reason in ``distributed.messages``. It sends its own message when the collective is issued. If those of the
+others have not come by then, it starts the collective in a later call of the communicator, at the latest in the wait.
+So reductions still overlap backward. A small row needs no collective, because it fits into a message.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.distributed import shared_memory
 from dtrain.distributed.communicator import Handle
-from dtrain.distributed.messages import (
-    MESSAGE_BYTES,
-    MESSAGE_ENTRIES,
-    GlooMessages,
-    Message,
-    Messages,
-    close_connections,
-    require_open,
-)
+from dtrain.distributed.connections import Connections
+from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
+from dtrain.distributed.pipes import Pipes
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
-from dtrain.errors import DtrainError
+from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.distributed.sockets import Sockets
+from dtrain.errors import CommunicationError, DtrainError
+
+_TAG = 0x64747261  # of a receive: unlikely to be a user's
 
 
 class GlooGroup(ProcessGroup):
-    """Collectives over ``group``, whose ranks are on CPUs.
+    """Collectives over ``group``, whose ranks are on CPUs; all its ranks call.
 
     Args:
         group: two or more ranks.
         device: the CPU.
         schedule: shared with the communicators of other axes; None: a new one.
+        messages: of another communicator over ``group``; None: new connections.
 
     Attributes:
-        messages: those that belong to the collectives.
+        messages: the connections for the messages.
 
     Raises:
-        CommunicationError: the ranks of ``group`` have failed before.
+        CommunicationError: the ranks of ``group`` have failed before, or cannot connect to each other.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        schedule: CollectiveSchedule | None = None,
+        messages: Connections | None = None,
     ) -> None:
-        require_open(group)
+        _require_open(group)
         super().__init__(group, device, schedule)
-        self.messages: Messages = GlooMessages(group)
+        self.messages = messages or self._open_connections(group, device)
         self._to_start: deque[_AgreedWork] = deque()  # not started yet, in their order
-        self._unsent: list[_AgreedWork] = []  # the last of them, without a message
         self.schedule.transports.add(self)
 
+    def _open_connections(self, group: dist.ProcessGroup, device: torch.device) -> Connections:
+        exchange_text = ProcessGroup(group, device, self.schedule).exchange_text  # nothing can be agreed on yet
+        hosts, reason = try_on_every_rank(shared_memory.host_identity, exchange_text)
+        is_one_host = not reason and hosts[0] is not None and all(host == hosts[0] for host in hosts)
+        for kind in (Pipes, Sockets) if is_one_host else (Sockets,):
+            connections = kind(self.rank, self.world_size, group._get_backend(device).options._timeout)
+            connections.open(exchange_text)
+            reason = connections.unsupported_reason
+            if not reason:
+                return connections
+        raise CommunicationError(
+            f"the ranks cannot connect to each other as gloo does ({reason}); set GLOO_SOCKET_IFNAME to the network "
+            "interface that connects their hosts"
+        )
+
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        if not 0 < row.nbytes <= self.messages.max_payload_bytes:
+        if not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:
             return super().gather_rows(row, label=label)
         what = self.schedule.record("gather_rows", label, row)
         self.flush()
         payload = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
         with self.waiting(what):
-            payloads = self.messages.receive(self.messages.send(what, payload))
+            # without the order so far: the vote, a row too, compares it and names the first collective that differs
+            payloads = self.messages.receive(self.messages.send(Collective(0, what.entry), payload))
         return torch.frombuffer(bytearray().join(payloads), dtype=row.dtype).view(self.world_size, row.numel())
 
     def agree(self, op: str, label: str, tensor: Tensor) -> None:
@@ -78,41 +98,18 @@ class GlooGroup(ProcessGroup):
             self.messages.receive(message)
 
     def _call(self, what: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._start(what, collective, *args, **kwargs).wait()
+        return self._start(what, collective, *args, **kwargs).wait()
 
     def _start(self, what: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Handle:
-        if not self.messages.batches:
-            self.flush()  # before its message, because messages are matched by their order
-        handle = _AgreedWork(self, what, lambda: collective(*args, group=self.process_group, async_op=True, **kwargs))
-        self._to_start.append(handle)
-        self._unsent.append(handle)
-        total = sum(other.what.nbytes for other in self._unsent)
-        # by number and sizes, which are equal on all ranks, so that all send at the same point
-        if not self.messages.batches or len(self._unsent) == MESSAGE_ENTRIES or total >= MESSAGE_BYTES:
-            self._send_message()
-        with self.waiting(what):
-            self._start_agreed()
-        return handle
-
-    def flush(self) -> None:
-        if self._unsent:
-            self._send_message()
-
-    def _send_message(self) -> None:
-        unsent, self._unsent = self._unsent, []
-        what = unsent[-1].what.joined(unsent[0].what)
+        self.flush()  # before its message, because messages are matched by their order
         with self.waiting(what):
             message = self.messages.send(what)
-        for handle in unsent:
-            handle.message = message
-
-    def _start_agreed(self) -> None:
-        """Starts the collectives that all ranks have agreed on, in their order."""
-        while self._to_start:
-            message = self._to_start[0].message
-            if message is None or not self.messages.has_arrived(message):
-                return
-            self._start_next()
+            start = lambda: collective(*args, group=self.process_group, async_op=True, **kwargs)  # noqa: E731
+            handle = _AgreedWork(self, what, message, start)
+            self._to_start.append(handle)
+            while self._to_start and self.messages.has_arrived(self._to_start[0].message):
+                self._start_next()
+        return handle
 
     def require_started(self, handle: _AgreedWork) -> None:
         """Waits until all ranks have agreed on the collective of ``handle``, and starts it."""
@@ -120,6 +117,7 @@ class GlooGroup(ProcessGroup):
             self._start_next()
 
     def _start_next(self) -> None:
+        self.messages.receive(self._to_start[0].message)
         self._to_start[0].start()
         self._to_start.popleft()
 
@@ -130,7 +128,7 @@ class GlooGroup(ProcessGroup):
     def close_failed(self, failure: DtrainError) -> None:
         self.messages.close_failed(failure)
         if self.process_group is not None:
-            close_connections(self.process_group, failure)
+            _close_gloo(self.process_group, failure)
 
     def failure_of_others(self) -> DtrainError | None:
         return self.messages.failure_of_others()
@@ -139,27 +137,47 @@ class GlooGroup(ProcessGroup):
 class _AgreedWork:
     """A collective of gloo: [Note: agreed collectives]."""
 
-    def __init__(self, comm: GlooGroup, what: Collective, start: Callable[[], Any]) -> None:
+    def __init__(self, comm: GlooGroup, what: Collective, message: Message, start: Callable[[], Any]) -> None:
         self._comm = comm
-        self.what = what
-        self.message: Message | None = None  # until it is sent
+        self._what = what
+        self.message = message
         self._start: Callable[[], Any] | None = start
         self._work: Any = None
         self._is_done = False
 
     def start(self) -> None:
+        """Starts it; all ranks have agreed on it."""
         assert self._start is not None
-        assert self.message is not None
-        self._comm.messages.receive(self.message)
         self._work, self._start = self._start(), None
 
     def wait(self) -> None:
-        if self._is_done:
-            self._comm.schedule.require_working()
-            return
         self._comm.schedule.require_working()
+        if self._is_done:
+            return
         self._comm.flush()
-        with self._comm.waiting(self.what):
+        with self._comm.waiting(self._what):
             self._comm.require_started(self)
             work, self._work, self._is_done = self._work, None, True
             work.wait()
+
+
+_failures: WeakKeyDictionary[dist.ProcessGroup, DtrainError] = WeakKeyDictionary()
+
+
+def _close_gloo(group: dist.ProcessGroup, failure: DtrainError) -> None:
+    """Ends gloo's connections of ``group``, so that all that wait for this rank fail; gloo's own ``abort`` does not."""
+    _failures[group] = failure
+    nothing = torch.empty(1, dtype=torch.uint8)
+    with suppress(RuntimeError):  # a receive that times out breaks all pairs of its context
+        group.recv([nothing], (dist.get_rank(group) + 1) % dist.get_world_size(group), _TAG).wait(
+            timedelta(milliseconds=1)
+        )
+
+
+def _require_open(group: dist.ProcessGroup) -> None:
+    """Raises ``CommunicationError`` if the connections of ``group`` were closed after a failure."""
+    failure = _failures.get(group)
+    if failure is not None:
+        raise CommunicationError(
+            f"the process group was closed when its ranks failed, so start the processes again; the failure: {failure}"
+        )

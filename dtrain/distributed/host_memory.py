@@ -1,7 +1,7 @@
 """Collectives of CPU ranks of one host, which read each other's buffers.
 
-Buffers from :meth:`HostMemory.allocate` are read in place. Only a ready message is sent, through pipes: one for all
-buffers announced before the first wait. Small rows go through the pipes too, all else through the process group; order,
+Buffers from :meth:`HostMemory.allocate` are read in place. Only a ready message is sent, through a pipe: one for all
+buffers announced before the first wait. Small rows are sent so too, all else through the process group; order,
 failures, time-outs and bits are the same. A rank that has received a ready message sees the sender's stores, because
 writing and reading a pipe are system calls that take its lock, which orders memory on x86 and on ARM. The weight of a
 micro-batch lies in the ready messages of its gradients.
@@ -24,11 +24,11 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
+from dtrain.distributed.connections import Connections
 from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.logging import logger
-from dtrain.distributed.messages import MESSAGE_BYTES, MESSAGE_ENTRIES, Message
-from dtrain.distributed.pipes import Pipes
+from dtrain.distributed.messages import Message
 from dtrain.distributed.process_group import sum_in_order
 from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.ring_exchange import RingExchange
@@ -38,6 +38,8 @@ from dtrain.errors import DivergenceError
 
 _ENTRY = struct.Struct("<5q")  # number of the collective, region, offset, bytes, weight of a buffer
 _ALIGNMENT = 64  # bytes; of the slots of the ring
+_MESSAGE_BYTES = 16 * 2**20  # of the buffers of a message, after which it is sent although no rank waits for it yet
+_MESSAGE_ENTRIES = 16  # largest number of buffers of one message
 
 
 class HostMemory(GlooGroup):
@@ -47,19 +49,19 @@ class HostMemory(GlooGroup):
         group: two or more ranks.
         device: the CPU.
         schedule: shared with the communicators of other axes; None: a new one.
+        messages: of another communicator over ``group``; None: new connections.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        schedule: CollectiveSchedule | None = None,
+        messages: Connections | None = None,
     ) -> None:
-        super().__init__(group, device, schedule)
+        super().__init__(group, device, schedule, messages)
         self._ready_message = _ReadyMessage(self)
-        self._pipes = Pipes(self.rank, self.world_size, group._get_backend(device).options._timeout)
-        self._pipes.open(self.exchange_text)
-        if not self._pipes.unsupported_reason:
-            self.messages = self._pipes
         self.memory = SharedMemory(self.rank, self.exchange_text)
-        self.memory.unsupported_reason = self._pipes.unsupported_reason  # shared buffers need ready messages
         self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
         self._written: set[tuple[int, int]] = set()  # sums that this rank has written, or will write, to all ranks
 
@@ -150,12 +152,11 @@ class HostMemory(GlooGroup):
         message.last, message.first = what, message.first or what
         message.nbytes += tensor.nbytes
         # by the sizes alone, which are equal on all ranks, so that all send at the same point
-        if message.nbytes >= MESSAGE_BYTES or len(message.entries) == MESSAGE_ENTRIES:
+        if message.nbytes >= _MESSAGE_BYTES or len(message.entries) == _MESSAGE_ENTRIES:
             self.flush()
         return announcement
 
     def flush(self) -> None:
-        super().flush()
         message = self._ready_message
         if message.entries:
             # first: a failure below must not leave the next buffers in a message that is never sent

@@ -136,7 +136,7 @@ def make_communicator(
     reason = compare_hosts(comm.exchange_text, is_allowed=shared_memory)
     if not reason:
         logger.info("the ranks share memory: buffers are read in place")
-        return HostMemory(group, device, comm.schedule)
+        return HostMemory(group, device, comm.schedule, comm.messages)
     if shared_memory:
         logger.info(f"buffers are sent through sockets, not shared memory: {reason}")
     return comm

@@ -365,7 +365,7 @@ def wait_twice(rank: int, world: int, shared: bool) -> list[str]:
         attempt(work)
         assert len(failed) == before + 1, "each wait and each new collective fails"
     assert output.eq(7).all(), "nothing of a failed collective is used"
-    assert handles
+    assert handles or not shared, "without shared memory the first may fail when it is issued"
     return failed
 
 

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.distributed import pipes
+from dtrain.distributed import pipes, sockets
+from dtrain.distributed.connections import Connections
 from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
 from dtrain.distributed.pipes import Pipes
 from dtrain.distributed.processes import open_descriptor
 from dtrain.distributed.schedule import Collective
+from dtrain.distributed.sockets import Sockets
 from dtrain.errors import CommunicationError, DivergenceError, DtrainError
 
 ROW = Collective(1, "row", 17)
@@ -35,12 +38,16 @@ def on_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(work, range(world)))
 
 
-def open_pipes(world: int, timeout_s: float = 5.0) -> list[Pipes]:
-    """Returns the pipes of all ranks."""
+KINDS: tuple[type[Connections], ...] = (Pipes, Sockets)
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def open_ranks(kind: type[Connections], world: int, timeout_s: float = 5.0) -> list[Connections]:
+    """Returns the connections of all ranks."""
     texts = [""] * world
     barrier = threading.Barrier(world, timeout=20.0)
 
-    def open_rank(rank: int) -> Pipes:
+    def open_rank(rank: int) -> Connections:
         def exchange_text(text: str) -> list[str]:
             texts[rank] = text
             barrier.wait()
@@ -48,7 +55,7 @@ def open_pipes(world: int, timeout_s: float = 5.0) -> list[Pipes]:
             barrier.wait()
             return received
 
-        opened = Pipes(rank, world, timedelta(seconds=timeout_s))
+        opened = kind(rank, world, timedelta(seconds=timeout_s))
         opened.open(exchange_text)
         return opened
 
@@ -75,6 +82,7 @@ def payload(rank: int, number: int, size: int) -> bytes:
 
 @settings(deadline=None, max_examples=60)
 @given(
+    st.sampled_from(KINDS),
     st.integers(2, 4),
     st.sampled_from([1, 2, 16]),
     st.lists(st.integers(0, 40) | st.integers(0, MAX_PAYLOAD_BYTES) | st.just(MAX_PAYLOAD_BYTES), max_size=70),
@@ -82,11 +90,11 @@ def payload(rank: int, number: int, size: int) -> bytes:
     st.integers(0, 1000),
 )
 def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
-    world: int, pages: int, sizes: list[int], chances: list[float], seed: int
+    kind: type[Connections], world: int, pages: int, sizes: list[int], chances: list[float], seed: int
 ) -> None:
     """Rank r receives one of its messages after a send with chance ``chances[r]``, and at the end the others."""
     with pages_of_new_pipes(pages):
-        ranks = open_pipes(world)
+        ranks = open_ranks(kind, world)
 
     def work(rank: int) -> None:
         rng = random.Random(seed + rank)
@@ -110,15 +118,17 @@ def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
         rank.release()
 
 
-def test_longer_messages_are_refused() -> None:
-    first, second = open_pipes(2)
+@both
+def test_longer_messages_are_refused(kind: type[Connections]) -> None:
+    first, second = open_ranks(kind, 2)
     with pytest.raises(ValueError, match=f"at most {MAX_PAYLOAD_BYTES} bytes; got {MAX_PAYLOAD_BYTES + 1}"):
         first.send(ROW, bytes(MAX_PAYLOAD_BYTES + 1))
     assert first.send(ROW, bytes(MAX_PAYLOAD_BYTES)).header == second.send(ROW, bytes(MAX_PAYLOAD_BYTES)).header
 
 
-def test_what_a_rank_sent_before_it_ended_is_received() -> None:
-    first, second, third = open_pipes(3)
+@both
+def test_what_a_rank_sent_before_it_ended_is_received(kind: type[Connections]) -> None:
+    first, second, third = open_ranks(kind, 3)
     messages = [first.send(ROW, b"first"), third.send(ROW, b"third")]
     second.send(ROW, b"other")
     second.release()
@@ -128,8 +138,9 @@ def test_what_a_rank_sent_before_it_ended_is_received() -> None:
             first.receive(first.send(ROW, b"more"))
 
 
-def test_a_rank_that_ends_without_its_message_is_an_error() -> None:
-    first, second, third = open_pipes(3)
+@both
+def test_a_rank_that_ends_without_its_message_is_an_error(kind: type[Connections]) -> None:
+    first, second, third = open_ranks(kind, 3)
     messages = [first.send(ROW, b"first"), third.send(ROW, b"third")]
     second.release()
     for rank, message in zip((first, third), messages, strict=True):
@@ -151,7 +162,7 @@ def test_a_rank_that_ends_without_its_message_is_an_error() -> None:
 def test_other_messages_are_an_error_before_more_bytes_are_waited_for(
     what: Collective, size: int, first_at: str, second_at: str
 ) -> None:
-    first, second = open_pipes(2)
+    first, second = open_ranks(Pipes, 2)
     message = first.send(ROW, b"1234")
     other = second.send(what, bytes(size))
     for rank, sent in ((first, message), (second, other)):
@@ -159,8 +170,9 @@ def test_other_messages_are_an_error_before_more_bytes_are_waited_for(
             rank.receive(sent)
 
 
-def test_a_message_that_was_lost_is_an_error() -> None:
-    first, second = open_pipes(2)
+@both
+def test_a_message_that_was_lost_is_an_error(kind: type[Connections]) -> None:
+    first, second = open_ranks(kind, 2)
     with mock.patch.object(os, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         first.send(ROW, b"1234")
     first.send(Collective(2, "row", 18), b"5678")
@@ -169,9 +181,12 @@ def test_a_message_that_was_lost_is_an_error() -> None:
         second.receive(message)
 
 
+@both
 @pytest.mark.parametrize("error", [DivergenceError("rank 0 saves"), CommunicationError("rank 1 has ended")])
-def test_a_rank_that_fails_says_why_to_those_that_wait_and_to_those_that_come_later(error: DtrainError) -> None:
-    first, second, third = open_pipes(3)
+def test_a_rank_that_fails_says_why_to_those_that_wait_and_to_those_that_come_later(
+    kind: type[Connections], error: DtrainError
+) -> None:
+    first, second, third = open_ranks(kind, 3)
     waiting = second.send(ROW, b"1234")
     first.send(ROW, b"1234")
     first.close_failed(error)
@@ -190,7 +205,7 @@ def test_a_rank_that_fails_says_why_to_those_that_wait_and_to_those_that_come_la
 
 def test_waits_have_a_time_out() -> None:
     with pages_of_new_pipes(1):
-        first, second, third = open_pipes(3, timeout_s=0.1)
+        first, second, third = open_ranks(Pipes, 3, timeout_s=0.1)
     message = first.send(ROW, bytes(MAX_PAYLOAD_BYTES))
     third.send(ROW, bytes(MAX_PAYLOAD_BYTES))
     with pytest.raises(RuntimeError, match=r"^rank 1 sent no message for 0.1 s$"):
@@ -208,7 +223,7 @@ def descriptors() -> set[str]:
 def test_descriptors_are_closed() -> None:
     gc.collect()
     before = descriptors()
-    ranks = open_pipes(3)
+    ranks = open_ranks(Pipes, 3)
     ends = [end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())]
     assert len(descriptors() - before) == len(ends) == 12, "no rank keeps the write ends of its own pipes"
     assert all(fcntl.fcntl(end, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for end in ends), "no child program inherits one"
@@ -248,7 +263,7 @@ def test_a_failure_on_one_rank_leaves_no_descriptor_on_any(what: str) -> None:
     else:
         module, name = (os, "pipe2") if what == "os.pipe2" else (pipes, "open_descriptor")
         with mock.patch.object(module, name, fail_third):
-            ranks = open_pipes(3)
+            ranks = open_ranks(Pipes, 3)
         assert len({rank.unsupported_reason for rank in ranks}) == 1
         assert ranks[0].unsupported_reason.endswith(": [Errno 24] injected")
         with pytest.raises(RuntimeError, match="injected"):
@@ -268,3 +283,78 @@ def test_another_file_is_not_opened() -> None:
     finally:
         os.close(reader)
         os.close(writer)
+
+
+def test_sockets_are_closed() -> None:
+    gc.collect()
+    before = descriptors()
+    ranks = open_ranks(Sockets, 3)
+    ends = {end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())}
+    assert len(descriptors() - before) == len(ends) == 6, "none listens any longer"
+    assert not any(os.get_inheritable(end) for end in ends)
+    ranks[0].close_failed(DivergenceError("rank 0 saves"))
+    with pytest.raises(RuntimeError, match="the sockets were shut down"):
+        ranks[0].send(ROW, b"1")
+    assert len(descriptors() - before) == 6, "what it has sent can still be read"
+    ranks.clear()
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_a_message_may_be_written_in_parts() -> None:
+    first, second = open_ranks(Sockets, 2)
+    real = os.write
+    with mock.patch.object(os, "write", lambda end, data: real(end, data[:7])):
+        message = first.send(ROW, b"1234")
+    other = second.send(ROW, b"5678")
+    assert first.receive(message) == second.receive(other) == [b"1234", b"5678"]
+
+
+def test_a_stranger_is_no_rank() -> None:
+    """Another process of the machine connects before the ranks do, with a wrong token, and with nothing."""
+    real = socket.create_server
+    strangers = []
+
+    def visited(*args: Any, **kwargs: Any) -> socket.socket:
+        server = real(*args, **kwargs)
+        for greeting in (sockets._GREETING.pack(bytes(16), 1), b""):
+            stranger = socket.create_connection(server.getsockname()[:2])
+            stranger.sendall(greeting)
+            stranger.shutdown(socket.SHUT_WR)
+            strangers.append(stranger)
+        return server
+
+    with mock.patch.object(socket, "create_server", visited):
+        first, second = open_ranks(Sockets, 2)
+    second.send(ROW, b"2")
+    assert first.receive(first.send(ROW, b"1")) == [b"1", b"2"]
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("what", ["listen", "connect"])
+def test_sockets_that_cannot_be_opened_are_a_reason_on_every_rank(what: str) -> None:
+    gc.collect()
+    before = descriptors()
+    name = "create_server" if what == "listen" else "create_connection"
+    failing = mock.patch.object(socket, name, mock.Mock(side_effect=OSError(101, "injected")))
+    with failing, mock.patch.object(sockets, "_OPEN_S", 0.2):
+        ranks = open_ranks(Sockets, 2)
+    (reason,) = {rank.unsupported_reason for rank in ranks}
+    assert "injected" in reason or "timed out" in reason
+    with pytest.raises(RuntimeError, match=r"injected|timed out"):
+        ranks[0].send(ROW, b"1")
+    assert descriptors() == before
+
+
+def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    with sockets._listen(1) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
+    with pytest.raises(OSError, match="No such device"):
+        sockets._listen(1)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    with sockets._listen(1) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
