@@ -5,10 +5,10 @@ rolling hash of the order of collectives, in the :class:`CollectiveSchedule`. Th
 because gloo returns wrong sums silently if two ranks issue equally shaped collectives in a different order. Sums are
 FP32 always.
 
-There are three transports, and :func:`dtrain.distributed.setup.make_communicator` chooses: ``SingleRank``,
-``ProcessGroup`` (NCCL, or gloo through sockets) and ``HostMemory`` (CPU ranks of one host, which read each other's
-buffers). What a transport needs - rings, ready messages, alignment, a process group - stays inside it. A collective
-returns a handle; what follows it is written where the handle is waited for.
+There are four transports, and :func:`dtrain.distributed.setup.make_communicator` chooses: ``SingleRank``,
+``ProcessGroup`` (NCCL), ``GlooGroup`` (CPU ranks, through sockets) and ``HostMemory`` (CPU ranks of one host, which
+read each other's buffers). What a transport needs - rings, messages, alignment, a process group - stays inside it. A
+collective returns a handle; what follows it is written where the handle is waited for.
 
 [Note: buffer reuse] A buffer that other ranks may read, one from :meth:`Communicator.allocate`, may be written again
 only after all of them have read it. No rank waits for that explicitly; it follows from the order of events:

@@ -1,4 +1,4 @@
-"""Collectives over a process group: NCCL, or gloo through sockets.
+"""Collectives over a process group: NCCL, and what gloo has in common with it.
 
 ``reduce_scatter_sum`` on gloo, or in a dtype narrower than FP32, is an all-to-all of the shards and a local sum in rank
 order, because backends sum in the dtype of their input. On gloo that also takes half the time of its own
