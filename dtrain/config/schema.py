@@ -180,7 +180,7 @@ class TelemetryConfig(CheckedRecord):
         20,
         0,
         "Steps over which the ranks compare how long each was busy; one slower than 1.2 times the median is named; "
-        "0: never.",
+        "0: never. On a GPU, which times every fifth step, a small number such as 1 compares nothing.",
     )
 
     def _check(self) -> None:

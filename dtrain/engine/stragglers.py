@@ -5,8 +5,9 @@ busy: the step without its waits. It travels as one number in the vote, so every
 name the same rank.
 
 [Note: busy time on a GPU] The host runs ahead of the device, so its own times say little. In every fifth step the
-device records an event at each phase and around each wait. They are read when the window ends, and all of them have
-happened by then, because a later step's decision has been read.
+device records an event at each phase and around each wait. They are read when the window ends, in a later step, which
+has read the recorded step's decision first, so all of them have happened. A step that ends a window is not recorded:
+its own events may still be ahead of the device.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class BusyMeter:
         self._progress = comm.schedule.progress
         self._phases = phases
         self._events = _DeviceEvents(self._progress) if comm.device.type == "cuda" else None
-        self._before = list(self._progress.busy_s)
+        self._before = list(self._progress.busy_s) if self._events is None else [0.0] * len(Phase)
         self._num_steps = 0  # timed in this window
         self._window: list[float] = []  # by phase, of the last window that this rank has closed
         self._window_steps = 0
@@ -102,13 +103,11 @@ class BusyMeter:
 
     def end_step(self, step: int) -> float:
         """Ends the timing of ``step`` before its vote; returns the busy seconds of the window that it ends, else 0."""
+        is_recorded = self._events is not None and self._events.stop()  # also if nothing is to be compared any more
+        self._num_steps += self._events is None or is_recorded
         if not self.every or self._comm.world_size == 1:
             return 0.0
-        if self._events is not None:
-            self._num_steps += self._events.stop()
-        else:
-            self._num_steps += 1
-        if (step + 1) % self.every or not self._num_steps:
+        if (step + 1) % self.every or not self._num_steps or is_recorded:  # as `every` may have changed in this step
             return 0.0
         now = list(self._progress.busy_s) if self._events is None else self._events.busy_s()
         self._window = [now[phase] - self._before[phase] for phase in self._phases]
@@ -117,7 +116,9 @@ class BusyMeter:
 
     def begin_step(self, step: int) -> None:
         """Begins the timing of ``step`` after the update of the one before it."""
-        if self._events is not None and self.every and step % _SAMPLE_EVERY == 2:
+        if self._events is None or not self.every or self._comm.world_size == 1:
+            return
+        if step % _SAMPLE_EVERY == 2 and (step + 1) % self.every:
             self._events.start()
 
     def compare(self, step: int, seconds: Sequence[float]) -> None:
@@ -134,7 +135,7 @@ class BusyMeter:
             excess = [own - median_low(column) for own, *column in zip(rows[times.slowest_rank], *rows, strict=True)]
             phase = self._phases[max(range(len(excess)), key=excess.__getitem__)]
             times = BusyTimes(times.step, times.num_steps, times.seconds, phase)
-            if self._warned != (times.slowest_rank, phase):  # else it is known
+            if self._comm.rank == 0 and self._warned != (times.slowest_rank, phase):  # else it is known
                 logger.warning("slow rank: %s", times)
             self._warned = (times.slowest_rank, phase)
         else:
@@ -154,13 +155,13 @@ class _DeviceEvents:
         self._progress.on_mark = self._mark
         self._mark(Phase.DATA, is_waiting=False)
 
-    def stop(self) -> int:
-        """Ends a recorded step; returns the number of steps ended, 0 or 1."""
+    def stop(self) -> bool:
+        """Ends the recording of a step; returns whether there was one."""
         if self._progress.on_mark is None:
-            return 0
+            return False
         self._mark(Phase.UPDATE, is_waiting=True)  # until the next recorded step
         self._progress.on_mark = None
-        return 1
+        return True
 
     def busy_s(self) -> list[float]:
         """Returns the busy seconds in each phase of all recorded steps."""

@@ -13,7 +13,9 @@ from dtrain.distributed.progress import Phase, ProgressRecord
 
 CRASH_S = 1.2
 """Seconds that ranks have to notice that another one has ended."""
-ELSEWHERE_S = 5.0
+END_S = 10.0
+"""The same of ranks at the end of their run, where they close their files and connections first."""
+OTHER_HOSTS_S = 5.0
 """Seconds by which a host waits longer than the one that has the rank at fault, which ends the run by name."""
 STOPPED = "T"  # state in /proc/<pid>/stat
 
@@ -54,14 +56,25 @@ class RankState:
         return not self.state and not self.record.has_ended
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Seconds after which a rank hangs, and what sets them."""
+
+    seconds: float
+    why: str
+
+    def __str__(self) -> str:
+        return f"{round(self.seconds, 1):g} s ({self.why})"
+
+
 @dataclass
 class PhaseLimits:
     """Seconds after which a rank whose record does not change hangs, by what it does.
 
     Args:
         step_s: in a step or an evaluation, between two calls of the engine or two waits for other ranks.
-        start_s: until the end of the first step, in a compilation, and at the end of the run.
-        save_s: in a save or a load.
+        start_s: until the end of the first step, and in a compilation.
+        save_s: in a save or a load. At the end of the run, or if both apply, the longer of the two counts.
     """
 
     step_s: float
@@ -75,16 +88,31 @@ class PhaseLimits:
             self._spans.setdefault(record.phase, deque(maxlen=_NUM_SPANS)).append(seconds)
 
     def of(self, record: ProgressRecord) -> float:
-        spans = self._spans.get(record.phase)
-        usual_s = _FACTOR * median(spans) if spans and record.num_steps else 0.0
+        return self.limit(record).seconds
+
+    def limit(self, record: ProgressRecord) -> Limit:
         is_start = record.phase in (Phase.START, Phase.COMPILE, Phase.END) or not record.num_steps
         is_save = record.phase in (Phase.SAVE, Phase.LOAD, Phase.END)
-        limits = (self.start_s if is_start else 0, self.save_s if is_save else 0)
-        return max(usual_s, *(limits if any(limits) else (self.step_s,)))
+        step, start, save = self._settings
+        limits = [limit for limit, applies in ((start, is_start), (save, is_save)) if applies] or [step]
+        if record.num_steps and (spans := self._spans.get(record.phase)):
+            why = f"{_FACTOR} x the median of '{record.phase.name.lower()}'"
+            limits.append(Limit(_FACTOR * median(spans), why))
+        return max(limits, key=lambda limit: limit.seconds)
 
     @property
-    def longest(self) -> float:
-        return max(self.step_s, self.start_s, self.save_s)
+    def of_other_hosts(self) -> Limit:
+        """The limit of ranks that wait for another host, all of whose limits have passed by then."""
+        longest = max(self._settings, key=lambda limit: limit.seconds)
+        return Limit(longest.seconds + OTHER_HOSTS_S, f"{longest.why} + {OTHER_HOSTS_S:g} s for other hosts")
+
+    @property
+    def _settings(self) -> tuple[Limit, Limit, Limit]:
+        return (
+            Limit(self.step_s, "supervise.limit_s"),
+            Limit(self.start_s, "supervise.start_s"),
+            Limit(self.save_s, "supervise.save_s"),
+        )
 
 
 @dataclass(frozen=True)
@@ -116,29 +144,35 @@ def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_host
     active = [rank for rank in ranks if rank.is_active]
     crashed = [rank for rank in ranks if rank.has_crashed]
     if crashed and min(rank.ended_s for rank in crashed) > CRASH_S:
-        unaware = [rank for rank in active if rank.record.phase != Phase.END]
+        unaware = [rank for rank in active if rank.record.phase != Phase.END or rank.unchanged_s > END_S]
         if unaware:
             return Hang(_numbers(crashed), _joined(*map(_group, (crashed, unaware))), is_crash=True)
     late = [rank for rank in active if rank.unchanged_s > limits.of(rank.record)]
     stopped = [rank for rank in late if rank.state == STOPPED]
     if stopped:
-        return _hang(stopped, ranks)
+        return _hang(stopped, ranks, _limits_of(stopped, limits))
     running = [rank for rank in active if not rank.record.is_waiting]
     if running:
         culprits = [rank for rank in late if not rank.record.is_waiting]
         if len(culprits) == len(active):  # libraries' own collectives are not in the records
             culprits = _furthest_behind(culprits)
-        return _hang(culprits, ranks) if culprits else None
+        return _hang(culprits, ranks, _limits_of(culprits, limits)) if culprits else None
     if not active or len(late) < len(active):
         return None
-    if has_other_hosts and min(rank.unchanged_s for rank in active) <= limits.longest + ELSEWHERE_S:
+    if has_other_hosts and min(rank.unchanged_s for rank in active) <= limits.of_other_hosts.seconds:
         return None
     first = min(rank.record.entered for rank in active)
     culprits = [rank for rank in active if rank.record.entered == first]
+    passed = [limits.of_other_hosts] if has_other_hosts else _limits_of(culprits, limits)
     if len(culprits) < len(active):
-        return _hang(culprits, ranks)
-    why = "for ranks of other hosts" if has_other_hosts else "though no rank of the run does anything else"
-    return Hang(_numbers(culprits), _joined(f"{_group(culprits)} {why}", _others(culprits, ranks)))
+        return _hang(culprits, ranks, passed)
+    why = " for ranks of other hosts" if has_other_hosts else " though no rank of the run does anything else"
+    return _hang(culprits, ranks, passed, why)
+
+
+def _limits_of(ranks: Sequence[RankState], limits: PhaseLimits) -> list[Limit]:
+    """Returns the limits that the ranks have passed, each once."""
+    return [*dict.fromkeys(limits.limit(rank.record) for rank in ranks)]
 
 
 def _furthest_behind(ranks: Sequence[RankState]) -> list[RankState]:
@@ -146,19 +180,18 @@ def _furthest_behind(ranks: Sequence[RankState]) -> list[RankState]:
     if any(rank.record.phase not in _OF_A_STEP for rank in ranks):
         return [*ranks]
 
-    def progress(rank: RankState) -> tuple[int, int]:
-        return rank.record.step, rank.record.num_changes
+    def progress(rank: RankState) -> tuple[int, int, int]:
+        # not the number of changes: compilations change the record too, and differ between ranks
+        return rank.record.step, rank.record.entered, rank.record.phase
 
     least = min(map(progress, ranks))
     return [rank for rank in ranks if progress(rank) == least]
 
 
-def _hang(culprits: Sequence[RankState], ranks: Sequence[RankState]) -> Hang:
-    return Hang(_numbers(culprits), _joined(_group(culprits), _others(culprits, ranks)))
-
-
-def _others(culprits: Sequence[RankState], ranks: Sequence[RankState]) -> str:
-    return _group([rank for rank in ranks if rank not in culprits])
+def _hang(culprits: Sequence[RankState], ranks: Sequence[RankState], passed: Sequence[Limit], why: str = "") -> Hang:
+    others = _group([rank for rank in ranks if rank not in culprits])
+    limit = f"the limit{' is' if len(passed) == 1 else 's are'} {', '.join(map(str, passed))}"
+    return Hang(_numbers(culprits), _joined(_group(culprits) + why, others, limit))
 
 
 # -- sentences ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from dtrain.distributed.progress import Phase, Progress
 from dtrain.distributed.shared_memory import host_identity, try_on_every_rank
 from dtrain.supervision.member import Member, WatchJob, share_progress
 
-_COMMAND = "import sys; sys.path.insert(0, {root!r}); from dtrain.supervision.watcher import main; main()"
+# appended, because what is installed beside dtrain may have the name of a module of the standard library
+_COMMAND = "import sys; sys.path.append({root!r}); from dtrain.supervision.watcher import main; main()"
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_", "TORCHELASTIC_")  # the watcher is no rank
 _END_S = 0.2  # for the watcher to see that the run is over
 

@@ -33,6 +33,7 @@ _OVERSLEPT_S = 3.0  # a watcher that was not scheduled for longer cannot know wh
 _STACKS_S = 0.4  # for the ranks to write their stacks
 _WRITE_S = 0.5  # for the files of a hang, whose storage may be what hangs
 _TERM_S = 0.7  # between SIGTERM and SIGKILL
+_CLOSING_S = 1.0  # between the ends of the ranks of a short run
 _FIRST_S = 0.15  # launchers name the rank that ends first, so those at fault do
 _TRACED = "t"
 _DEBUGGERS = re.compile(rb'File "[^"]*\b(bdb|pydevd|debugpy)\b')
@@ -157,10 +158,10 @@ class Watcher:
         self._polled_at = now
         for rank in self._ranks:
             rank.read(now, self._limits)
-            if overslept:
-                rank.changed_at = now
             if rank.process is None and rank.ended_at is None and rank.has_ended():
                 rank.ended_at = now
+        if overslept:
+            self._forgive(now)
         states = self._states(now)
         if any(state.state == _TRACED for state in states):  # a debugger holds it
             self._forgive(now)
@@ -223,9 +224,13 @@ class Watcher:
     def _write(self, hang: Hang, states: Sequence[RankState], stacks: dict[int, bytes]) -> str:
         """Writes the files of ``hang``; returns a clause that says where the stacks are."""
         if self.failures is None:
-            for rank, text in stacks.items():
-                if text and (rank in hang.culprits or len(stacks) == 1):
-                    sys.stderr.write(f"stack of rank {rank}:\n{text.decode(errors='replace')}")
+            try:
+                for state in states:
+                    text = stacks.get(state.rank)
+                    heading = f"stack of rank {state.rank}:\n" if text else ""
+                    sys.stderr.write(f"{heading}{text.decode(errors='replace') if text else _why_no_stack(state)}")
+            except (OSError, ValueError):  # the terminal may be gone
+                return "there is no run directory yet, and the stacks could not be printed"
             return "there is no run directory yet, so the stacks are above"
         report = HangReport(hang, states, stacks, self._limits)
         writer = threading.Thread(target=report.write, args=(self.failures,), daemon=True)
@@ -325,10 +330,23 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Watches the job on standard input."""
-    orders = open(0, "rb", buffering=0)  # noqa: SIM115 - until this process ends
+    watch(open(0, "rb", buffering=0))  # noqa: SIM115 - until this process ends
+
+
+def watch(orders: IO[bytes]) -> None:
+    """Watches the job in ``orders``, which is unbuffered."""
     try:
         watcher = Watcher(WatchJob.decode(orders.readline().decode()))
     except OSError as error:
-        say(f"this run is not watched: {error}")
+        if not _run_has_ended(orders):  # else the run was over before this process could open its records
+            say(f"this run is not watched: {error}")
         return
     watcher.run(orders)
+
+
+def _run_has_ended(orders: IO[bytes]) -> bool:
+    """Returns whether local rank 0 has ended its run, or does so now: it closes its orders before its record."""
+    while select.select([orders], [], [], _CLOSING_S)[0]:
+        if not orders.read(1 << 16):
+            return True
+    return False

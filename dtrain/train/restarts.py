@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dtrain.checkpoint.directory import committed_checkpoints, step_of
 from dtrain.config.schema import RunConfig
@@ -19,9 +20,10 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError, RestartError
+from dtrain.redaction.redact import redact_text
 from dtrain.supervision.watcher import find_hangs
-from dtrain.telemetry.metrics import FAILURES, write_atomically
-from dtrain.train.run_dir import RunDir, redacted
+from dtrain.telemetry.metrics import FAILURES, write_json
+from dtrain.train.run_dir import RunDir, decide_on_rank_0, redacted
 
 RESTARTS_FILE = "restarts.json"
 
@@ -35,7 +37,7 @@ class Attempts:
         attempts: number of attempts since then, the one under way included.
         config: hash of their configuration; another one may not fail.
         hangs: number of hangs of this run that were known when the last attempt began.
-        failure: how the last attempt ended; empty if it could not say.
+        failure: how the last attempt ended, without secrets; empty if it could not say.
     """
 
     step: int
@@ -56,7 +58,7 @@ class Attempts:
         return read if valid else None
 
     def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self)) + "\n")
+        write_json(path, asdict(self))
 
 
 _NONE = Attempts(0, 0, "", 0)
@@ -68,6 +70,8 @@ def counted_attempt(config: RunConfig, comm: Communicator, run_dir: RunDir) -> I
 
     Raises:
         RestartError: on every rank: this would be one restart too many.
+        StorageError: on every rank: the count cannot be written, because the disk is full or faulty.
+        ConfigError: on every rank: it cannot be written for another reason.
     """
     if not config.supervise.restarts:
         yield
@@ -75,10 +79,11 @@ def counted_attempt(config: RunConfig, comm: Communicator, run_dir: RunDir) -> I
     path = run_dir.path / RESTARTS_FILE
     before = Attempts.read(path) if comm.rank == 0 else None
 
-    def begin() -> None:
-        _begin(config, run_dir, before).write(path)
+    def begin() -> dict[str, Any]:
+        return asdict(_begin(config, run_dir, before))
 
-    on_rank_0(comm, "", begin, RestartError, expected=(RestartError, OSError))
+    attempt = Attempts(**on_rank_0(comm, "", begin, RestartError, expected=(RestartError,)))
+    decide_on_rank_0(comm, lambda: attempt.write(path))
     try:
         yield
     except BaseException as error:
@@ -120,7 +125,8 @@ def _end_failed(path: Path, before: Attempts | None, error: BaseException) -> No
         now = Attempts.read(path)
         if now is not None:
             text = describe(error) if isinstance(error, Exception) else type(error).__name__
-            replace(now, failure=text.partition("\n")[0][:500]).write(path)
+            line = redact_text(text).partition("\n")[0]  # before the cut: nobody knows half a secret again
+            replace(now, failure=line[:500]).write(path)
     elif before is None:
         path.unlink(missing_ok=True)
     else:

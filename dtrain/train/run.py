@@ -152,12 +152,13 @@ def _train(
     engine = make_engine(config, model, comm, run_dir.contract)
     engine.busy.every = config.telemetry.busy_every
     engine.explain_skips = config.telemetry.precision_every > 0
+    held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
     sinks = _open_sinks(config, engine, run_dir)
     exit_code = EXIT_FAILED
     try:
-        with watch.ending(), watch.following_compilation():
+        with watch.ending():
             result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
         summary = _summarize(config, engine, dataset, result, time.monotonic() - start)
         if comm.rank == 0:
@@ -168,7 +169,8 @@ def _train(
             sink.close(exit_code)
     # a signal may have reached only some ranks
     if decide_on_rank_0(comm, lambda: result.finished and not stop.requested):
-        _write_sample(config, engine, dataset, run_dir)
+        with watch.ending():
+            _write_sample(config, engine, dataset, run_dir)
     if comm.rank == 0:
         _log_summary(summary, run_dir, stop)
     return exit_code

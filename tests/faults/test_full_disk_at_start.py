@@ -53,13 +53,14 @@ def test_files_of_a_run(
     run.mkdir()
     named = 0
     # a write to /dev/full fails as one to a full disk does
-    for file, options in {"config.yaml": [], "precision.json": [], "tracker.json": ["tracker=wandb"]}.items():
+    files = {"restarts.json": [], "config.yaml": [], "precision.json": [], "tracker.json": ["tracker=wandb"]}
+    for file, options in files.items():
         temporary = run / f"{file}.tmp"
         temporary.symlink_to("/dev/full")
         named += ends_with([*words, *options], 1, str(run / file), capsys)
         temporary.unlink()
         (run / file).unlink(missing_ok=True)
-    assert named == 3
+    assert named == len(files)
     faults.passed("P11", named)
 
 
@@ -77,6 +78,7 @@ def test_directories_and_opened_files(
         (storage, "make_directory", lambda path: path.name == "run", str(run)),
         (storage, "make_directory", lambda path: path.name == "checkpoints", str(run / "checkpoints")),
         (storage, "create", lambda path: True, str(run / "checkpoints")),
+        (Path, "open", lambda path, *_: path.name == "restarts.json.tmp", str(run / "restarts.json")),
         (Path, "open", lambda path, *_: path.name == "metrics.jsonl", str(run / "metrics.jsonl")),
     ]
     for owner, name, is_target, file in patches:

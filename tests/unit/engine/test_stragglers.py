@@ -20,8 +20,9 @@ from dtrain.engine.stragglers import PHASES, BusyMeter, BusyTimes
 class Ranks:
     """A communicator whose gathers return what the test gives."""
 
-    def __init__(self, world_size: int, device: str = "cpu") -> None:
+    def __init__(self, world_size: int, device: str = "cpu", rank: int = 0) -> None:
         self.world_size = world_size
+        self.rank = rank
         self.device = torch.device(device)
         self.schedule = CollectiveSchedule()
         self.rows: list[list[float]] = []
@@ -120,38 +121,112 @@ def test_a_step_within_a_window_is_not_compared() -> None:
     assert busy.latest is None
 
 
-def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]  # of the device, in ms
+def test_only_rank_0_warns(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    ranks: Any = Ranks(2, rank=1)
+    busy = meter(ranks)
+    ranks.rows = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
+    run_step(ranks, clock, {Phase.DATA: 1.0}, wait=0.0)
+    for step in range(5):
+        busy.end_step(step)
+    busy.compare(4, [1.0, 2.0])
+    assert caplog.text == ""
+    assert busy.latest is not None
+    assert busy.latest.slowest_rank == 1
 
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
 
-        def record(self) -> None:
-            self.at = now[0]
+class Device:
+    """A GPU on which each step of :func:`gpu_step` is busy for 15 ms; what the host launches happens later."""
 
-        def elapsed_time(self, other: Event) -> float:
-            return other.at - self.at
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0  # ms
+        self.events = 0
+        self.finished = 0.0  # until here the device has come
+        device = self
 
-    monkeypatch.setattr(stragglers.torch, "cuda", SimpleNamespace(Event=Event))
-    ranks: Any = Ranks(2, "cuda")
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+                device.events += 1
+
+            def record(self) -> None:
+                self.at = device.now
+
+            def elapsed_time(self, other: Event) -> float:
+                if max(self.at, other.at) > device.finished:
+                    raise RuntimeError("CUDA error: device not ready")
+                return other.at - self.at
+
+        monkeypatch.setattr(stragglers.torch, "cuda", SimpleNamespace(Event=Event))
+
+
+def gpu_step(step: int, busy: BusyMeter, ranks: Any, device: Device) -> tuple[bool, float]:
+    """Returns whether the step was recorded, and the busy seconds of the window that it ends."""
     progress = ranks.schedule.progress
+    busy.begin_step(step)
+    device.finished = device.now  # the decision of the step before is read
+    for phase, ms in ((Phase.DATA, 1), (Phase.FORWARD, 2), (Phase.BACKWARD, 4), (Phase.UPDATE, 8)):
+        progress.begin(phase)
+        progress.enter(1, "unshard")
+        device.now += 1000  # waits for the others
+        progress.leave(1)
+        device.now += ms
+    is_recorded = progress.on_mark is not None
+    seconds = busy.end_step(step)
+    device.now += 5000  # the vote and the update
+    progress.begin(Phase.DATA)
+    return is_recorded, seconds
+
+
+def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
+    ranks.schedule.progress.busy_s = [1e6] * len(Phase)  # of the host, which has worked before
     busy = meter(ranks, every=20)
-    recorded = []
-    for step in range(20):
-        busy.begin_step(step)
-        for phase, ms in ((Phase.DATA, 1), (Phase.FORWARD, 2), (Phase.BACKWARD, 4), (Phase.UPDATE, 8)):
-            progress.begin(phase)
-            progress.enter(1, "unshard")
-            now[0] += 1000  # waits for the others
-            progress.leave(1)
-            now[0] += ms
-        recorded.append(progress.on_mark is not None)
-        seconds = busy.end_step(step)
-        now[0] += 5000  # the vote and the update
-        progress.begin(Phase.DATA)
-    assert [step for step, is_recorded in enumerate(recorded) if is_recorded] == [2, 7, 12, 17]
+    steps = [gpu_step(step, busy, ranks, device) for step in range(20)]
+    assert [step for step, (is_recorded, _) in enumerate(steps) if is_recorded] == [2, 7, 12, 17]
+    seconds = steps[-1][1]
     assert seconds == pytest.approx(4 * 0.015)
     busy.compare(19, [seconds, seconds])
     assert busy.latest == BusyTimes(20, 4, (seconds, seconds))
     assert busy.latest.slowest_ms == pytest.approx(15)
+
+
+@pytest.mark.parametrize("every", [1, 3, 8, 16, 32])
+def test_a_gpu_step_that_ends_a_window_is_not_recorded(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    """Its events may not have happened yet, and CUDA refuses to time them."""
+    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
+    busy = meter(ranks, every)
+    for step in range(100):
+        is_recorded, seconds = gpu_step(step, busy, ranks, device)
+        assert is_recorded == (step % 5 == 2 and (step + 1) % every != 0)
+        if seconds:
+            busy.compare(step, [seconds, seconds])
+            assert busy.latest is not None
+            assert busy.latest.median_ms == pytest.approx(15)
+    assert (busy.latest is None) == (every == 1)
+
+
+def test_a_window_that_is_shortened_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
+    busy = meter(ranks, every=20)
+    for step in range(2):
+        gpu_step(step, busy, ranks, device)
+    busy.begin_step(2)
+    busy.every = 3
+    assert busy.end_step(2) == 0.0
+    seconds = [gpu_step(step, busy, ranks, device)[1] for step in range(3, 6)]
+    assert seconds[:2] == [0.0, 0.0]
+
+
+def test_a_gpu_records_nothing_if_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for world_size, every in ((1, 20), (2, 0)):
+        device, ranks = Device(monkeypatch), Ranks(world_size, "cuda")
+        busy = meter(ranks, every)
+        for step in range(20):
+            gpu_step(step, busy, ranks, device)
+        assert device.events == 0
+    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
+    busy = meter(ranks)
+    busy.begin_step(2)
+    busy.every = 0  # by the program
+    busy.end_step(2)
+    assert ranks.schedule.progress.on_mark is None

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from dtrain.distributed.progress import Phase, ProgressRecord
-from dtrain.supervision.hang import CRASH_S, ELSEWHERE_S, PhaseLimits, RankState, find_hang, named
+from dtrain.supervision.hang import CRASH_S, END_S, OTHER_HOSTS_S, PhaseLimits, RankState, find_hang, named
 
 LABEL = "reduce(blocks.7, 8 x float32)"
 
@@ -16,8 +16,10 @@ def limits() -> PhaseLimits:
     return PhaseLimits(60.0, 600.0, 300.0)
 
 
-def running(rank: int, phase: Phase, since: float, *, step: int = 119, state: str = "S", changes: int = 9) -> RankState:
-    return RankState(rank, 100 + rank, ProgressRecord(step, phase, changes, 1840, 1840, LABEL), since, state)
+def running(
+    rank: int, phase: Phase, since: float, *, step: int = 119, state: str = "S", changes: int = 9, number: int = 1840
+) -> RankState:
+    return RankState(rank, 100 + rank, ProgressRecord(step, phase, changes, number, number, LABEL), since, state)
 
 
 def waiting(
@@ -31,80 +33,118 @@ def ended(rank: int, since: float, *, finished: bool = False) -> RankState:
     return RankState(rank, 100 + rank, record, since, "", since)
 
 
-CASES: dict[str, tuple[list[RankState], str]] = {
+STEP, START, SAVE = "60 s (supervise.limit_s)", "600 s (supervise.start_s)", "300 s (supervise.save_s)"
+CASES: dict[str, tuple[list[RankState], str, str]] = {
     "a loader": (
         [waiting(0, 61), waiting(1, 61), waiting(2, 61), running(3, Phase.DATA, 61.4)],
         "rank 3 is in 'data' of step 120 since 61 s; ranks 0-2 wait in reduce of 'blocks.7' (#1841) since 61 s",
+        STEP,
     ),
     "a stopped rank": (
         [running(0, Phase.FORWARD, 61, state="T"), waiting(1, 61)],
         "rank 0 is stopped (SIGSTOP) in 'forward' of step 120 since 61 s; "
         "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+        STEP,
     ),
     "stopped in a wait": (
         [waiting(0, 61, state="T"), waiting(1, 61)],
         "rank 0 is stopped (SIGSTOP) in reduce of 'blocks.7' (#1841) since 61 s; "
         "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+        STEP,
     ),
     "stopped while another compiles": (
         [running(0, Phase.COMPILE, 70), waiting(1, 61, state="T"), waiting(2, 65)],
         "rank 1 is stopped (SIGSTOP) in reduce of 'blocks.7' (#1841) since 61 s; "
         "rank 0 is in 'compile' after step 119 since 70 s; rank 2 waits in reduce of 'blocks.7' (#1841) since 65 s",
+        STEP,
     ),
     "all stopped": (
         [running(0, Phase.UPDATE, 61, state="T"), running(1, Phase.UPDATE, 62, state="T")],
         "ranks 0-1 are stopped (SIGSTOP) in 'update' of step 120 since 62 s",
+        STEP,
     ),
     "the lowest collective": (
         [waiting(0, 61, number=12), waiting(1, 61, number=11), waiting(2, 61, number=12)],
         "rank 1 waits in reduce of 'blocks.7' (#11) since 61 s; "
         "ranks 0, 2 wait in reduce of 'blocks.7' (#12) since 61 s",
+        STEP,
     ),
     "all in one collective": (
         [waiting(0, 61), waiting(1, 61)],
         "ranks 0-1 wait in reduce of 'blocks.7' (#1841) since 61 s though no rank of the run does anything else",
+        STEP,
     ),
     "no recorded waits, one behind": (
-        [running(0, Phase.BACKWARD, 61, changes=20), running(1, Phase.FORWARD, 61, changes=19)],
+        [running(0, Phase.BACKWARD, 61), running(1, Phase.FORWARD, 61)],
         "rank 1 is in 'forward' of step 120 since 61 s; rank 0 is in 'backward' of step 120 since 61 s",
+        STEP,
+    ),
+    "one behind that has compiled more often": (
+        [running(0, Phase.BACKWARD, 61, number=8, changes=20), running(1, Phase.BACKWARD, 61, number=7, changes=29)],
+        "rank 1 is in 'backward' of step 120 since 61 s; rank 0 is in 'backward' of step 120 since 61 s",
+        STEP,
+    ),
+    "the same in an earlier phase": (
+        [running(0, Phase.BACKWARD, 61, changes=20), running(1, Phase.FORWARD, 61, changes=29)],
+        "rank 1 is in 'forward' of step 120 since 61 s; rank 0 is in 'backward' of step 120 since 61 s",
+        STEP,
     ),
     "no recorded waits, nobody behind": (
         [running(0, Phase.BACKWARD, 61), running(1, Phase.BACKWARD, 61)],
         "ranks 0-1 are in 'backward' of step 120 since 61 s",
+        STEP,
     ),
     "a save of all": (
         [running(0, Phase.SAVE, 301), running(1, Phase.SAVE, 301)],
         "ranks 0-1 are in 'save' after step 119 since 301 s",
+        SAVE,
     ),
     "an evaluation": (
         [running(0, Phase.EVALUATION, 61), waiting(1, 61, phase=Phase.EVALUATION)],
         "rank 0 is in 'evaluation' after step 119 since 61 s; rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s",
+        STEP,
     ),
-    "the start": ([running(0, Phase.START, 601)], "rank 0 is in 'start' since 601 s"),
+    "the start": ([running(0, Phase.START, 601)], "rank 0 is in 'start' since 601 s", START),
     "a crash": (
         [ended(0, CRASH_S + 0.1), running(1, Phase.DATA, 3)],
         "rank 0 (process 100) has ended; rank 1 is in 'data' of step 120 since 3 s",
+        "",
     ),
     "a crash before a hang": (
-        [ended(0, 70), running(1, Phase.END, 601)],
+        [ended(0, 1), running(1, Phase.END, 601)],
         "rank 1 is in 'end' after step 119 since 601 s; rank 0 (process 100) has ended",
+        START,
+    ),
+    "a crash while another ends": (
+        [ended(0, CRASH_S + 0.1), running(1, Phase.END, END_S + 0.1)],
+        "rank 0 (process 100) has ended; rank 1 is in 'end' after step 119 since 10 s",
+        "",
     ),
     "a finished rank": (
         [ended(0, 70, finished=True), waiting(1, 61)],
         "rank 1 waits in reduce of 'blocks.7' (#1841) since 61 s though no rank of the run does anything else; "
         "rank 0 has finished",
+        STEP,
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_rank_at_fault(case: str) -> None:
-    ranks, message = CASES[case]
+    ranks, message, limit = CASES[case]
     hang = find_hang(ranks, limits(), has_other_hosts=False)
     assert hang is not None
-    assert hang.message == message
+    assert hang.message == message + (limit and f"; the limit is {limit}")
     assert message.startswith(named(hang.culprits))
-    assert hang.is_crash == (case == "a crash")
+    assert hang.is_crash == (not limit)
+
+
+def test_each_limit_that_was_passed_is_named_once() -> None:
+    phases = (Phase.SAVE, Phase.DATA, Phase.FORWARD)
+    stopped = [running(rank, phase, 301, state="T") for rank, phase in enumerate(phases)]
+    hang = find_hang(stopped, limits(), has_other_hosts=False)
+    assert hang is not None
+    assert hang.message.endswith(f"; the limits are {SAVE}, {STEP}")
 
 
 NO_HANG = {
@@ -114,7 +154,7 @@ NO_HANG = {
     "one that continues": [running(0, Phase.DATA, 1), waiting(1, 599)],
     "a stopped rank before its time": [running(0, Phase.DATA, 30, state="T"), waiting(1, 30)],
     "a crash that is not noticed yet": [ended(0, CRASH_S - 0.1), waiting(1, 1)],
-    "a crash that is noticed": [ended(0, 30), running(1, Phase.END, 30)],
+    "a crash that is noticed": [ended(0, 30), running(1, Phase.END, END_S - 0.1)],
     "a run that is over": [ended(0, 700, finished=True), ended(1, 700, finished=True)],
     "all crashed": [ended(0, 700), ended(1, 700)],
 }
@@ -126,11 +166,14 @@ def test_no_hang(case: str) -> None:
 
 
 def test_a_host_whose_ranks_wait_for_another_one_lets_that_one_speak_first() -> None:
-    for since in (61, 599, 600 + ELSEWHERE_S):
+    for since in (61, 599, 600 + OTHER_HOSTS_S):
         assert find_hang([waiting(0, since), waiting(1, since)], limits(), has_other_hosts=True) is None
     hang = find_hang([waiting(0, 606), waiting(1, 606)], limits(), has_other_hosts=True)
     assert hang is not None
-    assert hang.message == "ranks 0-1 wait in reduce of 'blocks.7' (#1841) since 606 s for ranks of other hosts"
+    assert hang.message == (
+        "ranks 0-1 wait in reduce of 'blocks.7' (#1841) since 606 s for ranks of other hosts; "
+        "the limit is 605 s (supervise.start_s + 5 s for other hosts)"
+    )
     hang = find_hang([waiting(0, 61), running(1, Phase.DATA, 61)], limits(), has_other_hosts=True)
     assert hang is not None
     assert hang.culprits == (1,)
@@ -139,8 +182,8 @@ def test_a_host_whose_ranks_wait_for_another_one_lets_that_one_speak_first() -> 
 def test_every_combination_of_three_ranks() -> None:
     """Against the rule in words: stopped ranks, else late ones that do not wait, else the last in the order."""
     kinds = {
-        "busy": lambda rank: running(rank, Phase.FORWARD, 10, changes=rank),
-        "late": lambda rank: running(rank, Phase.FORWARD, 61, changes=rank),
+        "busy": lambda rank: running(rank, Phase.FORWARD, 10, number=rank),
+        "late": lambda rank: running(rank, Phase.FORWARD, 61, number=rank),
         "waits": lambda rank: waiting(rank, 61, number=50 + rank),
         "stopped": lambda rank: running(rank, Phase.FORWARD, 61, state="T"),
         "finished": lambda rank: ended(rank, 61, finished=True),
@@ -163,15 +206,18 @@ def test_every_combination_of_three_ranks() -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 def test_each_phase_has_its_limit(phase: Phase) -> None:
-    def of(steps: int) -> float:
-        return limits().of(ProgressRecord(0, phase, 1, 0, 0, "", steps))
-
+    first, later = (str(limits().limit(ProgressRecord(0, phase, 1, 0, 0, "", steps))) for steps in (0, 5))
+    assert first == START
     if phase in (Phase.START, Phase.COMPILE, Phase.END):
-        assert of(0) == of(5) == 600
-    elif phase in (Phase.SAVE, Phase.LOAD):
-        assert (of(0), of(5)) == (600, 300)
+        assert later == START
     else:
-        assert (of(0), of(5)) == (600, 60)
+        assert later == (SAVE if phase in (Phase.SAVE, Phase.LOAD) else STEP)
+
+
+def test_at_the_end_the_longer_limit_counts() -> None:
+    record = ProgressRecord(9, Phase.END, 1, 0, 0, "")
+    assert str(PhaseLimits(60, 10, 20).limit(record)) == "20 s (supervise.save_s)"
+    assert str(PhaseLimits(60, 20, 10).limit(record)) == "20 s (supervise.start_s)"
 
 
 def test_a_phase_that_always_takes_long_has_a_longer_limit() -> None:
@@ -183,10 +229,11 @@ def test_a_phase_that_always_takes_long_has_a_longer_limit() -> None:
     for seconds in (20.0, 30.0, 40.0):
         known.learn(slow, seconds)
     assert known.of(slow) == 300
+    assert str(known.limit(slow)) == "300 s (10 x the median of 'forward')"
     assert known.of(ProgressRecord(5, Phase.BACKWARD, 1, 0, 0, "")) == 60
     for _ in range(1000):
         known.learn(slow, 0.1)
-    assert known.of(slow) == 60
+    assert str(known.limit(slow)) == STEP
 
 
 def test_a_list_of_ranks() -> None:

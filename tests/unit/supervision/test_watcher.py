@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,14 +16,14 @@ import pytest
 
 from dtrain.distributed.processes import process_start
 from dtrain.distributed.progress import Phase, Progress
-from dtrain.supervision import supervised
+from dtrain.supervision import supervised, watcher
 from dtrain.supervision.hang import PhaseLimits
 from dtrain.supervision.member import Member, WatchJob, share_progress
 from dtrain.supervision.supervised import Supervision, unsupported_reason
 from dtrain.supervision.watcher import POLL_S, HangReport, Watcher, find_hangs
 from tests.helpers import watched
 from tests.helpers.watched import WatchedProcesses
-from tests.unit.supervision.test_hang import CASES, find_hang, limits
+from tests.unit.supervision.test_hang import CASES, ended, find_hang, limits, running, waiting
 
 LIMIT_S = 0.8
 TOLERANCE_S = 2.0
@@ -56,6 +58,8 @@ def test_every_hang_is_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixt
             report = json.loads((failures / "hang-1/hang.json").read_text())
             assert report["message"].startswith(expected)
             assert "; rank 0 waits in reduce of 'blocks.7' (#7) since" in report["message"]
+            key = {"start": "start_s", "blocked in a save": "save_s"}.get(name, "limit_s")
+            assert report["message"].endswith(f"; the limit is 0.8 s (supervise.{key})")
             assert report["culprits"] == [1]
             assert f"dtrain: {report['message']}; stacks in {failures}/hang-1\n" in output
             assert all(code is not None and code < 0 for code in groups[name].exit_codes)
@@ -167,7 +171,8 @@ def test_the_clock_starts_again_with_every_change(clock: Clock, progress: Progre
         assert after(9, clock, one_rank) == ""
         change()
     assert after(9, clock, one_rank) == ""
-    assert after(2, clock, one_rank) == "rank 0 is in 'forward' of step 42 since 10 s"
+    message = "rank 0 is in 'forward' of step 42 since 10 s; the limit is 10 s (supervise.limit_s)"
+    assert after(2, clock, one_rank) == message
 
 
 def test_a_compilation_in_a_step_has_its_own_limit(clock: Clock, progress: Progress, one_rank: Watcher) -> None:
@@ -192,6 +197,53 @@ def test_a_run_that_is_over_is_not_watched(clock: Clock, progress: Progress, one
     progress.end()
     assert after(1000, clock, one_rank) == ""
     assert one_rank.is_over()
+
+
+def test_without_a_run_directory_all_stacks_are_printed(
+    one_rank: Watcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [running(0, Phase.START, 61), running(1, Phase.START, 61, state="T"), waiting(2, 61), ended(3, 61)]
+    hang = find_hang(states, limits(), has_other_hosts=False)
+    assert hang is not None
+    stacks = {0: b"File a.py\n", 2: b"File b.py\n"}
+    assert one_rank._write(hang, states, stacks) == "there is no run directory yet, so the stacks are above"
+    printed = capsys.readouterr().err
+    assert printed.startswith("stack of rank 0:\nFile a.py\nrank 1 (process 101) is stopped by a signal")
+    assert printed.endswith("stack of rank 2:\nFile b.py\nrank 3 (process 103) has ended\n")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    assert one_rank._write(hang, states, stacks).endswith("and the stacks could not be printed")
+
+
+def test_a_watcher_that_starts_after_the_end_is_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_CLOSING_S", 0.01)
+    with ExitStack() as held:
+        member = share_progress(0, Progress(), held)
+    job = WatchJob((member,), 1, (1.0,) * 3).encode() + "\n"  # its files are closed, its process has not ended
+    for lines, is_over in ((job, True), (f'{job}"/failures"\n', True), (job, False)):
+        end, start = os.pipe()
+        os.write(start, lines.encode())
+        if is_over:
+            os.close(start)
+        with open(end, "rb", buffering=0) as orders:
+            watcher.watch(orders)
+        printed = capsys.readouterr().err
+        if is_over:
+            assert printed == ""
+        else:
+            assert printed.startswith("dtrain: this run is not watched: ")
+            os.close(start)
+
+
+@pytest.mark.processes
+def test_what_is_installed_beside_dtrain_hides_no_module_of_python(tmp_path: Path) -> None:
+    (tmp_path / "dtrain").symlink_to(Path(supervised.__file__).parents[1])
+    (tmp_path / "statistics.py").write_text("raise ImportError('a backport')")
+    code = supervised._COMMAND.format(root=str(tmp_path)).replace("; main()", "")
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
 def test_hangs_are_numbered(tmp_path: Path) -> None:
@@ -267,7 +319,9 @@ def test_the_watcher_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with WatchedProcesses(tmp_path, [Phase.DATA], [watched.block], (60.0,) * 3) as group:
         assert group.supervision.watcher is not None
         pid = group.supervision.watcher.pid
-        names = [word.partition("=")[0] for word in Path(f"/proc/{pid}/environ").read_text().split("\0")]
+        while not (environment := Path(f"/proc/{pid}/environ").read_text()):  # empty for a moment after the start
+            time.sleep(0.01)
+        names = [word.partition("=")[0] for word in environment.split("\0")]
         assert "MY_OWN" in names
         assert not {"RANK", "SLURM_PROCID"} & {*names}
         assert os.getsid(pid) == pid

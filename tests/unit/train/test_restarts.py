@@ -109,8 +109,19 @@ def test_the_last_failure(tmp_path: Path) -> None:
         attempt(tmp_path)
 
 
+def test_the_last_failure_is_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "c4nary-environment")
+    texts = ["no login: password=c4nary-pwd at hf_c4naryC4NARY", f"{'.' * 485} c4nary-environment"]  # cut in two
+    for text in texts:
+        with pytest.raises(CheckpointError):
+            attempt(tmp_path, CheckpointError(text))
+        stored = (tmp_path / RESTARTS_FILE).read_text()
+        assert "***" in stored
+        assert "c4nary" not in stored
+
+
 def test_a_count_that_cannot_be_written_ends_the_start(tmp_path: Path) -> None:
     (tmp_path / f"{RESTARTS_FILE}.tmp").mkdir()
-    with pytest.raises(RestartError, match=f"Is a directory .*: {tmp_path}/restarts.json"):
+    with pytest.raises(ConfigError, match=f"Is a directory .*: {tmp_path}/restarts.json"):
         attempt(tmp_path)
     assert os.listdir(tmp_path) == [f"{RESTARTS_FILE}.tmp"]

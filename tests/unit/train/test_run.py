@@ -249,6 +249,29 @@ def test_a_run_stays_finished_if_the_sample_fails(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "sample.txt").exists()
 
 
+def _watch_around_the_sample(rank: int, world: int, run_dir: str) -> list[Any]:
+    handler = SimpleNamespace(start_callbacks=[], end_callbacks=[])
+    sys.modules["torch._dynamo.callback"] = SimpleNamespace(callback_handler=handler)  # type: ignore[assignment]
+    seen: list[Any] = []
+    generate, log_summary = run.generate, run._log_summary
+
+    def generate_and_see(engine: Any, *args: Any) -> Any:
+        seen.extend((len(handler.start_callbacks), engine.progress))
+        return generate(engine, *args)
+
+    def log_and_see(*args: Any) -> None:
+        seen[1] = seen[1].phase.name
+        log_summary(*args)
+
+    run.generate, run._log_summary = generate_and_see, log_and_see
+    _run(rank, world, run_dir, "train.sample_tokens=2", "train.steps=2", "optim.compile=false")
+    return [*seen, len(handler.start_callbacks)]
+
+
+def test_the_sample_may_compile_and_belongs_to_the_end(tmp_path: Path) -> None:
+    assert run_ranks(1, _watch_around_the_sample, str(tmp_path)) == [[1, "END", 0]]
+
+
 def test_tokens_are_counted_with_the_batch_size_of_their_step(tmp_path: Path) -> None:
     assert run_ranks(1, _run, str(tmp_path), "train.steps=2") == [0]
     assert run_ranks(1, _run, str(tmp_path), "train.global_batch_size=8") == [0]
