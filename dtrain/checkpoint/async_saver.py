@@ -160,6 +160,7 @@ class AsyncSaver:
 
         Raises:
             CheckpointError: the save has failed; the same error on every rank, raised once.
+            CorruptionError: it found other bits than it was to write; likewise.
         """
         thread = self._thread
         if thread is not None:

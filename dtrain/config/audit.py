@@ -17,7 +17,7 @@ class Audit(CheckedRecord):
         "Steps from one audit of weights and optimizer states to the next; each save audits too. 0: no audit at all.",
     )
     replay_every: int = at_least(
-        0, 0, "Steps from one micro-batch that is computed twice, and compared bit for bit, to the next; 0: none."
+        0, 0, "Steps from one micro-batch that is computed twice more, and compared bit for bit, to the next; 0: none."
     )
 
     def is_due(self, step: int) -> bool:

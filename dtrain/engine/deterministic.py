@@ -12,11 +12,15 @@ from torch import nn
 from dtrain.errors import ConfigError
 
 
+def keeps_running_statistics(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` itself writes running statistics in training: batch norm, instance norm."""
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+
+
 def require_reproducible(model: nn.Module) -> None:
     """Raises ``ConfigError`` for a module whose results depend on which micro-batches a rank sees."""
     for name, module in model.named_modules():
-        tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
-        if tracks and module.training:
+        if keeps_running_statistics(module) and module.training:
             raise ConfigError(
                 f"reproducible=True cannot hold with '{name}' ({type(module).__name__}): its running statistics "
                 f"depend on which micro-batches a rank sees; use GroupNorm or LayerNorm"

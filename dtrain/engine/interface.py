@@ -223,6 +223,8 @@ class Engine(ABC):
     def expect_save(self) -> None:
         """Declares that the weights after the next :meth:`step` will be saved; the same on all ranks, for one step.
 
+        Ranks that differ in it end in a :class:`dtrain.DivergenceError`.
+
         The update then leaves fingerprints of what it wrote, which the save compares with what reaches the file.
         Without it a save still audits all but the masters and optimizer states that only one rank holds.
         """

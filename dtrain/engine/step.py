@@ -232,6 +232,8 @@ class StepEngine(StoredEngine):
         decision = self._vote(lr)
         if self.sample is not None:
             self.sample.begin_update()
+        if self._audit.is_pending:  # not before: if the step fails, the record still protects what is saved
+            self._audit.forget()
         # [Note: the update is always launched]
         self._update(
             UpdateScalars(
@@ -271,7 +273,6 @@ class StepEngine(StoredEngine):
             if self._audit.is_pending:
                 with self._noting_corruption():
                     self._audit.check(self._written.names, self._written.hash)
-                self._audit.forget()
             if self._replays:
                 if self.sample is not None:
                     self.sample.close_hooks()

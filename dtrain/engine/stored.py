@@ -76,9 +76,9 @@ class StoredEngine(StateEngine):
         directory = checked_path("load", path)
         with self.progress.during(Phase.LOAD):
             self._finalize_step()
-            if self._audit.error is not None:  # which a save under way raises too
-                with suppress(CorruptionError):
-                    self._checkpointer.wait()
+            # what a save under way found is about to be overwritten; if this load fails, it still counts
+            with suppress(CorruptionError), self._noting_corruption():
+                self._checkpointer.wait()
             extra = self._checkpointer.load(directory)
             self._refresh()  # only now: compute weights follow from the masters and the restored state
             self._audit.reset()

@@ -57,6 +57,7 @@ _BEFORE_PASS = _words(
     "forward backward single one two three first second multi low high band all full each per num dry"
 )
 _TOKEN_COMPOUNDS = _words("subtoken subtokens detoken")
+_PASS_COMPOUNDS = _words("bypass compass encompass trespass surpass overpass underpass")
 
 
 @lru_cache(maxsize=4096)
@@ -86,6 +87,9 @@ def _of_part(part: str) -> Secrecy:
         return Secrecy.NONE if last in _TOKEN_COMPOUNDS else Secrecy.LIKELY
     if last == "pass":
         return Secrecy.NONE if before in _BEFORE_PASS else Secrecy.LIKELY
+    if last.endswith("pass"):  # dbpass; lowpass is low_pass
+        is_open = last in _PASS_COMPOUNDS or last.removesuffix("pass") in _BEFORE_PASS
+        return Secrecy.NONE if is_open else Secrecy.LIKELY
     if last == "key":
         return Secrecy.VAGUE if not before else Secrecy.NONE if before in _BEFORE_KEY else Secrecy.LIKELY
     return Secrecy.NONE

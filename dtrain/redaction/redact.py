@@ -40,6 +40,7 @@ _PATTERNS = (
     (re.compile(r"(-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL), rf"\1{MASK}"),
     (_TOKENS, MASK),
     (re.compile(r"\b(bearer\s+)(?!\*)[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"\b(hooks\.slack(?:-gov)?\.com/|discord(?:app)?\.com/api/(?:v\d+/)?webhooks/)[\w/-]+"), rf"\1{MASK}"),
     (re.compile(r"(?<=://)[^/\s\"'<>]+(?=@)"), MASK),  # the user too: of a token in a URL it is the secret
     (re.compile(r"(?<![\w.+/-])([\w.+-]{1,64}:)[^\s:@/\"']{3,}(?=@[\w-]+\.[\w-])"), rf"\1{MASK}"),
 )
@@ -47,17 +48,44 @@ _NAME = re.compile(
     r"(?<![\w.-])(?P<option>--?)?"
     r"(?=[\w.-]{0,199}?(?i:pass|pwd|secret|cred|cookie|jwt|bearer|webhook|key|auth|token|private|sig|code|sid))"
     r"(?P<name>[A-Za-z_][\w.-]{0,199})"
-    r"(?:(?P<separator>\\?[\"']?\s{0,3}[=:]\s{0,3})(?!=)|(?(option)\s+|(?!)))"
+    r"(?:(?P<separator>\\?[\"']?\s{0,3}[=:][=>]?\s{0,3})|(?(option)\s+|(?!)))"
 )
+
+
+def _balanced(opening: str, closing: str, inside: str) -> str:
+    """Returns a pattern of a pair of brackets with up to five pairs of the same kind inside each other."""
+    pattern = rf"{opening}{inside}*{closing}"
+    for _ in range(5):
+        pattern = rf"{opening}{inside}*(?:{pattern}{inside}*)*{closing}"
+    return pattern
+
+
 _VALUE = re.compile(
-    r"\\?\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\{[^{}]*\}|\[[^\[\]]*\]|[^\s,;&\"'{}\[\]()<>]+", re.DOTALL
+    "|".join(
+        (
+            r"\\\"(?:[^\"\\]|\\[^\"])*\\\"",  # JSON inside of a text of JSON
+            r"(?P<triple>\"{3}|'{3}).*?(?P=triple)",
+            r"\"(?:[^\"\\]|\\.)*\"",
+            r"'(?:[^'\\]|\\.)*'",
+            _balanced(r"\{", r"\}", r"[^{}]"),
+            _balanced(r"\[", r"\]", r"[^\[\]]"),
+            _balanced(r"\(", r"\)", r"[^()\n]"),
+            r"<[^<>\n]*>",
+            r"(?!\\\")[^\s,;&\"'{}\[\]()<>]+",
+            r"\\?[\"'{\[(<][^\s,;&]+",  # not closed
+        )
+    ),
+    re.DOTALL,
 )
 _REST_OF_LINE = re.compile(r"[^\n\"']+")
 _HEADER = re.compile(r"authorization|cookie", re.IGNORECASE)
 _SIGNATURE = re.compile(r"(?:^|[_-])sig(?:nature)?$", re.IGNORECASE)
 _IN_QUERIES = ("key", "code", "sid")
-_NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?%?", re.IGNORECASE)
+_NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?%?"
+_NUMBERS = re.compile(rf"[\[(]*{_NUMBER}(?:[\[\](), ]+{_NUMBER})*[\])]*", re.IGNORECASE)  # one, or a list
 _RANDOM = re.compile(r"(?=.*\d)[\w+/=-]{8,}")
+_PAIR = re.compile(r"[^\s:/]+:(?!\d+$)[^\s/].*")  # user:password, no host:port, no URL
+_NAMES_SECRET = re.compile(r"(?:tokens?|key|pass|private|creds?)[^a-z]*$", re.IGNORECASE)
 _HARMLESS = ("", "true", "false", "null", "none", "str", "int", "float", "bool", "bytes")
 
 _remembered: set[str] = set()
@@ -66,7 +94,8 @@ _remembered: set[str] = set()
 def redact(value: Any) -> Any:
     """Returns a copy of settings (plain JSON) without secrets: by their keys, and as :func:`redact_values`.
 
-    A value under a secret key is remembered, and blanked wherever else it occurs, also in later messages.
+    A value of 8 characters or more under a secret key is remembered, and blanked wherever else it occurs, also in later
+    messages, if the key is certain (:class:`Secrecy`) or the value looks random: letters and digits without spaces.
     """
     _remembered.update(_named_secrets(value))
     return _Redactor().tree(value, by_name=True)
@@ -152,10 +181,24 @@ def _environment() -> Iterator[str]:
     """Yields the values of the environment variables whose names are those of secrets, as they may stand in a text."""
     for name, variable in os.environ.items():
         value = variable.strip()
-        if len(value) < _MIN_LENGTH or secrecy(name) == Secrecy.NONE or name in _PLACES:
+        if len(value) < _MIN_LENGTH or not _is_secret_variable(name, value) or name in _PLACES:
             continue
         if not os.path.isabs(value) or not os.path.exists(value):  # a file with a secret, or a socket, is none
             yield value
+
+
+def _is_secret_variable(name: str, value: str) -> bool:
+    """As :func:`is_secret`, but the value is then blanked everywhere, so a plain word or a count must be none."""
+    level = secrecy(name)
+    if level in (Secrecy.NONE, Secrecy.CERTAIN):
+        return level == Secrecy.CERTAIN
+    if _NUMBERS.fullmatch(value):
+        return False
+    looks_random = _RANDOM.fullmatch(value) is not None
+    if level == Secrecy.VAGUE or looks_random:
+        return looks_random
+    # of AUTH_MODE, `default` is none
+    return _NAMES_SECRET.search(name) is not None or _PAIR.fullmatch(value) is not None
 
 
 class _Redactor:
@@ -213,12 +256,12 @@ def _named_value(text: str, found: re.Match[str]) -> tuple[int, int] | None:
     value = value or _VALUE.match(text, found.end())
     if value is None:
         return None
-    bare = value.group().strip("\\\"' ")
+    bare = value.group().strip("\\\"'()<> ")
     if bare.lower() in _HARMLESS or bare == MASK:
         return None
     if level < Secrecy.CERTAIN and not in_query:
         must_look_random = level == Secrecy.VAGUE or _is_prose(text, found.start(), separator, value.end())
-        if _NUMBER.fullmatch(bare) or (must_look_random and not _RANDOM.fullmatch(bare)):
+        if _NUMBERS.fullmatch(bare) or (must_look_random and not _RANDOM.fullmatch(bare)):
             return None
     start = value.start() + value.group().find(bare)
     return start, start + len(bare)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ConfigError, CorruptionError, UsageError
+from dtrain.errors import CheckpointError, ConfigError, CorruptionError, UsageError
 from tests.engines import float8_model
 from tests.engines.helpers import batch, held, same, start, state_digests, train_step
 from tests.helpers.bit_flips import flip_bit
@@ -272,6 +272,69 @@ def test_a_replay_that_fails_is_an_error_of_the_step() -> None:
     handle.remove()
     train_step(engine, 1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_replay_of_a_random_forward_in_eval_mode_leaves_no_trace() -> None:
+    engine = start("native", 2, audit=dtrain.Audit(replay_every=1))
+    engine.module.eval()
+
+    def on_forward(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output * torch.rand(())
+
+    engine.module.register_forward_hook(on_forward)
+    torch.manual_seed(1)
+    train_step(engine, 1)
+    after = torch.rand(())
+    torch.manual_seed(1)
+    torch.rand(())  # of the one forward
+    assert after == torch.rand(())
+
+
+def test_a_save_after_a_replay_that_failed_is_still_compared(tmp_path: Path) -> None:
+    engine = start("native", 2, audit=dtrain.Audit(every=1, replay_every=2))
+    train_step(engine, 1)
+    handle = flaky(engine, 0, in_backward=False)
+    assert corruptions(lambda: train_step(engine, 1))[0][2] == "loss"
+    handle.remove()
+    name = flip_master(engine, 0)
+    assert corruptions(lambda: engine.save(tmp_path)) == [((0,), name, MASTER)]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_a_load_replaces_what_a_save_under_way_found_corrupt(tmp_path: Path) -> None:
+    engine = start("native", 2, audit=1)
+    train_step(engine, 1)
+    engine.save(tmp_path)
+    before = state_digests(engine)
+    for path in (tmp_path, tmp_path / "none"):
+        train_step(engine, 1)
+        moment = next(shard for shard in engine.local_shards("exp_avg") if shard.data.numel())
+        flip_bit(moment.data, 0, 20)  # it has no second copy, so only the thread that writes it can tell
+        engine.save(tmp_path, asynchronous=True)
+        if path.exists():
+            engine.load(path)
+            assert state_digests(engine) == before
+            continue
+        with pytest.raises(CheckpointError):
+            engine.load(path)
+        corruptions(lambda: train_step(engine, 1))  # nothing was loaded
+
+
+def batch_norm(rank: int, world: int) -> None:
+    """A rank without a forward does not move the statistics, which torch writes without counting."""
+    engine = dtrain.initialize(
+        nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), precision="fp32", engine="native", zero_stage=0, audit=1
+    )
+    for step in range(3):
+        has_data = rank == 0 or step == 0
+        loss = engine(torch.randn(4, 2)).square().mean() if has_data else torch.zeros((), requires_grad=True)
+        engine.backward(loss, weight=float(has_data))
+        engine.step()
+
+
+@processes
+def test_running_statistics_are_not_audited() -> None:
+    run_ranks(2, batch_norm)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.engine.audit.judge import Key
+from dtrain.engine.deterministic import keeps_running_statistics
 from dtrain.engine.model_state import StateEngine
 
 
@@ -22,8 +23,8 @@ class _Constant:
     fingerprint: Tensor
 
     def is_unwritten(self, values: Tensor | None) -> bool:
-        same = values is not None and values.data_ptr() == self.values.data_ptr()
-        return same and values is not None and values._version == self.version
+        same = self.values.data_ptr(), self.version
+        return values is not None and (values.data_ptr(), values._version) == same
 
 
 class Constants:
@@ -46,8 +47,13 @@ class Constants:
             yield ("frozen", shard.name), shard.data
         for name, values in self._engine.replicated_frozen().items():
             yield ("frozen", name), values
-        for name, buffer in self._engine.module.named_buffers():
-            yield ("buffer", name), buffer.detach()
+        module = self._engine.module
+        # batch norm writes its running statistics without counting, and a rank without a forward does not write them
+        norms = filter(keeps_running_statistics, module.modules())
+        statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        for name, buffer in module.named_buffers():
+            if id(buffer) not in statistics:
+                yield ("buffer", name), buffer.detach()
 
     def _live(self) -> dict[Key, Tensor]:
         return {key: values for key, values in self._tensors() if _is_plain(values)}

@@ -121,7 +121,9 @@ class MicroBatchReplay:
             roots: list[Tensor] = []
             with torch.enable_grad():
                 for number, call in enumerate(calls):
-                    output = engine.run_forward(call.key, call.args, call.kwargs)
+                    # a forward in eval mode has no key: both passes need the same numbers, and the caller's kept
+                    key = number if call.key is None else call.key
+                    output = engine.run_forward(key, call.args, call.kwargs)
                     loss = find_loss(output)
                     for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
                         result.add("loss" if tensor is loss else "output", name, tensor)

@@ -48,7 +48,7 @@ class StateAudit:
 
     Args:
         engine: its states are read from the first call on, when they exist.
-        settings: which steps are audited; without ``every`` no method is called.
+        settings: which steps are audited; without ``every`` nothing is recorded or checked.
 
     Attributes:
         settings: see above.
@@ -90,7 +90,8 @@ class StateAudit:
 
     def exclude(self, names: Collection[str]) -> None:
         """Leaves parameters out until the next record: the user has written to them."""
-        self._written |= set(names)
+        if self.settings.every:  # else no record ends it
+            self._written |= set(names)
 
     def renew(self) -> None:
         """Takes what the engine has just written outside of an update as right."""

@@ -25,13 +25,14 @@ SECRET_NAMES = _words(
     "apiKey APIKey APIkey X-API-Key my_key private private_key privateKey cookie session_cookie jwt JWTValue "
     "credential credentials aws_creds auth basicAuth authorization Authorization bearer webhook_url "
     "AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AccountKey license_key encryption-keys ssh_key tokens "
+    "dbpass smtppass MYPASS "
 )
 OPEN_NAMES = _words(
     "num_kv_heads key_dim max_tokens sample_tokens num_tokens tokens_per_s tokenizer token_embedding "
     "token_type_ids tie_embeddings bypass bypass_words pass_through forward_pass low_pass compass passes author "
     "authors keep_gathered keyed_by keys batch_keys sort_key state_dict_key cache_key query_key_value "
     "key_value_heads public_key bos_token eos_token pad_token_id mask_token monkey turkey private_heads design "
-    "signal significant "
+    "signal significant lowpass highpass bandpass trespass overpass multipass "
 )
 
 
@@ -84,6 +85,20 @@ def test_a_number_is_a_count_under_tokens_and_a_secret_under_password() -> None:
         ("use hf_C4naryC4nary", "use ***"),
         ("ASIAC4NARY00000001", "***"),
         ("glpat-c4nary0001", "***"),
+        ("password=(c4nary)", "password=(***)"),
+        ("password=<c4nary>", "password=<***>"),
+        ("password=[c4nary", "password=***"),
+        ('password="c4nary', 'password="***'),
+        ("password='c4nary and more", "password='*** and more"),
+        ('password = """c4\nnary"""', 'password = """***"""'),
+        ("password==c4nary", "password==***"),
+        ("'password' => 'c4nary'", "'password' => '***'"),
+        ('{"password": {"a": {"b": "c4nary"}}, "b": 1}', '{"password": ***, "b": 1}'),
+        ("password=[[1, [c4nary]], c4] x", "password=*** x"),
+        (r'"{\"password\": \"c4nary\", \"b\": 1}"', r'"{\"password\": \"***\", \"b\": 1}"'),
+        ("https://hooks.slack.com/services/T0/B0/c4Nary ok", "https://hooks.slack.com/*** ok"),
+        ("(https://discord.com/api/webhooks/1/c4-na_ry)", "(https://discord.com/api/webhooks/***)"),
+        ("https://discordapp.com/api/v10/webhooks/1/c4?wait=1", "https://discordapp.com/api/v10/webhooks/***?wait=1"),
         ("eyJhbGciOi.eyJzdWIi.c4", "***"),
     ],
 )
@@ -104,6 +119,9 @@ def test_only_the_secret_part_of_a_text_is_blanked(text: str, expected: str) -> 
         "12:30:45 rank 1: step 3: loss 2.0 tokens=4096",
         "def build(config, password: str):",
         "https://x.org/a?page=2&v=1",
+        "https://slack.com/help https://discord.com/channels/1",
+        "if key == 'left' and a == b and tokens == 4096 and hf_token == None",
+        "tokens=[1, 2.5] tokens=(4096, 512)",
     ],
 )
 def test_other_text_is_left_alone(text: str) -> None:
@@ -142,6 +160,31 @@ def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact_values(value) == {"a": ["x-***-y", "***", 4096000, True], "***": 1}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_secret"),
+    [
+        ("GLOBAL_BATCH_TOKENS", "524288", False),
+        ("API_TOKEN", "c4nary", True),
+        ("API_TOKEN_2", "c4nary", True),
+        ("KEY", "default", False),
+        ("KEY", "c4nary001", True),
+        ("AUTH_MODE", "default", False),
+        ("AUTH_MODE", "c4nary001", True),
+        ("AUTH_HOST", "localhost:8080", False),
+        ("BASIC_AUTH", "me:c4nary!", True),
+        ("OAUTH_TOKEN", "c4nary", True),
+        ("PASSWORD", "524288", True),
+    ],
+)
+def test_an_ordinary_value_of_a_variable_is_no_secret(
+    name: str, value: str, is_secret: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    record = {"note": value, "number": 524288}
+    expected = {"note": "***" if is_secret else value, "number": "***" if name == "PASSWORD" else 524288}
+    assert redact_values(record) == redact(record) == expected
+
+
 def test_a_value_under_a_secret_key_is_blanked_everywhere() -> None:
     tree = {"note": "hello c4nary-remembered", "api_key": "c4nary-remembered", "password": "short"}
     blanked = {"note": "hello ***", "api_key": "***", "password": "***"}
@@ -166,7 +209,15 @@ def test_a_blank_equals_any_secret(a: Any, b: Any, equal: bool) -> None:
     assert equal_but_for_secrets(a, b) is equal_but_for_secrets(b, a) is equal
 
 
-@pytest.mark.parametrize("text", ["a" * 500_000, "a-" * 250_000, "://a:" * 100_000, "token=" * 80_000, "eyJ" * 150_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a" * 500_000, "a-" * 250_000, "://a:" * 100_000, "token=" * 80_000, "eyJ" * 150_000),
+        *(f"token={opening}" * 60_000 for opening in ("{", "[", "(", "<", '"', "'", "{[(", '\\"', "{{{{{{{{")),
+        "token=[" + "1, " * 150_000,
+        "key=(" + "{" * 400_000,
+    ],
+)
 def test_time_is_linear(text: str) -> None:
     begin = time.process_time()
     redact_text(text)
