@@ -108,7 +108,10 @@ class Culprit:
             kind = "NaN" if self.num_nan else "Inf"
             return f"forward loss is {kind}{where} (losses of this step that are not finite: {self.num_bad_losses})"
         if self.tensor is None:
-            return f"{self.phase}: every element is finite, but the norm after clipping is above {MAX_NORM:.1e}"
+            return (
+                f"{self.phase}: every element is finite, but the norm after clipping is above {MAX_NORM:.1e} (under "
+                f"deepspeed: that of the main grads above {MAX_NORM:.1e} / sqrt(ranks))"
+            )
         counts = ", ".join(f"{n} {kind}" for n, kind in ((self.num_inf, "Inf"), (self.num_nan, "NaN")) if n)
         return f"{self.phase} of '{self.tensor}'[{self.start}:{self.stop}] not finite ({counts}){where}"
 

@@ -200,7 +200,8 @@ def test_only_backward_is_the_culprit_without_a_record() -> None:
         ),
         (
             Culprit(-1, 3, "reduced gradient"),
-            "reduced gradient: every element is finite, but the norm after clipping is above 9.2e+18",
+            "reduced gradient: every element is finite, but the norm after clipping is above 9.2e+18 (under deepspeed: "
+            "that of the main grads above 9.2e+18 / sqrt(ranks))",
         ),
     ],
 )
