@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dtrain.distributed.connections import Connections
@@ -20,6 +21,7 @@ _GREETING_S = 5.0  # longest wait for the first bytes of a connection
 _MAX_IN_FLIGHT = 16  # messages of at most 4 KiB
 _BUFFER_BYTES = 1 << 18  # of a socket: surely holds them, with what the kernel adds to each
 _SIOCGIFADDR = 0x8915  # netdevice(7)
+_GLOBAL_SCOPE = "00"  # of an IPv6 address in /proc/net/if_inet6
 _TOKEN_BYTES = 16
 _GREETING = struct.Struct(f"<{_TOKEN_BYTES}sq")  # token of the listening rank, rank that connects
 
@@ -82,15 +84,29 @@ def _listen(backlog: int) -> socket.socket:
     """Listens where gloo would: on ``GLOO_SOCKET_IFNAME``, else on the address of the host's name, else locally."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
-            request = struct.pack("256s", interface.encode()[:15])
-            address = socket.inet_ntoa(fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24])
-        return socket.create_server((address, 0), backlog=backlog)
+        address = _address(interface)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, 0), family=family, backlog=backlog)
     with suppress(OSError):
         for family, *_, where in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
             with suppress(OSError):
                 return socket.create_server(where[:2], family=family, backlog=backlog)
     return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+
+
+def _address(interface: str) -> str:
+    """Returns the IPv4 address of ``interface``, or its global IPv6 address if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(query.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError:
+            with suppress(OSError):
+                for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
+                    digits, _, _, scope, _, name = line.split()
+                    if name == interface and scope == _GLOBAL_SCOPE:
+                        return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+            raise
 
 
 def _greeting(accepted: socket.socket, token: bytes) -> int:
