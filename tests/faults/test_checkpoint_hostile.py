@@ -137,6 +137,12 @@ REFUSED: dict[str, Damage] = {
     "extra manifest": file("manifest.json.bak", PICKLE),
     "yaml as manifest": manifest_of(b"!!python/object/apply:os.system ['touch exploded']"),
     "python as manifest": manifest_of(b"__import__('os').system('touch exploded')"),
+    "text pickle as manifest": manifest_of(b"cos\nsystem\n(S'touch exploded'\ntR."),
+    "text pickle as data": listed(R0, b"cos\nsystem\n(S'touch exploded'\ntR."),
+    "script as manifest": manifest_of(b"#!/bin/sh\ntouch exploded\n"),
+    "entities as manifest": manifest_of(b'<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><x>&a;</x>'),
+    "extra script": file("run.sh", b"#!/bin/sh\ntouch exploded\n"),
+    "extra start-up module": file("sitecustomize.py", b"import os; os.system('touch exploded')"),
     # paths
     "path upwards": sealed(lambda m: put(m["files"][0], name="../step-00000100/r0000.safetensors")),
     "absolute path": sealed(lambda m: put(m["files"][0], name="/etc/passwd")),

@@ -263,7 +263,7 @@ STEPS: dict[str, Message] = {
     "lr": "lr is 0.001 on rank 0 and 0.5 on rank",
     "written_weights": "parameter 'embedding.weight' was written to on rank |and not on rank 0",
     # last, because the collectives of these ranks end with it
-    "schedule_hash": "rank 0 is at all_to_all_single(blocks.|all_to_all_single(blocks.0|all_to_all_single(blocks.1",
+    "schedule_hash": "is at all_to_all_single(blocks.|all_to_all_single(blocks.0|all_to_all_single(blocks.1",
 }
 # stages that reduce every micro-batch would hang on another number of them
 STAGES = {"num_micro_batches": (0, 1), "schedule_hash": (2,), "written_weights": (2,)}
@@ -306,8 +306,9 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
         forward_backward(engine, run, 1)
         engine.step(lr=lr)
     except DivergenceError as error:
-        if name == "schedule_hash":  # found before the vote
-            wrong = "".join(f"no {part!r} in {error}; " for part in STEPS[name].split("|") if part not in str(error))
+        if name == "schedule_hash":  # found before the vote, by a rank that compares itself with the one that differs
+            parts = [f"rank {world - 1} is at", *STEPS[name].split("|")]
+            wrong = "".join(f"no {part!r} in {error}; " for part in parts if part not in str(error))
         else:
             wrong = differing(str(error), f"the ranks have diverged; nothing was updated|{STEPS[name]}")
         return wrong + ("" if masters(engine) == before else "updated")

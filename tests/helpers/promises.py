@@ -184,10 +184,7 @@ def promise_table() -> str:
     recorded = counts()
 
     def figures(promise: Promise) -> str:
-        return (
-            ", ".join(f"{recorded[fault]:,} {FAULTS[fault]}" for fault in promise.faults if recorded[fault])
-            or "not recorded"
-        )
+        return ", ".join(f"{recorded[fault]:,} {FAULTS[fault]}" for fault in promise.faults)
 
     columns = [
         ("promise", lambda promise: f"**{promise.name}.** {promise.says}"),
