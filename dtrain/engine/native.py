@@ -116,7 +116,7 @@ class NativeEngine(StepEngine):
         if self._square_sums is not None:
             return self._square_sums.compute()
         if self.device.type == "cpu" or self.options.reproducible:
-            return self.sharded.chunk_squares()
+            return self.sharded.chunk_squares(each=self.options.reproducible)
         return sum_squares([buffer.gradient.shard for buffer in self.sharded.buffers])
 
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:

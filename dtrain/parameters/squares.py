@@ -4,6 +4,8 @@
 scale and weight may have any FP32 magnitude. On a CPU the norm of a chunk is still taken in FP32, which is nine times
 as fast as FP64. If the result shows that squares may have left the range, the norm is taken again, of the chunk times a
 power of two, which rounds nothing. What is taken depends on the chunk alone, so the bits are the same at any sharding.
+Where bits may depend on the sharding, chunks are not taken again if what they may have lost does not show in the sum:
+most chunks that look too small are zero, such as those of words that are not in the batch.
 A GPU takes FP64 from the start, because the host would have to wait to learn which chunks those are. The sum over
 chunks is FP64, whose range holds it. So a sum is not finite only if an element is not.
 """
@@ -20,23 +22,29 @@ _LOW, _HIGH = 2.0**-40, 2.0**60
 
 _STRETCH = 2.0**100  # takes any norm outside of them, up to 2^140 and down to 2^-149, to where its squares fit
 
+_LOST = 2.0**-86
+"""Largest loss by underflow in a square, 2^-126, times 2^40: a mean square above it is exact to 2^-40."""
+
 _BLOCK = 1 << 17  # elements that are stretched at a time on a CPU: they stay in a core's cache
 _GPU_BLOCK = 1 << 25  # elements that are widened at a time on a GPU
 _ROW = 1 << 16  # elements of a chunk of sum_squares
 
 
-def chunk_squares(chunks: Sequence[Tensor], norms: Sequence[Tensor] | None = None) -> Tensor:
+def chunk_squares(chunks: Sequence[Tensor], norms: Sequence[Tensor] | None = None, *, each: bool = True) -> Tensor:
     """Returns FP64 [number of chunks], the sums of squares of the rows of ``chunks``.
 
     Args:
         chunks: FP32 [n, elements of a chunk] each; at least one.
         norms: FP32 [n] for each, what ``torch.linalg.vector_norm`` gave for the rows on a CPU, if it is known.
+        each: whether each of them counts, not only their sum.
     """
     if chunks[0].device.type != "cpu":
         blocks = [block for rows in chunks for block in rows.split(max(_GPU_BLOCK // rows.shape[1], 1))]
         return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in blocks]).square_()
     cheap = torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in chunks] if norms is None else list(norms))
     squares = cheap.double().square_()
+    if not each and _is_exact(squares.sum(), sum(rows.numel() for rows in chunks)):
+        return squares
     for doubtful, factor in ((cheap < _LOW, _STRETCH), (~(cheap <= _HIGH), 1 / _STRETCH)):  # the latter also if NaN
         if _is_any(doubtful):
             stretched, sizes = torch.zeros_like(cheap), [len(rows) for rows in chunks]
@@ -56,6 +64,11 @@ def _stretch(rows: Tensor, where: Tensor, factor: float, norms: Tensor) -> None:
             torch.linalg.vector_norm(torch.mul(block, factor, out=buffer[: len(block)]), dim=1, out=out)
 
 
+def _is_exact(total: Tensor, numel: int) -> bool:
+    """Whether ``total``, on a CPU, of ``numel`` squares is so large and so small that FP32 lost nothing that shows."""
+    return numel * _LOST <= float(total) <= _HIGH**2  # not if NaN
+
+
 def _is_any(where: Tensor) -> bool:
     """Whether an element of ``where``, on a CPU, is true."""
     return bool(where.any())
@@ -69,4 +82,4 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         whole = tensor.numel() // _ROW * _ROW
         chunks += [part for part in (tensor[:whole].view(-1, _ROW), tensor[whole:].unsqueeze(0)) if part.numel()]
-    return chunk_squares(chunks) if chunks else tensors[0].new_zeros(1, dtype=torch.float64)
+    return chunk_squares(chunks, each=False) if chunks else tensors[0].new_zeros(1, dtype=torch.float64)

@@ -150,11 +150,15 @@ class ShardedModel:
 
     # -- the norm ----------------------------------------------------------------------------------------------------
 
-    def chunk_squares(self) -> Tensor:
-        """Returns FP64 [chunks of this rank], the sums of squares of the main grads' chunks."""
+    def chunk_squares(self, *, each: bool) -> Tensor:
+        """Returns FP64 [chunks of this rank], the sums of squares of the main grads' chunks.
+
+        Args:
+            each: whether each of them counts, not only their sum.
+        """
         gradients = [buffer.gradient for buffer in self.buffers]
         is_cpu = self._comm.device.type == "cpu"
-        return chunk_squares([g.chunks for g in gradients], [g.norms for g in gradients] if is_cpu else None)
+        return chunk_squares([g.chunks for g in gradients], [g.norms for g in gradients] if is_cpu else None, each=each)
 
     def canonical_sum(self, chunk_squares: Tensor) -> Tensor:
         """Returns the global sum of squares, 0-dim FP64, added in chunk order at every world size."""

@@ -481,7 +481,7 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[Expected, Gradie
         for rank in ranks:
             rank.backward(gradients)
         largest = max(gradient[0].abs().max().item() for gradient in gradients.values()) if trial.measures else 0.0
-    squares = torch.stack([rank.chunk_squares() for rank in ranks])
+    squares = torch.stack([rank.chunk_squares(each=True) for rank in ranks])
     rows = torch.stack(
         [rank.vote.record(rank.host, rank._losses, rank.monitor, own) for rank, own in zip(ranks, squares, strict=True)]
     )

@@ -34,6 +34,7 @@ _HOST_ONLY = {
     ("formula.py", "_is_skipped"),
     ("rule.py", "UpdateScalars._has_factor"),
     ("squares.py", "_is_any"),
+    ("squares.py", "_is_exact"),
 }
 
 

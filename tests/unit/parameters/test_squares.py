@@ -31,6 +31,7 @@ def test_any_magnitudes(pairs: list[tuple[int, int]]) -> None:
     torch.testing.assert_close(chunk_squares([chunks]), want, rtol=2e-6, atol=0.0)
     torch.testing.assert_close(sum_squares([chunks.view(-1)[:-7]]).sum(), chunks.view(-1)[:-7].double().square().sum(),
                                rtol=2e-6, atol=0.0)  # fmt: skip
+    torch.testing.assert_close(chunk_squares([chunks], each=False).sum(), want.sum(), rtol=2e-6, atol=0.0)
     # each by itself, and with the norms known
     assert torch.equal(torch.cat([chunk_squares([chunk.unsqueeze(0)]) for chunk in chunks]), chunk_squares([chunks]))
     norms = [part.norm(dim=1) for part in chunks.split(2)]
@@ -54,6 +55,16 @@ def test_zeros_and_no_elements() -> None:
         chunk_squares([chunks]), torch.zeros(rows).double().index_fill(0, torch.tensor(rows - 1), 4.0**-140)
     )
     assert sum_squares([torch.zeros(0)]).tolist() == [0.0]
+
+
+def test_chunks_that_do_not_show_in_the_sum_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = values([(-20, -20), (-140, -140), (-60, -60)])
+    chunks[2] = 0.0
+    exact = chunk_squares([chunks])
+    with monkeypatch.context() as patch:
+        patch.setattr(squares, "_stretch", lambda *_: pytest.fail("a chunk was read again"))
+        assert chunk_squares([chunks], each=False).sum() == exact.sum()
+    assert torch.equal(chunk_squares([chunks[1:]], each=False), exact[1:]), "they are all that there is"
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 21])
