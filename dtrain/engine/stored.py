@@ -107,7 +107,7 @@ class StoredEngine(StateEngine):
 
     @contextmanager
     def _noting_corruption(self) -> Iterator[None]:
-        """Makes the engine refuse to go on after a :class:`CorruptionError`, until a checkpoint is loaded."""
+        """Keeps a :class:`CorruptionError` of the block, which later calls raise again until a checkpoint is loaded."""
         try:
             yield
         except CorruptionError as error:

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 
 class Secrecy(IntEnum):
-    """What a name says of its value.
+    """Whether a value is a secret, judged by its name alone.
 
     Attributes:
         NONE: nothing.
@@ -41,7 +41,7 @@ _COMPOUND_KEY = re.compile(rf"(?:{_KEYS.replace(' ', '|')})keys?")
 _AFTER_PASS = _words("word words phrase phrases code codes key keys")
 _AUTH = _words("auth oauth authentication")
 _LAST = _words("private cred creds")
-# what stands before a word that is then no credential
+# words before "key" with which it names no credential
 _BEFORE_KEY = _words(
     "sort primary foreign public cache text label image input output target dict state query feature column index "
     "group join partition batch data dataset metric loss map lookup step mask pad padding bias attention attn rng "

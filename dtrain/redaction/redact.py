@@ -188,7 +188,7 @@ def _environment() -> Iterator[str]:
 
 
 def _is_secret_variable(name: str, value: str) -> bool:
-    """As :func:`is_secret`, but the value is then blanked everywhere, so a plain word or a count must be none."""
+    """Whether a variable is a secret; plain words and counts are not, since a secret is blanked wherever it occurs."""
     level = secrecy(name)
     if level in (Secrecy.NONE, Secrecy.CERTAIN):
         return level == Secrecy.CERTAIN

@@ -14,7 +14,7 @@ from dtrain.distributed.progress import Phase, ProgressRecord
 CRASH_S = 1.2
 """Seconds that ranks have to notice that another one has ended."""
 END_S = 10.0
-"""The same of ranks at the end of their run, where they close their files and connections first."""
+"""Seconds that ranks at the end of their run have for it, because they close files and connections first."""
 OTHER_HOSTS_S = 5.0
 """Seconds by which a host waits longer than the one that has the rank at fault, which ends the run by name."""
 STOPPED = "T"  # state in /proc/<pid>/stat

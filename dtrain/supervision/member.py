@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(frozen=True)
 class WatchJob:
-    """What the watcher watches.
+    """The arguments of the watcher.
 
     Attributes:
         members: the ranks of this host.

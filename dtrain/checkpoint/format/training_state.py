@@ -1,4 +1,4 @@
-"""What an engine stores beside tensors, as a record that checks itself: [Note: training state].
+"""The state of an engine beside its tensors, as a record that checks itself: [Note: training state].
 
 The hashes prove that a manifest is what was written; this record proves that it is possible: every field has its type
 and range, and agrees with the others, the step and the files. It is built wherever a manifest is read, so a load,

@@ -21,7 +21,7 @@ _CONSTANT = "changed, though nothing has written to it"
 
 @dataclass(frozen=True)
 class RankFindings:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         states: masters and optimizer states that differ from the record of their update.
