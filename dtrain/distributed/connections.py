@@ -4,12 +4,12 @@ In gloo the smallest collective is slow, because its threads compete with the co
 over a connection of this module takes that thread a few system calls. A connection shows when the process at its other
 end has ended, unless a child that the process forked still holds that end; then the time-out is left.
 
-[Note: full connections] A write waits while the connection is full, yet no ranks wait for each other in a circle. A
-rank has at most as many messages that it has sent and not received as its smallest connection surely holds, p. Let a
-rank wait to write message n to another rank, whose connection holds messages n - p to n - 1. The other rank has not
-received message n - p, so it has not begun message n. A rank that waits to receive message n has sent it, and waits for
-one that has not begun it or waits to write it. So a chain of waits leads to ranks that are further and further behind,
-and the last one does not wait.
+[Note: full connections] A write waits while the connection is full, yet no ranks wait for each other in a circle. Let p
+be the number of messages that the smallest connection is sure to hold; a rank sends message n only after it has
+received message n - p from all others. Let a rank wait to write message n to another rank, whose connection holds
+messages n - p to n - 1. The other rank has not received message n - p, so it has not begun message n. A rank that waits
+to receive message n has sent it, and waits for one that has not begun it or waits to write it. So a chain of waits
+leads to ranks that are further and further behind, and the last one does not wait.
 """
 
 from __future__ import annotations

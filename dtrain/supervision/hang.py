@@ -122,7 +122,7 @@ class Hang:
     Attributes:
         culprits: the ranks at fault; all of them if the records do not tell.
         message: one line.
-        is_crash: whether they have ended, and the others do not notice.
+        is_crash: whether their processes have ended, while other ranks still run and have not noticed.
     """
 
     culprits: tuple[int, ...]

@@ -121,7 +121,8 @@ PROMISES = (
     ),
     Promise(
         "P9 One fails, all end, named",
-        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase and the stacks of all.",
+        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of all that can "
+        "write one.",
         ("faults/test_hangs.py", "distributed/test_launchers.py"),
         ("F4", "P9"),
     ),
@@ -145,7 +146,7 @@ PROMISES = (
     ),
     Promise(
         "P13 No restart storm",
-        "Three restarts without a newer checkpoint end the job.",
+        "After three restarts without a newer checkpoint the next start is refused.",
         ("faults/test_hangs.py",),
         ("F14",),
     ),
