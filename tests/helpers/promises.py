@@ -121,8 +121,8 @@ PROMISES = (
     ),
     Promise(
         "P9 One fails, all end, named",
-        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of all that can "
-        "write one.",
+        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of all "
+        "that can write one.",
         ("faults/test_hangs.py", "distributed/test_launchers.py"),
         ("F4", "P9"),
     ),
