@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.fields import CheckedRecord, at_least, group, one_of, setting, similar
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Cosine, ScheduleConfig
-from dtrain.config.schema import DataConfig, LaunchConfig, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
+from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig
 from dtrain.errors import ConfigError
 
 REFERENCE = "fp32"

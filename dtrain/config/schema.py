@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.config.audit import Audit
+from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.engines import ENGINES, EngineConfig, Native
-from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, option, setting
-from dtrain.config.imports import NAMED
+from dtrain.config.fields import CheckedRecord, above, at_least, group, one_of, option, setting
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OPTIM_KEYS, EmaConfig, OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import WSD, Constant, Cosine, Linear, ScheduleConfig
@@ -34,101 +35,6 @@ class TrainConfig(CheckedRecord):
     eval_batches: int = at_least(16, 1, "Micro-batches of a validation, over all ranks.")
     save_every: int = at_least(100, 0, "Steps from one checkpoint to the next; 0: only at the end.")
     sample_tokens: int = at_least(160, 0, "Length of the text sample written at the end; 0: none.")
-
-
-DEFAULT_FACTORY = "dtrain.models.transformer:build"
-GPT2_FACTORY = "dtrain.models.gpt2:build"
-VOCAB_MULTIPLE = 64
-"""Multiple to which the vocabulary of the built-in models is padded."""
-
-
-@dataclass(frozen=True)
-class ModelConfig(CheckedRecord):
-    """Model to train: a transformer, GPT-2, or the module that your own factory returns. See docs/models.md."""
-
-    name: str = "tiny"
-    factory: str = setting(
-        DEFAULT_FACTORY, "Function that builds the model: package.module:function, called with (config, vocab_size)."
-    )
-    num_layers: int = at_least(4, 1, "Transformer blocks.")
-    hidden_dim: int = at_least(256, 1, "Width of the residual stream.")
-    num_heads: int = at_least(4, 1, "Attention heads of a block.")
-    num_kv_heads: int | None = at_least(None, 1, "Key-value heads of a block; null: as many as num_heads.")
-    ffn_dim: int | None = at_least(
-        None, 1, "Width of the feed-forward; null: 8/3 x hidden_dim, rounded up to 64, and 4 x hidden_dim in GPT-2."
-    )
-    max_seq_len: int = at_least(256, 1, "Tokens in a sequence.")
-    vocab_size: int | None = at_least(None, 1, "Vocabulary; null: the data's, otherwise at least that.")
-    dropout: float = between(0.0, 0.0, 1.0, "Dropout probability.")
-    tie_embeddings: bool = setting(True, "Share one weight between the embedding and the output layer.")
-    rope_theta: float = at_least(10000.0, 1.0, "Base of the rotary position embedding.")
-    norm_eps: float = at_least(1e-5, 0.0, "Term added to the variance in norms.")
-    args: dict[str, Any] = setting({}, "Free keys for a factory of your own.")
-
-    def _check(self) -> None:
-        if not NAMED.fullmatch(self.factory):
-            raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
-        if self.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
-            return
-        if self.args:
-            raise ConfigError(
-                f"{self._key('args')}.{next(iter(self.args))} is for a {self._key('factory')} of your own; the "
-                "built-in one takes none"
-            )
-        heads = self._entry("num_heads")
-        if self.hidden_dim % self.num_heads:
-            raise ConfigError(f"{self._entry('hidden_dim')} does not divide by {heads}; each head takes the same share")
-        if self.factory == GPT2_FACTORY:
-            self._check_gpt2()
-            return
-        head_dim = self.hidden_dim // self.num_heads
-        if head_dim % 2:
-            raise ConfigError(
-                f"{self._entry('hidden_dim')} / {heads} gives heads of odd dim {head_dim}; rotary position embedding "
-                "rotates pairs, so make it even"
-            )
-        if self.num_kv_heads is not None and self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                f"{heads} does not divide by {self._entry('num_kv_heads')}; each key-value head serves the same number "
-                "of heads"
-            )
-
-    def _check_gpt2(self) -> None:
-        for name in ("num_kv_heads", "rope_theta"):
-            if getattr(self, name) != ModelConfig.__dataclass_fields__[name].default:
-                raise ConfigError(
-                    f"{self._entry(name)} is not used with {self._key('factory')}={GPT2_FACTORY}, which has no grouped "
-                    "queries and learned positions; remove it"
-                )
-
-
-@dataclass(frozen=True)
-class DataConfig(CheckedRecord):
-    """Text to train on, as byte tokens. See docs/data.md."""
-
-    name: str = option("stdlib")
-    validation_percent: float = between(
-        5.0, 0.0, 50.0, "Percentage of files held out for validation, by a hash of the relative path."
-    )
-
-
-@dataclass(frozen=True)
-class StdlibDataConfig(DataConfig):
-    """Source text of the running Python's standard library: real text, no download."""
-
-    name: str = option("stdlib")
-
-
-@dataclass(frozen=True)
-class TextDataConfig(DataConfig):
-    """Any text files."""
-
-    name: str = option("text")
-    files: str = setting("", "Glob of the files, such as '/data/**/*.txt'; required.")
-
-    def _check(self) -> None:
-        if not self.files:
-            raise ConfigError(f"data=text needs {self._key('files')}, a glob such as data.files='/data/**/*.txt'")
 
 
 @dataclass(frozen=True)
@@ -289,7 +195,12 @@ class RunConfig(CheckedRecord):
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
     "engine": {**ENGINES},
-    "data": {"stdlib": StdlibDataConfig, "text": TextDataConfig},
+    "data": {
+        "stdlib": StdlibDataConfig,
+        "text": TextDataConfig,
+        "tokens": TokensDataConfig,
+        "chat": ChatDataConfig,
+    },
     "optim": {**OPTIM_KEYS},
     "schedule": {"cosine": Cosine, "linear": Linear, "constant": Constant, "wsd": WSD},
     "tracker": {"none": TrackerConfig, "wandb": WandbConfig, "tensorboard": TensorboardConfig},

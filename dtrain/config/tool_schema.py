@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
 from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, setting
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schedule import Cosine, ScheduleConfig
-from dtrain.config.schema import DataConfig, LaunchConfig, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
+from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig
 
 _RANKS = "Ranks, as processes on this machine."
 _THREADS = "PyTorch threads of a rank."

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
-from dtrain.data.sampling import Indices, micro_batch_indices, sample_ids
+from dtrain.data.dataset import SampleSource
+from dtrain.data.sampling import micro_batch_indices
 
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
-
-
-class SampleSource(Protocol):
-    """A data set that returns samples by their id."""
-
-    @property
-    def num_samples(self) -> int: ...
-
-    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
-        """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0.
-
-        Among them ``targets``: a target of -100 does not count in the loss.
-        """
 
 
 @dataclass(eq=False)
@@ -57,7 +44,7 @@ class BatchLoader:
 
     def _micro_batch(self, micro: int) -> dict[str, Tensor]:
         indices = micro_batch_indices(self.cursor, micro, self.rank, self.world_size, self.micro_batch_size)
-        return self.source.batch(sample_ids(self.seed, indices, self.source.num_samples))
+        return self.source.batch(self.source.order(self.seed, indices))
 
 
 def validation_batches(
@@ -78,5 +65,5 @@ def validation_batches(
         index = first + rank
         start = index * micro_batch_size if index < total else 0
         ids = np.arange(start, min(start + micro_batch_size, end), dtype=np.int64)
-        batch = source.batch(sample_ids(_VALIDATION_SEED, ids, source.num_samples))
+        batch = source.batch(source.order(_VALIDATION_SEED, ids))
         yield batch, index < total

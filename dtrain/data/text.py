@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dtrain.config.schema import DataConfig, StdlibDataConfig, TextDataConfig
+from dtrain.config.data import StdlibDataConfig, TextDataConfig
+from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.sampling import Indices
 from dtrain.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class TokenWindows:
+class TokenWindows(SampleSource):
     """Windows of ``seq_len + 1`` tokens with stride ``seq_len``: each token except the first is a target once."""
 
     tokens: Tokens
@@ -57,34 +58,18 @@ class TokenWindows:
         return {"tokens": window[:, :-1].contiguous(), "targets": window[:, 1:].contiguous()}
 
 
-@dataclass(frozen=True)
-class TextDataset:
-    """Training and validation windows of one text.
+class ByteCodec:
+    """Text of byte tokens; an end of document becomes ``<|end|>``, and bytes that are not UTF-8 become U+FFFD."""
 
-    Attributes:
-        fingerprint: sha256 (hex) of the names and contents of all files in order. It differs between ranks that read
-            different data.
-        description: one line about the files and the validation split.
-    """
-
-    train: TokenWindows
-    validation: TokenWindows
-    fingerprint: str
-    description: str
-    vocab_size: int = VOCAB_SIZE
+    start_token = END_OF_DOCUMENT
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """Returns the text of 1-D ``tokens``; an end of document becomes ``<|end|>``.
-
-        Bytes that are not UTF-8 become U+FFFD, and so do tokens above the data's vocabulary, which a larger
-        ``model.vocab_size`` allows.
-        """
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         byte_strings = {END_OF_DOCUMENT: b"<|end|>"} | {value: bytes((value,)) for value in range(END_OF_DOCUMENT)}
         return b"".join(byte_strings.get(value, b"\xff") for value in values).decode(errors="replace")
 
 
-def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
+def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Dataset:
     """Reads the files that ``config`` names and cuts them into windows of ``seq_len`` tokens.
 
     If the split by file gives training or validation no whole window (as with a single file), the last
@@ -95,10 +80,8 @@ def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
     """
     if isinstance(config, TextDataConfig):
         documents, label = _glob_documents(config.files), f"data.files={config.files}"
-    elif isinstance(config, StdlibDataConfig):
-        documents, label = _stdlib_documents(), "data=stdlib"
     else:
-        raise ConfigError(f"data={config.name} is not a text source; valid: stdlib, text")
+        documents, label = _stdlib_documents(), "data=stdlib"
     held_out = [_held_out(document.name, config.validation_percent) for document in documents]
     train = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if not out]), seq_len)
     validation = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if out]), seq_len)
@@ -109,7 +92,7 @@ def load_dataset(config: DataConfig, seq_len: int) -> TextDataset:
         how = f"the last {share:.1f} % of the text held out for validation"
     size = sum(len(document.content) for document in documents) / 1e6
     description = f"{label}: {len(documents)} files, {size:.1f} MB, {how}"
-    return TextDataset(train, validation, _fingerprint(documents), description)
+    return Dataset(train, validation, _fingerprint(documents), description, VOCAB_SIZE, ByteCodec())
 
 
 def _stdlib_documents() -> list[Document]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dtrain.config.schema import VOCAB_MULTIPLE
+from dtrain.config.model import VOCAB_MULTIPLE
 from dtrain.sharding.layout import round_up
 
 IGNORE_INDEX = -100

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dtrain.config.imports import load_named
-from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.transformer import Dims

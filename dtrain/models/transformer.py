@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError, ModelError
 from dtrain.models.causal_lm import (
     ModelOutput,

@@ -11,7 +11,7 @@ import torch
 
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
-from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset, validation_batches
+from dtrain.data import Dataset, load_dataset, validation_batches
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.launch_env import LaunchEnv
@@ -176,7 +176,7 @@ def _train(
     return exit_code
 
 
-def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: TextDataset) -> int:
+def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: Dataset) -> int:
     """Loads the checkpoint, if any; returns the tokens on which it was trained."""
     if run_dir.load_from is None:
         return 0
@@ -232,7 +232,7 @@ def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink
 def _make_trainer(
     config: RunConfig,
     engine: Engine,
-    dataset: TextDataset,
+    dataset: Dataset,
     run_dir: RunDir,
     stop: StopSignals,
     sinks: list[Sink],
@@ -256,7 +256,7 @@ def _make_trainer(
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
 
 
-def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: TrainResult, wall_s: float) -> Summary:
+def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: TrainResult, wall_s: float) -> Summary:
     flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
     device = device_name(engine.device)
     rate = result.tokens_per_s
@@ -286,7 +286,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: TextDataset, result: 
     )
 
 
-def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_dir: RunDir) -> None:
+def _write_sample(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> None:
     """Writes text from the trained model to the console of rank 0 and to ``sample.txt``.
 
     All ranks generate it, because the forward of a sharded model communicates.
@@ -295,11 +295,11 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: TextDataset, run_d
     if not length:
         return
     try:
-        prompt = torch.tensor([[END_OF_DOCUMENT]], device=engine.device)
+        prompt = torch.tensor([[dataset.codec.start_token]], device=engine.device)
         generator = torch.Generator().manual_seed(config.seed)
         with engine.eval():
             tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)
-        text = dataset.decode(tokens[0, 1:])
+        text = dataset.codec.decode(tokens[0, 1:])
         if engine.rank == 0:
             write_atomically(run_dir.path / "sample.txt", text)
     except Exception as error:  # perhaps in a user's model; the run is finished and saved

@@ -18,7 +18,7 @@ from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
 from dtrain.config.schema import LaunchConfig, RunConfig
-from dtrain.data import BatchLoader, TextDataset
+from dtrain.data import BatchLoader, Dataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.engine.initialize import initialize, resolve_policy
@@ -153,7 +153,7 @@ def make_engine(
         raise in_keys(error, type(optimizer), "optim.") from None
 
 
-def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> BatchLoader:
+def make_loader(config: RunConfig, dataset: Dataset, engine: Engine) -> BatchLoader:
     train = config.train
     return BatchLoader(
         dataset.train,
@@ -166,7 +166,7 @@ def make_loader(config: RunConfig, dataset: TextDataset, engine: Engine) -> Batc
     )
 
 
-def check_same(comm: Communicator, config: RunConfig, dataset: TextDataset) -> None:
+def check_same(comm: Communicator, config: RunConfig, dataset: Dataset) -> None:
     """Checks that all ranks have the same config and the same data.
 
     Raises:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import dtrain
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.config.schema import ModelConfig
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.models import build_model

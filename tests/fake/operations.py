@@ -26,8 +26,8 @@ if __name__ == "__main__":  # the tests of this checkout, and the dtrain that PY
 import torch
 
 import dtrain
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.config.schema import ModelConfig
 from dtrain.models import build_model
 from tests.fake.collectives import touches_no_values
 from tests.fake.device import QuickMode

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import dtrain
 from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy, TensorShard
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.native import NativeEngine
 from dtrain.engine.vote.finalize import LazyOutcome

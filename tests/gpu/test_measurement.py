@@ -10,7 +10,7 @@ import torch
 
 import dtrain
 from dtrain.__main__ import main
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.engine.interface import Engine
 from dtrain.models import build_model
 from dtrain.precision.histogram import count_magnitudes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.models import transformer
 
 ENVIRONMENT = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.models import transformer
 
 FACTORY = "model.factory=tests.helpers.faulty_model:build"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import Snapshot, save
-from dtrain.config.schema import GPT2_FACTORY, ModelConfig
+from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.models import build_model
 from tests.helpers.checkpoints import on_threads, shards_of

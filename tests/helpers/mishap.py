@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.engine.native import NativeEngine
 from dtrain.models import transformer
 

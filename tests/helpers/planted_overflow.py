@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.data.sampling import sample_id
 from dtrain.models import ModelOutput
 from dtrain.models.causal_lm import causal_lm_output

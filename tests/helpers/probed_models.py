@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 
 FACTORY = "model.factory=tests.helpers.probed_models:build"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
 from dtrain.errors import CheckpointError, nearest
 
 _ROPE_THETA = 10000.0

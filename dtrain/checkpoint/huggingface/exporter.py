@@ -23,7 +23,7 @@ from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
 from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
 from dtrain.checkpoint.inspection import newest_checkpoint, path_in_errors
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, ConfigError, nearest
 

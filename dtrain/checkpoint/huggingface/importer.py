@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.config import from_hf
 from dtrain.checkpoint.huggingface.folder import HFFolder
 from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
 from dtrain.checkpoint.snapshot import Snapshot, TensorShard
-from dtrain.config.schema import VOCAB_MULTIPLE, ModelConfig
+from dtrain.config.model import VOCAB_MULTIPLE, ModelConfig
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError, nearest

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
 
 _BLOCK_ELEMENTS = 1 << 20  # elements converted at a time if rows are independent
 

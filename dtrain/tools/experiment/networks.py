@@ -12,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from dtrain.config.data import StdlibDataConfig
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import AdamW, Optimizer
-from dtrain.config.schema import ModelConfig, StdlibDataConfig
-from dtrain.data.text import VOCAB_SIZE, TokenWindows, load_dataset
+from dtrain.data import SampleSource, load_dataset
+from dtrain.data.text import VOCAB_SIZE
 from dtrain.models.transformer import build
 
 
@@ -56,7 +58,7 @@ def _draw_text(generator: Generator) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _text() -> TokenWindows:
+def _text() -> SampleSource:
     return load_dataset(StdlibDataConfig(), _LANGUAGE.max_seq_len).train
 
 

@@ -16,7 +16,7 @@ import torch
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.optim import OptimConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, TextDataset, load_dataset
+from dtrain.data import BatchLoader, Dataset, load_dataset
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, connect_by_file, disconnect
@@ -124,7 +124,7 @@ def _train_plainly(job: ParityJob, config: RunConfig) -> dict[str, str]:
 
 
 def _plain_training(
-    config: RunConfig, dataset: TextDataset, device: torch.device, policy: PrecisionPolicy, *, perturbation: float
+    config: RunConfig, dataset: Dataset, device: torch.device, policy: PrecisionPolicy, *, perturbation: float
 ) -> PlainTraining:
     set_matmul_precision(policy)
     model = build_model(config.model, dataset.vocab_size, config.seed).float().to(device)
@@ -138,7 +138,7 @@ def _plain_training(
     )
 
 
-def _train(job: ParityJob, config: RunConfig, name: str, training: PlainTraining, dataset: TextDataset) -> None:
+def _train(job: ParityJob, config: RunConfig, name: str, training: PlainTraining, dataset: Dataset) -> None:
     schedule = config.schedule.over(config.train.steps)
     trajectory = Trajectory(Path(job.folder, name))
     trajectory.start(training.weights())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, TextDataset
+from dtrain.data import BatchLoader, Dataset
 from dtrain.errors import ConfigError
 from dtrain.tools.probe.records import Noise
 
@@ -52,7 +52,7 @@ def perturb_by_an_ulp(model: nn.Module, seed: int) -> None:
                 parameter.copy_(torch.nextafter(parameter, limit))
 
 
-def load_steps(config: RunConfig, dataset: TextDataset) -> list[MicroBatches]:
+def load_steps(config: RunConfig, dataset: Dataset) -> list[MicroBatches]:
     """Returns the micro-batches of every step, in host memory.
 
     Raises:

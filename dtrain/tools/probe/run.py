@@ -15,7 +15,7 @@ from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import TextDataset, load_dataset
+from dtrain.data import Dataset, load_dataset
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.errors import ConfigError, ProbeError
@@ -97,7 +97,7 @@ class _Probe:
         self.config, self.formats, self.device = config, formats, device
         self.base = config.training(REFERENCE)
         set_threads(self.base, connect(device))
-        self.dataset: TextDataset = load_dataset(config.data, config.model.max_seq_len)
+        self.dataset: Dataset = load_dataset(config.data, config.model.max_seq_len)
         self.steps = load_steps(self.base, self.dataset)
         model = build_model(config.model, self.dataset.vocab_size, config.seed)
         for name in formats:

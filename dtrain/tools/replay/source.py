@@ -14,7 +14,8 @@ from dtrain.checkpoint.directory import checkpoints_dir, committed_checkpoints, 
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.config.dump import config_from_dict
-from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, LaunchConfig, RunConfig, TrackerConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY
+from dtrain.config.schema import LaunchConfig, RunConfig, TrackerConfig
 from dtrain.config.yaml_files import read_yaml
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, TextDataset, load_dataset
-from dtrain.data.sampling import micro_batch_indices, sample_ids
+from dtrain.data import BatchLoader, Dataset, load_dataset
+from dtrain.data.sampling import micro_batch_indices
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
@@ -180,8 +180,8 @@ class _Replayer:
     ) -> MicroBatchRecord:
         engine, source, size = self.engine, self._dataset.train, self._config.train.micro_batch_size
         indices = micro_batch_indices(cursor, number, engine.rank, engine.world_size, size)
-        samples = sample_ids(self._config.seed, indices, source.num_samples)
-        texts = [self._dataset.decode(tokens) for tokens in micro["tokens"]]
+        samples = source.order(self._config.seed, indices)
+        texts = [self._dataset.codec.decode(tokens) for tokens in micro["tokens"]]
         index = number * engine.world_size + engine.rank
         return MicroBatchRecord(index, samples.tolist(), finite(loss), weight, texts, first_nonfinite(recorder))
 
@@ -201,7 +201,7 @@ class _Replayer:
             return error.outcome, error.outcome.culprit
 
 
-def _check_data(dataset: TextDataset, job: ReplayJob, config: RunConfig) -> None:
+def _check_data(dataset: Dataset, job: ReplayJob, config: RunConfig) -> None:
     expected = job.data_fingerprint
     if expected is not None and dataset.fingerprint != expected:
         files: Any = getattr(config.data, "files", None)

@@ -14,8 +14,9 @@ import yaml
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY
 from dtrain.config.optim import TorchOptimizer
-from dtrain.config.schema import DEFAULT_FACTORY, GPT2_FACTORY, GROUP_OPTIONS, RunConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from tests.unit.cli.regenerate_golden import GOLDEN, cases, resolved
 
 ROOT = Path(__file__).parents[3]

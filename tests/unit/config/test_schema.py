@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
+from dtrain.config.data import TextDataConfig
 from dtrain.config.engines import Native
 from dtrain.config.fields import CheckedRecord, check_field, in_keys, setting
 from dtrain.config.optim import AdamW, OptimConfig
 from dtrain.config.schedule import Constant, Cosine, Linear, ScheduleConfig
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TextDataConfig, TrainConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.errors import ConfigError
 
 

@@ -11,17 +11,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data import BatchLoader, micro_batch_indices, sample_id, sample_ids, sampling, validation_batches
+from dtrain.data import (
+    BatchLoader,
+    SampleSource,
+    micro_batch_indices,
+    sample_id,
+    sample_ids,
+    sampling,
+    validation_batches,
+)
 from dtrain.data.sampling import Indices
 
 quick = settings(deadline=None, max_examples=40)
 
 
-class Numbers:
+class Numbers(SampleSource):
     """A source whose samples are their own numbers."""
 
     def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
+        self._num_samples = num_samples
+
+    @property
+    def num_samples(self) -> int:
+        return self._num_samples
 
     def batch(self, sample_ids: Indices) -> dict[str, torch.Tensor]:
         return {"ids": torch.from_numpy(sample_ids)}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.config.schema import DataConfig, StdlibDataConfig, TextDataConfig
-from dtrain.data import END_OF_DOCUMENT, TextDataset, load_dataset
+from dtrain.config.data import DataConfig, StdlibDataConfig, TextDataConfig
+from dtrain.data import END_OF_DOCUMENT, Dataset, load_dataset
 from dtrain.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def write(folder: Path, count: int = 60, size: int = 50) -> None:
         path.write_bytes(bytes([i]) * size)
 
 
-def load(pattern: object, seq_len: int = 8, percent: float = 20.0) -> TextDataset:
+def load(pattern: object, seq_len: int = 8, percent: float = 20.0) -> Dataset:
     return load_dataset(TextDataConfig(files=str(pattern), validation_percent=percent), seq_len)
 
 
@@ -35,7 +35,7 @@ def test_stdlib_loads_quickly_and_is_real_text() -> None:
     assert data.train.num_samples > 10_000
     assert data.validation.num_samples > 100
     assert data.train.tokens.dtype == np.uint16
-    assert "import" in data.decode(data.train.tokens[:100_000])
+    assert "import" in data.codec.decode(data.train.tokens[:100_000])
     assert data.fingerprint == load_dataset(StdlibDataConfig(), 64).fingerprint
 
 
@@ -152,9 +152,9 @@ def test_any_bytes_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 2)
     data = load(tmp_path / "a.bin")
     assert data.vocab_size == 257
-    assert data.decode(torch.tensor([104, 105, END_OF_DOCUMENT, 195, 169, 255])) == "hi<|end|>é�"
-    assert data.decode([104, 105]) == "hi"
-    assert data.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary
+    assert data.codec.decode(torch.tensor([104, 105, END_OF_DOCUMENT, 195, 169, 255])) == "hi<|end|>é�"
+    assert data.codec.decode([104, 105]) == "hi"
+    assert data.codec.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary
 
 
 def test_a_glob_without_a_match_is_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtrain
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.config.schema import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dtrain
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.engine.native import NativeEngine
 from dtrain.models import build_model
 from dtrain.sharding.layout import CHUNK

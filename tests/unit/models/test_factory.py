@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model, vocabulary
 from dtrain.models.transformer import Transformer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.config.schema import GPT2_FACTORY, ModelConfig
+from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model, gpt2, train_flops_per_token
 from dtrain.models.gpt2 import GPT2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError, ModelError
 from dtrain.models import build_model, generate, train_flops_per_token, transformer
 from dtrain.models.transformer import Transformer, rotate, rotations

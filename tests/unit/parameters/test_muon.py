@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.config.optim import Muon
-from dtrain.config.schema import GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.parameters.muon import muon_parameters

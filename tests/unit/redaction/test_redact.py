@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from dtrain.config.commands import PRIMARIES
+from dtrain.config.data import TextDataConfig
 from dtrain.config.dump import config_to_dict
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TextDataConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.redaction.names import Secrecy, secrecy
 from dtrain.redaction.redact import equal_but_for_secrets, redact, redact_text, redact_values
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
-from dtrain.config.schema import CheckpointConfig, ModelConfig, TrainConfig
-from dtrain.data import BatchLoader, validation_batches
+from dtrain.config.model import ModelConfig
+from dtrain.config.schema import CheckpointConfig, TrainConfig
+from dtrain.data import BatchLoader, SampleSource, validation_batches
 from dtrain.data.sampling import Indices, sample_ids
 from dtrain.engine.interface import Engine
 from dtrain.engine.step import StepEngine
@@ -32,7 +33,7 @@ CUTS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
 """(ranks, micro-batches on each)."""
 
 
-class Masked:
+class Masked(SampleSource):
     """Sequences of which a part counts, from no target to all, as in data of prompts and answers."""
 
     num_samples = 40

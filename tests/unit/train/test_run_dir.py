@@ -19,7 +19,8 @@ import yaml
 from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease_file import Holder, path_of
-from dtrain.config.schema import LaunchConfig, ModelConfig, RunConfig, TrainConfig, WandbConfig
+from dtrain.config.model import ModelConfig
+from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import Retention
 from dtrain.config.schema import CheckpointConfig, TrainConfig
-from dtrain.data import BatchLoader
+from dtrain.data import BatchLoader, SampleSource
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import make_communicator
@@ -38,7 +38,7 @@ RETENTION = Retention(keep_last=3, keep_every=7)
 SYNCHRONOUS = CheckpointConfig(asynchronous=False, keep_last=3, keep_every=7)
 
 
-class _Source:
+class _Source(SampleSource):
     num_samples = 50
 
     def batch(self, sample_ids: Any) -> dict[str, Tensor]:

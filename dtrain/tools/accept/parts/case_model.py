@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig
+from dtrain.config.model import ModelConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.models import build_model
 

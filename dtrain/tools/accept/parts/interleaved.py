@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 from dtrain.config.dump import config_to_dict
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig
-from dtrain.config.schema import ModelConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
 from dtrain.telemetry.throughput import num_cores
 from dtrain.tools.accept.part import PartRequest, load_partial, save_partial

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import dtrain
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.config.schema import ModelConfig
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.console import compact

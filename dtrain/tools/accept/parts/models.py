@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 
 _LLAMA = ModelConfig(max_seq_len=4096, vocab_size=128_256, rope_theta=500_000.0, tie_embeddings=True)
 

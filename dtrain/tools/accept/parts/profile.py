@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dtrain.config.engines import Native
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import Constant
-from dtrain.config.schema import ModelConfig, RunConfig, TrainConfig
+from dtrain.config.schema import RunConfig, TrainConfig
 from dtrain.distributed.setup import connect, ensure_process_group
 from dtrain.engine.interface import Engine
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores

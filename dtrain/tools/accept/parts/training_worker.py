@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from dtrain.config.data import StdlibDataConfig
 from dtrain.config.dump import from_plain
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import LossScale, PrecisionConfig
 from dtrain.config.schedule import Cosine
-from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, StdlibDataConfig, TrainConfig
-from dtrain.data import TextDataset, load_dataset
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
+from dtrain.data import Dataset, load_dataset
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, ensure_process_group
 from dtrain.errors import ConfigError
@@ -69,7 +71,7 @@ def main() -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         ensure_process_group(device)
-    datasets: dict[int, TextDataset] = {}
+    datasets: dict[int, Dataset] = {}
     with Path(job.output).open("a", encoding="utf-8") as output:
 
         def write(line: dict[str, Any]) -> None:
@@ -88,9 +90,7 @@ def main() -> int:
     return 0
 
 
-def _attempt(
-    case: TrainingCase, device: torch.device, datasets: dict[int, TextDataset], *, small: bool
-) -> dict[str, Any]:
+def _attempt(case: TrainingCase, device: torch.device, datasets: dict[int, Dataset], *, small: bool) -> dict[str, Any]:
     """Returns the curve of a case, or the reason under ``error`` or ``unsupported``."""
     begin = time.monotonic()
     try:
@@ -122,7 +122,7 @@ def run_config(case: TrainingCase, *, small: bool) -> RunConfig:
     )
 
 
-def _train(config: RunConfig, device: torch.device, datasets: dict[int, TextDataset]) -> dict[str, Any]:
+def _train(config: RunConfig, device: torch.device, datasets: dict[int, Dataset]) -> dict[str, Any]:
     length = config.model.max_seq_len
     dataset = datasets.setdefault(length, datasets.get(length) or load_dataset(config.data, length))
     model = build_model(config.model, dataset.vocab_size, config.seed)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8, PrecisionConfig
-from dtrain.config.schema import ModelConfig, RunConfig
+from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from dtrain.config.dump import from_plain
 from dtrain.config.engines import EngineConfig
+from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Constant
-from dtrain.config.schema import GROUP_OPTIONS, ModelConfig, RunConfig, TelemetryConfig, TrainConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TelemetryConfig, TrainConfig
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.setup import choose_device, connect_by_file
 from dtrain.models import build_model

@@ -22,7 +22,7 @@ from dtrain.checkpoint import export, import_hf, list_checkpoints, storage, veri
 from dtrain.checkpoint.huggingface import importer as hf_import
 from dtrain.checkpoint.huggingface.importer import ImportedModel
 from dtrain.cli.resolve import compose
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.tools.checkpoint.cli import main

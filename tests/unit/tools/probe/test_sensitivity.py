@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.config.schema import ModelConfig
 from dtrain.errors import ModelError
 from dtrain.models.transformer import build as build_transformer
 from dtrain.precision.float8.linear import convert

@@ -15,7 +15,7 @@ from dtrain.config.commands import PROBE
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import TextDataset, load_dataset
+from dtrain.data import Dataset, load_dataset
 from dtrain.precision import hardware
 from dtrain.tools.probe import noise, trials
 from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, load_steps, noise_of, perturb_by_an_ulp
@@ -35,16 +35,16 @@ def config() -> ProbeConfig:
 
 
 @pytest.fixture(scope="module")
-def dataset(config: ProbeConfig) -> TextDataset:
+def dataset(config: ProbeConfig) -> Dataset:
     return load_dataset(config.data, config.model.max_seq_len)
 
 
 @pytest.fixture(scope="module")
-def steps(config: ProbeConfig, dataset: TextDataset) -> list[MicroBatches]:
+def steps(config: ProbeConfig, dataset: Dataset) -> list[MicroBatches]:
     return load_steps(config.training("fp32"), dataset)
 
 
-def start(config: RunConfig, dataset: TextDataset, **options: Any) -> FormatTraining:
+def start(config: RunConfig, dataset: Dataset, **options: Any) -> FormatTraining:
     return FormatTraining(config, dataset.vocab_size, CPU, **options)
 
 
@@ -60,7 +60,7 @@ def with_kind(config: RunConfig, kind: str) -> RunConfig:
 
 
 def test_formats_start_equal_and_train_on_the_same_samples(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     names = ("fp32", "fp32", "bf16", "fp16", "fp8")
     trainings = [start(config.training(name), dataset) for name in names]
@@ -76,7 +76,7 @@ def test_formats_start_equal_and_train_on_the_same_samples(
 
 
 def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     low = start(at_scale(config.training("fp16"), mode="static", init=256.0), dataset)
     high = start(at_scale(config.training("fp16"), mode="dynamic", init=2.0**24), dataset)
@@ -91,7 +91,7 @@ def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
 
 
 def test_overflow_at_a_constant_scale_is_a_skip(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     training = start(at_scale(config.training("fp16"), mode="static", init=2.0**30), dataset)
     for micro_batches in steps:
@@ -104,7 +104,7 @@ def test_overflow_at_a_constant_scale_is_a_skip(
     ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
 )
 def test_a_model_that_fails_in_fp16_is_a_failed_trial(
-    kind: str, reason: str, config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    kind: str, reason: str, config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     names = ("fp32", "bf16", "fp16")
     trainings = [start(with_kind(config.training(name), kind), dataset) for name in names]
@@ -120,7 +120,7 @@ def test_a_model_that_fails_in_fp16_is_a_failed_trial(
 
 
 def test_the_trained_model_is_the_users_own_in_fp32(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     training = start(config.training("bf16"), dataset)
     for micro_batches in steps[:2]:
@@ -135,7 +135,7 @@ def test_the_trained_model_is_the_users_own_in_fp32(
 
 
 def test_the_loss_scale_of_the_analysis_can_be_bounded(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     model = start(config.training("fp32"), dataset).plain_model()
     free = analyze(model, steps[0], ["fp16"]).loss_scale
@@ -145,7 +145,7 @@ def test_the_loss_scale_of_the_analysis_can_be_bounded(
 
 
 def test_memory_and_time_are_those_of_the_engine(
-    config: ProbeConfig, dataset: TextDataset, steps: list[MicroBatches]
+    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
     training = start(config.training("fp32"), dataset)
     for micro_batches in steps:
@@ -196,7 +196,7 @@ def test_weights_move_by_an_ulp() -> None:
     assert all(map(torch.equal, before[2:], after[2:]))
 
 
-def test_other_seeds_end_on_the_same_samples(config: ProbeConfig, dataset: TextDataset) -> None:
+def test_other_seeds_end_on_the_same_samples(config: ProbeConfig, dataset: Dataset) -> None:
     run = config.training("fp32")
     steps, others = load_steps(run, dataset), load_steps(replace(run, seed=run.seed + 1), dataset)
     mixed = noise.with_last_quarter_of(others, steps)

@@ -8,7 +8,7 @@ import pytest
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import BENCH_ENGINE
-from dtrain.config.schema import VOCAB_MULTIPLE
+from dtrain.config.model import VOCAB_MULTIPLE
 from dtrain.tools.accept.part import PartRequest
 from dtrain.tools.accept.parts import bf16
 from dtrain.tools.accept.parts.bf16 import DEEPSPEED, DTRAIN, FSDP2, PLAIN, conclusions, plan, section, utilization

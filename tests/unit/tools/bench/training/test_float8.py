@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
-from dtrain.config.schema import ModelConfig
+from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.tools.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.tools.bench.records import Float8Results, read_results

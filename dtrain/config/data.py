@@ -1,0 +1,90 @@
+"""The keys of the sources of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtrain.config.fields import CheckedRecord, at_least, between, one_of, option, setting
+from dtrain.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class DataConfig(CheckedRecord):
+    """Text or tokens to train on. See docs/data.md."""
+
+    name: str = option("stdlib")
+    validation_percent: float = between(
+        5.0, 0.0, 50.0, "Percentage of files, or for tokens and chat of samples, held out for validation."
+    )
+    prefetch: int = at_least(1, 0, "Steps whose batches are prepared in a thread ahead of the step; 0: none.")
+
+
+@dataclass(frozen=True)
+class StdlibDataConfig(DataConfig):
+    """Source text of the running Python's standard library: real text, no download."""
+
+    name: str = option("stdlib")
+
+
+@dataclass(frozen=True)
+class TextDataConfig(DataConfig):
+    """Any text files."""
+
+    name: str = option("text")
+    files: str = setting("", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.")
+    tokenizer: str | None = setting(
+        None, "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes."
+    )
+
+    def _check(self) -> None:
+        if not self.files:
+            raise ConfigError(f"data=text needs {self._key('files')}, a glob such as data.files='/data/**/*.txt'")
+
+
+@dataclass(frozen=True)
+class TokensDataConfig(DataConfig):
+    """Token shards that `dtrain data tokenize` has written, or those of llm.c or Megatron."""
+
+    name: str = option("tokens")
+    path: str = setting("", "Folder of token shards; required, unless mixture is given.")
+    mixture: dict[str, float] = setting({}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.")
+    validation_path: str | None = setting(None, "Folder of token shards to validate on; null: validation_percent.")
+    documents: str = one_of(
+        "mask", "cross", doc="mask: tokens do not see other documents, and loss stops at the border; cross: one stream."
+    )
+    pack: str = one_of(
+        "windows",
+        "best_fit",
+        doc="windows: the stream in equal parts; best_fit: whole documents (dtrain data pack).",
+    )
+
+    def _check(self) -> None:
+        if bool(self.path) == bool(self.mixture):
+            raise ConfigError(
+                f"data=tokens needs {self._key('path')}, a folder of token shards, or {self._key('mixture')}, such as "
+                "data.mixture={tokens/web: 0.7, tokens/code: 0.3}; and not both"
+            )
+        for folder, weight in self.mixture.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"{self._key('mixture')} gives {folder} the weight {weight:g}; expected above 0")
+        if self.pack == "best_fit" and self.documents == "cross":
+            raise ConfigError(
+                f"{self._entry('pack')} puts unrelated documents beside each other, which needs "
+                f"{self._key('documents')}=mask"
+            )
+
+
+@dataclass(frozen=True)
+class ChatDataConfig(DataConfig):
+    """Conversations in JSON lines; loss on what the assistant says."""
+
+    name: str = option("chat")
+    files: str = setting("", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.")
+    tokenizer: str | None = setting(
+        None, "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes."
+    )
+
+    def _check(self) -> None:
+        for name, example in (("files", "data.files='chat/*.jsonl'"), ("tokenizer", "data.tokenizer=/models/qwen3")):
+            if not getattr(self, name):
+                raise ConfigError(f"data=chat needs {self._key(name)}, such as {example}")
