@@ -1,0 +1,41 @@
+"""Token shards in memory, with the interface of those in files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+
+class Ends:
+    """Ends of documents in the stream of tokens."""
+
+    def __init__(self, ends: Int64) -> None:
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, key: int | slice) -> Any:
+        return self._ends[key]
+
+    def search(self, positions: Int64) -> Int64:
+        return np.searchsorted(self._ends, positions, side="right").astype(np.int64)
+
+
+class MemoryShards:
+    """Documents of these lengths; each token is its own number in the stream, plus 1."""
+
+    def __init__(self, lengths: list[int] | Int64) -> None:
+        ends = np.cumsum(np.asarray(lengths, np.int64))
+        self.document_ends = Ends(ends)
+        self.num_documents = len(ends)
+        self.num_tokens = int(ends[-1])
+        self.stream = np.arange(1, self.num_tokens + 1).astype(np.uint16)
+
+    def read(self, starts: Int64, length: int) -> Int64:
+        assert starts.min() >= 0 and starts.max() + length <= self.num_tokens
+        return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)
