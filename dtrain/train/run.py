@@ -49,8 +49,8 @@ from dtrain.train.run_dir import (
     write_config,
 )
 from dtrain.train.setup import (
-    check_launcher,
     check_inputs,
+    check_launcher,
     check_patterns,
     check_precision,
     check_same,

@@ -37,5 +37,6 @@ class MemoryShards:
         self.stream = np.arange(1, self.num_tokens + 1).astype(np.uint16)
 
     def read(self, starts: Int64, length: int) -> Int64:
-        assert starts.min() >= 0 and starts.max() + length <= self.num_tokens
+        assert starts.min() >= 0
+        assert starts.max() + length <= self.num_tokens
         return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_packed_samples_have_every_pair_of_every_document_once(lengths: list[int
     if not source.num_samples:
         return
     batch = source.batch(np.arange(source.num_samples))
-    want = [pair for tokens in documents(lengths) for pair in zip(tokens[:-1], tokens[1:], strict=True)]
+    want = [pair for tokens in documents(lengths) for pair in pairwise(tokens)]
     assert pairs(batch) == want
     assert set(batch["tokens"].flatten().tolist()) <= {0, *(token for token, _ in want)}
 
