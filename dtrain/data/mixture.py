@@ -1,4 +1,4 @@
-"""Sources made of others: a share of one, several one after another, and a mixture by weights."""
+"""Sources made of others: what is held out of one and the rest, several one after another, a mixture by weights."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from torch import Tensor
 
 from dtrain.data import sampling
 from dtrain.data.dataset import SampleSource
-from dtrain.data.sampling import Indices
+from dtrain.data.sampling import Indices, mix
 
 BLOCK = 10_000
 """Samples in which each source of a mixture has exactly its share."""
 
-_HELD_OUT = -1  # seed of the samples held out, which no run has: they are the same for all runs
+_HELD_OUT = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment, so that block 0 does not hash to 0
 
 
 @dataclass(frozen=True)
-class Share(SampleSource):
-    """``count`` samples of ``source``, from number ``first`` of a fixed random order."""
+class HeldOut(SampleSource):
+    """``count`` of the samples of ``source`` that are held out from training, spread over all of it.
+
+    One in each of ``num_held_out`` blocks of neighbors is held out, by a hash of the block's number: the same for all
+    runs. So the place of a sample follows without memory, also among the rest.
+    """
 
     source: SampleSource
-    first: int
+    num_held_out: int
     count: int
 
     @property
@@ -32,7 +36,32 @@ class Share(SampleSource):
         return self.count
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
-        return self.source.batch(sampling.sample_ids(_HELD_OUT, self.first + sample_ids, self.source.num_samples))
+        size = self.source.num_samples // self.num_held_out
+        blocks = sample_ids * self.num_held_out // self.count
+        return self.source.batch(blocks * size + _held_out(blocks, size))
+
+
+@dataclass(frozen=True)
+class NotHeldOut(SampleSource):
+    """The samples of ``source`` of which none is in a :class:`HeldOut` of as many; at most half are held out."""
+
+    source: SampleSource
+    num_held_out: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.source.num_samples - self.num_held_out
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        size = self.source.num_samples // self.num_held_out
+        blocks, places = np.divmod(sample_ids, size - 1)
+        skipped = np.where(blocks < self.num_held_out, blocks + (places >= _held_out(blocks, size)), self.num_held_out)
+        return self.source.batch(sample_ids + skipped)
+
+
+def _held_out(blocks: Indices, size: int) -> Indices:
+    """Returns the place of the sample of each block that is held out."""
+    return (mix(blocks.astype(np.uint64) + _HELD_OUT) % np.uint64(size)).astype(np.int64)
 
 
 class Concatenation(SampleSource):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dtrain.config.data import TokensDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
-from dtrain.data.mixture import BLOCK, Concatenation, Mixture, Share
+from dtrain.data.mixture import BLOCK, Concatenation, HeldOut, Mixture, NotHeldOut
 from dtrain.data.packing import read_plan
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.token_samples import PackedDocuments, ShardWindows
@@ -100,7 +100,7 @@ class _Folder:
     def describe(self) -> str:
         return (
             f"{self.name} ({self.shards.num_tokens:,} tokens, {self.shards.num_documents:,} documents, "
-            f"{self.source.num_samples:,} samples, {100 * self.counted:.1f} % of the targets count)"
+            f"{self.source.num_samples:,} samples, {100 * self.counted:.2f} % of the targets count)"
         )
 
 
@@ -117,12 +117,13 @@ def _hold_out(
                 f"{folder.name} gives one sample, but training and validation need one each; add text, lower "
                 "model.max_seq_len or set data.validation_path"
             )
-        counts.append(max(1, round(num_samples * config.validation_percent / 100)))
-        train.append(Share(folder.source, counts[-1], num_samples - counts[-1]))
+        counts.append(max(1, int(num_samples * config.validation_percent / 100)))
+        train.append(NotHeldOut(folder.source, counts[-1]))
     # as many as the scarcest folder allows: the loss of validation is then that of the mixture
     scale = min(count / weight for count, weight in zip(counts, weights, strict=True))
     held_out = [
-        Share(folder.source, 0, max(1, int(scale * weight))) for folder, weight in zip(folders, weights, strict=True)
+        HeldOut(folder.source, count, max(1, int(scale * weight)))
+        for folder, count, weight in zip(folders, counts, weights, strict=True)
     ]
     return train, held_out[0] if len(held_out) == 1 else Concatenation(held_out)
 

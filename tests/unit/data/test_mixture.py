@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.data import BatchLoader, SampleSource
-from dtrain.data.mixture import BLOCK, Concatenation, Mixture, Share, shares
+from dtrain.data.mixture import BLOCK, Concatenation, HeldOut, Mixture, NotHeldOut, shares
 from dtrain.data.sampling import Indices
 
 WEIGHTS = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=5)
@@ -105,16 +105,26 @@ def test_a_batch_of_several_sources_keeps_its_rows() -> None:
 
 
 @given(st.integers(2, 400), st.data())
-def test_shares_of_a_source_are_disjoint_and_all_of_it(count: int, data: st.DataObject) -> None:
-    held_out = data.draw(st.integers(1, count - 1))
+def test_samples_held_out_and_the_rest_are_disjoint_and_all_of_it(count: int, data: st.DataObject) -> None:
+    num = data.draw(st.integers(1, count // 2))
     source = Numbered(0, count)
-    validation, train = Share(source, 0, held_out), Share(source, held_out, count - held_out)
-    own = [row[1] for row in samples(validation, 0, np.arange(held_out))]
-    rest = [row[1] for row in samples(train, 5, np.arange(count - held_out))]
-    assert sorted(own + rest) == list(range(count))
-    assert sorted(own) == sorted(row[1] for row in samples(validation, 9, np.arange(held_out)))
+    held_out, rest = HeldOut(source, num, num), NotHeldOut(source, num)
+    assert held_out.num_samples + rest.num_samples == count
+    own = [row[1] for row in samples(held_out, 0, np.arange(num))]
+    assert sorted(own + [row[1] for row in samples(rest, 5, np.arange(count - num))]) == list(range(count))
+    assert sorted(own) == sorted(row[1] for row in samples(held_out, 9, np.arange(num)))
+    fewer = data.draw(st.integers(1, num))
+    some = [row[1] for row in samples(HeldOut(source, num, fewer), 0, np.arange(fewer))]
+    assert len(set(some)) == fewer
+    assert set(some) <= set(own)
 
 
-def test_samples_held_out_are_spread_over_the_source() -> None:
-    held_out = Share(Numbered(0, 10_000), 0, 500).batch(np.arange(500))["tokens"][:, 1]
-    assert 10_000 * 0.4 < held_out.double().mean() < 10_000 * 0.6
+def test_samples_held_out_are_spread_over_the_source_at_random() -> None:
+    source = Numbered(0, 10_000)
+    for count in (500, 37):
+        held_out = HeldOut(source, 500, count).batch(np.arange(count))["tokens"][:, 1]
+        assert (held_out.diff() > 0).all()
+        assert held_out[0] < 300
+        assert held_out[-1] > 9700
+    places = HeldOut(source, 500, 500).batch(np.arange(500))["tokens"][:, 1] % 20
+    assert (places.bincount(minlength=20) > 8).all()
