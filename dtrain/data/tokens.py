@@ -122,7 +122,7 @@ def _hold_out(
     # as many as the scarcest folder allows: the loss of validation is then that of the mixture
     scale = min(count / weight for count, weight in zip(counts, weights, strict=True))
     held_out = [
-        HeldOut(folder.source, count, max(1, int(scale * weight)))
+        HeldOut(folder.source, count, max(1, round(scale * weight)))
         for folder, count, weight in zip(folders, counts, weights, strict=True)
     ]
     return train, held_out[0] if len(held_out) == 1 else Concatenation(held_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,14 @@ class Ends:
 class MemoryShards:
     """Documents of these lengths; each token is its own number in the stream, plus 1."""
 
-    def __init__(self, lengths: list[int] | Int64) -> None:
+    end_id = 0
+
+    def __init__(
+        self, lengths: list[int] | Int64, *, vocab_size: int = 70_000, tokenizer_file: Path | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.tokenizer_file = tokenizer_file
+        self.fingerprint = hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()
         ends = np.cumsum(np.asarray(lengths, np.int64))
         self.document_ends = Ends(ends)
         self.num_documents = len(ends)

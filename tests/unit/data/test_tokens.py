@@ -1,151 +1,179 @@
-"""Samples of token shards, held against a loop over documents."""
+"""Data sets of folders of token shards."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
 
-from dtrain.config.model import GPT2_FACTORY, ModelConfig
-from dtrain.data.packing import pack_documents
-from dtrain.data.token_samples import IGNORE_INDEX, PackedDocuments, ShardWindows, read_ranges
-from dtrain.models import build_model
+from dtrain.config.data import TokensDataConfig
+from dtrain.data import Dataset, SampleSource, load_dataset, tokens
+from dtrain.data.packing import pack_documents, write_plan
+from dtrain.data.token_samples import IGNORE_INDEX
+from dtrain.errors import ConfigError
 from tests.helpers.token_shards import MemoryShards
 
-LENGTHS = st.lists(st.integers(0, 40), min_size=2, max_size=40).filter(lambda lengths: sum(lengths) > 1)
+SEQ_LEN = 16
+SHARDS = {
+    "web": MemoryShards([40, 3, 9, 30, 12] * 40),
+    "code": MemoryShards([100, 7, 25] * 10),
+    "short": MemoryShards([9]),
+    "two": MemoryShards([2 * SEQ_LEN + 1]),
+    "other": MemoryShards([50] * 20, vocab_size=300),
+}
 
 
-def windows(lengths: list[int], seq_len: int, *, masks: bool) -> ShardWindows:
-    return ShardWindows(MemoryShards(lengths), seq_len, masks)
+@pytest.fixture(autouse=True)
+def shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, MemoryShards]:
+    """Folders by name in the working directory."""
+    found = dict(SHARDS)
+    monkeypatch.setattr(tokens.TokenShards, "open", lambda folder: found[folder.name])
+    monkeypatch.chdir(tmp_path)
+    return found
 
 
-def packed(lengths: list[int], seq_len: int) -> PackedDocuments:
-    shards = MemoryShards(lengths)
-    return PackedDocuments(shards, pack_documents(shards.document_ends[:], seq_len), seq_len)
+def load(**keys: Any) -> Dataset:
+    return load_dataset(TokensDataConfig(**keys), SEQ_LEN)
 
 
-def documents(lengths: list[int]) -> list[list[int]]:
-    """Returns the tokens of each document of ``MemoryShards(lengths)``."""
-    ends = np.cumsum(lengths).tolist()
-    return [list(range(end - length + 1, end + 1)) for end, length in zip(ends, lengths, strict=True)]
+def first_tokens(source: SampleSource) -> list[int]:
+    return [int(token) for token in source.batch(np.arange(source.num_samples))["tokens"][:, 0]]
 
 
-def pairs(batch: dict[str, Tensor]) -> list[tuple[int, int]]:
-    """Returns input and target wherever the target counts."""
-    counted = batch["targets"] != IGNORE_INDEX
-    return sorted(zip(batch["tokens"][counted].tolist(), batch["targets"][counted].tolist(), strict=True))
+def pack(name: str) -> None:
+    shards = SHARDS[name]
+    write_plan(Path(name), pack_documents(shards.document_ends[:], SEQ_LEN), SEQ_LEN, shards.fingerprint)
 
 
-@given(LENGTHS, st.integers(1, 17))
-def test_windows_of_one_stream_use_each_token_but_the_first_as_a_target_once(lengths: list[int], seq_len: int) -> None:
-    source = windows(lengths, seq_len, masks=False)
-    total = (sum(lengths) - 1) // seq_len * seq_len
-    assert source.num_samples * seq_len == total
-    if total:
-        batch = source.batch(np.arange(source.num_samples))
-        assert batch.keys() == {"tokens", "targets"}
-        assert batch["tokens"].flatten().tolist() == list(range(1, total + 1))
-        assert batch["targets"].flatten().tolist() == list(range(2, total + 2))
+@pytest.mark.parametrize("keys", [{}, {"documents": "cross"}, {"pack": "best_fit"}])
+def test_a_share_of_the_samples_is_held_out(keys: dict[str, str]) -> None:
+    pack("web")
+    data = load(path="web", validation_percent=10, **keys)
+    num_samples = data.train.num_samples + data.validation.num_samples
+    assert data.validation.num_samples == num_samples // 10
+    batch = data.train.batch(np.arange(3))
+    assert ("positions" in batch) == (keys.get("documents") != "cross")
+    if "pack" not in keys:
+        assert sorted(first_tokens(data.train) + first_tokens(data.validation)) == list(
+            range(1, num_samples * SEQ_LEN, SEQ_LEN)
+        )
 
 
-@given(LENGTHS, st.integers(1, 17), st.data())
-def test_masked_windows_restart_positions_and_count_no_target_across_a_border(
-    lengths: list[int], seq_len: int, data: st.DataObject
+def test_the_description_counts_targets() -> None:
+    pack("web")
+    web = SHARDS["web"]
+    data = load(path="web")
+    num_samples = (web.num_tokens - 1) // SEQ_LEN
+    counted = int((data.train.batch(np.arange(data.train.num_samples))["targets"] != IGNORE_INDEX).sum())
+    counted += int((data.validation.batch(np.arange(data.validation.num_samples))["targets"] != IGNORE_INDEX).sum())
+    assert data.description == (
+        f"data=tokens: web (3,760 tokens, 200 documents, {num_samples} samples, "
+        f"{100 * counted / num_samples / SEQ_LEN:.2f} % of the targets count); 5 % of the samples held out for "
+        "validation"
+    )
+    assert "100.00 % of the targets count" in load(path="web", documents="cross").description
+    apart = load(path="web", validation_path="code/").description
+    assert apart.endswith(
+        "; validation on code/ (1,320 tokens, 30 documents, 82 samples, 97.79 % of the targets count)"
+    )
+
+
+def test_a_mixture_takes_its_shares_also_in_validation() -> None:
+    data = load(mixture={"web": 3.0, "code": 1.0}, validation_percent=20)
+    assert "75 % from web (" in data.description
+    assert ", 25 % from code (" in data.description
+    num_samples = [(SHARDS[name].num_tokens - 1) // SEQ_LEN for name in ("web", "code")]
+    held_out = [number // 5 for number in num_samples]
+    assert held_out == [46, 16]
+    assert data.validation.num_samples == 46 + 15  # as 3 to 1
+    assert data.train.num_samples == sum(num_samples) - sum(held_out)
+
+
+def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, MemoryShards]) -> None:
+    pack("web")
+    choices: list[dict[str, Any]] = [
+        {"path": "web"},
+        {"path": "code"},
+        {"path": "web", "documents": "cross"},
+        {"path": "web", "pack": "best_fit"},
+        {"path": "web", "validation_percent": 6.0},
+        {"path": "web", "validation_path": "code"},
+        {"path": "web", "validation_path": "two"},
+        {"mixture": {"web": 1.0, "code": 1.0}},
+        {"mixture": {"web": 1.0, "code": 2.0}},
+    ]
+    fingerprints = [load(**keys).fingerprint for keys in choices]
+    assert len(set(fingerprints)) == len(choices)
+    assert fingerprints == [load(**keys).fingerprint for keys in choices]
+    shards["elsewhere"] = shards["web"]
+    assert load(path="elsewhere").fingerprint == fingerprints[0]
+
+
+def test_the_mean_context_is_that_of_attention() -> None:
+    assert load(path="web", documents="cross").mean_context is None
+    data = load(path="web", validation_percent=0)
+    positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
+    lengths = [len(run) for row in positions.tolist() for run in runs(row)]
+    assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+
+
+def runs(positions: list[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for position in positions:
+        if position == 0:
+            found.append([])
+        found[-1].append(position)
+    return found
+
+
+def test_the_codec_opens_the_tokenizer_for_the_first_text(
+    monkeypatch: pytest.MonkeyPatch, shards: dict[str, MemoryShards], tmp_path: Path
 ) -> None:
-    source = windows(lengths, seq_len, masks=True)
-    if not source.num_samples:
-        return
-    begins = {tokens[0] for tokens in documents(lengths) if tokens}
-    ids = np.array(data.draw(st.lists(st.integers(0, source.num_samples - 1), min_size=1, max_size=5)))
-    batch = source.batch(ids)
-    for number, tokens, targets, positions in zip(ids.tolist(), *(t.tolist() for t in batch.values()), strict=True):
-        assert tokens == list(range(number * seq_len + 1, (number + 1) * seq_len + 1))
-        assert targets == [IGNORE_INDEX if token + 1 in begins else token + 1 for token in tokens]
-        expected = 0
-        for token, position in zip(tokens, positions, strict=True):
-            expected = 0 if token in begins else expected
-            assert position == expected
-            expected += 1
+    codec = load(path="web").codec
+    assert codec.start_token == 0
+    assert codec.decode([3, 14]) == "3 14"
+    file = tmp_path / "tokenizer.json"
+    file.write_text("not yet read")
+    shards["web"] = MemoryShards([40] * 40, tokenizer_file=file)
+    codec = load(path="web").codec
+
+    class Spelled:
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(chr(token) for token in tokens)
+
+    opened: list[Path] = []
+    monkeypatch.setattr(tokens.TokenizerFile, "load", lambda path: opened.append(path) or Spelled())
+    assert codec.decode([104, 105]) == "hi"
+    assert opened == [file]
 
 
-@given(LENGTHS, st.integers(1, 17))
-def test_packed_samples_have_every_pair_of_every_document_once(lengths: list[int], seq_len: int) -> None:
-    source = packed(lengths, seq_len)
-    if not source.num_samples:
-        return
-    batch = source.batch(np.arange(source.num_samples))
-    want = [pair for tokens in documents(lengths) for pair in pairwise(tokens)]
-    assert pairs(batch) == want
-    assert set(batch["tokens"].flatten().tolist()) <= {0, *(token for token, _ in want)}
+def refusal(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
-@given(LENGTHS, st.integers(1, 17), st.data())
-def test_a_packed_sample_is_pieces_with_positions_of_their_own_then_padding(
-    lengths: list[int], seq_len: int, data: st.DataObject
-) -> None:
-    source = packed(lengths, seq_len)
-    if not source.num_samples:
-        return
-    ids = np.array(data.draw(st.lists(st.integers(0, source.num_samples - 1), min_size=1, max_size=5)))
-    batch = source.batch(ids)
-    packing = source.packing
-    for row, number in enumerate(ids.tolist()):
-        tokens: list[int] = []
-        positions: list[int] = []
-        for piece in range(packing.bounds[number], packing.bounds[number + 1]):
-            start, length = int(packing.starts[piece]), int(packing.lengths[piece])
-            tokens += range(start + 1, start + 1 + length)
-            positions += range(length)
-        rest = seq_len - len(tokens)
-        assert batch["tokens"][row].tolist() == tokens + [0] * rest
-        assert batch["targets"][row].tolist() == [token + 1 for token in tokens] + [IGNORE_INDEX] * rest
-        assert batch["positions"][row].tolist() == positions + list(range(rest))
-
-
-@given(LENGTHS, st.data())
-def test_ranges_of_any_length_are_read_in_their_order(lengths: list[int], data: st.DataObject) -> None:
-    shards = MemoryShards(lengths)
-    starts = data.draw(st.lists(st.integers(0, shards.num_tokens - 1), min_size=1, max_size=9))
-    ranges = [(start, data.draw(st.integers(1, shards.num_tokens - start))) for start in starts]
-    got = read_ranges(shards, *np.array(ranges).T)
-    assert got.tolist() == [token for start, length in ranges for token in range(start + 1, start + length + 1)]
-
-
-@pytest.mark.parametrize("factory", [ModelConfig.factory, GPT2_FACTORY])
-@pytest.mark.parametrize("pack", ["windows", "best_fit"])
-def test_loss_and_gradients_of_samples_are_those_of_their_documents_one_by_one(factory: str, pack: str) -> None:
-    lengths, seq_len = [30, 3, 1, 9, 2, 60, 17, 24, 5, 5, 5, 40], 24
-    config = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=seq_len, factory=factory)
-    model = build_model(config, 256, seed=0)
-    source = packed(lengths, seq_len) if pack == "best_fit" else windows(lengths, seq_len, masks=True)
-    batch = source.batch(np.arange(source.num_samples))
-    together = model(**batch).loss
-    together.backward()
-    got = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-
-    # documents are cut where samples are full, and by windows also where one ends
-    cuts = [list(range(0, max(1, n - 1), seq_len)) for n in lengths]
-    if pack == "windows":
-        begins = np.cumsum([0, *lengths]).tolist()
-        cuts = [[0, *(c for c in range(1, n) if (b + c) % seq_len == 0)] for b, n in zip(begins, lengths, strict=False)]
-    total, num_targets = torch.zeros(()), int((batch["targets"] != IGNORE_INDEX).sum())
-    seen = 0
-    for tokens, begins_of_pieces in zip(documents(lengths), cuts, strict=True):
-        for begin, end in zip(begins_of_pieces, [*begins_of_pieces[1:], len(tokens) - 1], strict=True):
-            targets = torch.tensor([tokens[begin + 1 : end + 1]])
-            if pack == "windows" and tokens[begin] > source.num_samples * seq_len:
-                continue  # in no whole window
-            if targets.numel():
-                total = total + model(torch.tensor([tokens[begin:end]]), targets).loss * targets.numel() / num_targets
-                seen += targets.numel()
-    assert seen == num_targets
-    torch.testing.assert_close(together, total, rtol=1e-6, atol=0)
-    total.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(got[name], parameter.grad, rtol=0, atol=1e-6)
+def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards], tmp_path: Path) -> None:
+    assert refusal(path="short") == (
+        "short holds 9 tokens, which give no sample of model.max_seq_len=16; add text or lower model.max_seq_len"
+    )
+    shards["one"] = MemoryShards([SEQ_LEN + 1])
+    assert refusal(path="one").startswith("one gives one sample, but training and validation need one each")
+    load(path="two")
+    load(path="one", validation_path="two")
+    assert refusal(path="web", pack="best_fit").endswith("; run dtrain data pack web seq_len=16")
+    assert refusal(mixture={"web": 1.0, "code": 1e-6}).startswith(
+        "data.mixture gives code the weight 1e-06 of 1, less than one sample in 10,000"
+    )
+    other = "other has a vocabulary of 300, but web 70000; their tokens mean other text"
+    assert refusal(mixture={"web": 1.0, "other": 1.0}).startswith(other)
+    assert refusal(path="web", validation_path="other").startswith(other)
+    for name in ("own", "another"):
+        (tmp_path / name).write_text(name)
+        shards[name] = MemoryShards([50] * 9, tokenizer_file=tmp_path / name)
+    assert refusal(mixture={"own": 1.0, "another": 1.0}).startswith("another has a tokenizer of sha256 ")
+    assert refusal(path="own", validation_path="web").startswith("web has a tokenizer of sha256 None, but own ")
