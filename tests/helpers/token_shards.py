@@ -1,13 +1,17 @@
-"""Token shards in memory, with the interface of those in files."""
+"""Token shards in memory, with the interface of those in files, and small ones in files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dtrain.data.packing import pack_documents, write_plan
+from dtrain.data.shards.reader import TokenShards
 
 Int64 = NDArray[np.int64]
 
@@ -49,3 +53,16 @@ class MemoryShards:
         assert starts.min() >= 0
         assert starts.max() + length <= self.num_tokens
         return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)
+
+
+def write_shards(folder: Path, lengths: list[int], *, vocab_size: int = 97, seed: int = 0, packed: int = 0) -> Path:
+    """Writes shards of random tokens in documents of these lengths, and a plan for samples of ``packed`` tokens."""
+    folder.mkdir(parents=True)
+    ends = np.cumsum(lengths)
+    np.random.default_rng(seed).integers(1, vocab_size, ends[-1], dtype=np.uint16).tofile(folder / "t.bin")
+    np.save(folder / "ends.npy", ends)
+    (folder / "meta.json").write_text(json.dumps({"vocab": vocab_size}))
+    if packed:
+        shards = TokenShards.open(folder)
+        write_plan(folder, pack_documents(shards.document_ends[:], packed), packed, shards.fingerprint)
+    return folder
