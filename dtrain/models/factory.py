@@ -55,14 +55,17 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     return model
 
 
-def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int | None:
+def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) -> int | None:
     """Returns the model FLOPs of one forward and backward per trained token, or None for a user factory.
 
     This is the numerator of MFU. It follows PaLM (Chowdhery et al., 2022, appendix B): a multiply-add is two FLOPs and
     the backward costs twice the forward, so each matmul parameter counts 6; attention's two matmuls over the context
     are added. Unlike PaLM, only the causal half of attention counts (6 instead of 12 x layers x heads x head dimension
-    x ``seq_len``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
+    x ``context``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
     vocabulary and recomputation do not.
+
+    Args:
+        context: mean over tokens of the length of their sequence, or of their document if documents share one.
     """
     hidden = config.hidden_dim
     if config.factory == DEFAULT_FACTORY:
@@ -73,7 +76,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
     else:
         return None
     matmul_parameters = config.num_layers * layer + hidden * vocabulary(config, vocab_size)
-    return 6 * matmul_parameters + 6 * config.num_layers * hidden * seq_len
+    return 6 * matmul_parameters + round(6 * config.num_layers * hidden * context)
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
