@@ -31,7 +31,7 @@ BLOCK = 64 * 1024
 KINDS = ("bin", "ends", "crc")
 MAX_SHARDS = 100_000  # of five digits
 
-_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _UINT16_TOKENS = 1 << 16
 
 
