@@ -71,7 +71,7 @@ def _lines(source: Source, text_key: str) -> Iterator[tuple[str, int]]:
 
 def _text_of(line: str, text_key: str, source: Source, at: int) -> str:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(f"{place(source, at)}: not readable as JSON: {reason}") from None

@@ -43,6 +43,9 @@ def run(values: Mapping[str, Any]) -> int:
         if is_disk_fault(error):
             raise disk_fault(error, options.out) from error
         raise
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes", file=sys.stderr)
+        return 128 + signal.SIGINT
     tokens, documents = (sum(getattr(shard, kind) for shard in manifest.shards) for kind in ("tokens", "documents"))
     skipped = f"; {plural(num_empty, 'empty document')} skipped" if num_empty else ""
     print(

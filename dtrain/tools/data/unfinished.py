@@ -38,7 +38,7 @@ def open_out(out: Path) -> IO[bytes]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         others = {path.name for path in out.iterdir()}
-        if MANIFEST in others and _FOLDER not in others:
+        if MANIFEST in others and not (scratch / _JOB).exists():
             raise ConfigError(f"out={out} holds finished token shards; choose another folder, or remove this one")
         if others and _FOLDER not in others:
             raise ConfigError(f"out={out} is not empty (it holds {min(others)}); choose another folder")
@@ -131,4 +131,6 @@ def finished_shards(out: Path, units: Sequence[Sequence[Source]], itemsize: int)
 
 
 def remove(out: Path) -> None:
+    """Removes the records of a finished job. Without its first file they are no job, whatever a kill leaves of them."""
+    (scratch_folder(out) / _JOB).unlink()
     shutil.rmtree(scratch_folder(out))
