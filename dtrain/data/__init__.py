@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dtrain.data.dataset import Codec, Dataset, SampleSource
     from dtrain.data.load import load_dataset
-    from dtrain.data.loader import BatchLoader, validation_batches
+    from dtrain.data.loader import BatchLoader, PrefetchedBatches, validation_batches
     from dtrain.data.sampling import micro_batch_indices, sample_id, sample_ids
     from dtrain.data.text import END_OF_DOCUMENT, TokenWindows
 
@@ -17,6 +17,7 @@ __all__ = [
     "BatchLoader",
     "Codec",
     "Dataset",
+    "PrefetchedBatches",
     "SampleSource",
     "TokenWindows",
     "load_dataset",
@@ -30,7 +31,7 @@ __all__ = [
 _MODULES = {
     "dataset": ("Codec", "Dataset", "SampleSource"),
     "load": ("load_dataset",),
-    "loader": ("BatchLoader", "validation_batches"),
+    "loader": ("BatchLoader", "PrefetchedBatches", "validation_batches"),
     "sampling": ("micro_batch_indices", "sample_id", "sample_ids"),
     "text": ("END_OF_DOCUMENT", "TokenWindows"),
 }

@@ -16,7 +16,7 @@ from dtrain import errors
 from dtrain.data.shards.format import ShardEntry
 from dtrain.errors import DataError, RankError
 from dtrain.tools.data.inputs import Source
-from dtrain.tools.data.worker import Finished, Job
+from dtrain.tools.data.worker import Finished, TokenizeJob
 from dtrain.tools.ranks import describe_exit, kill_group, send_line, start_rank
 
 _MODULE = "dtrain.tools.data.worker"
@@ -32,12 +32,12 @@ class _Worker:
     characters: int = 0
 
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the tokens and characters of the units in work."""
 
 
 def run_units(
-    job: Job, units: Mapping[int, Sequence[Source]], num_workers: int, progress: Progress
+    job: TokenizeJob, units: Mapping[int, Sequence[Source]], num_workers: int, progress: OnProgress
 ) -> Iterator[tuple[int, Finished]]:
     """Yields each unit's number and result as it is finished; the processes end with the iterator.
 
@@ -70,7 +70,7 @@ def run_units(
             progress(sum(one.tokens for one in workers), sum(one.characters for one in workers))
 
 
-def _start(job: Job, messages: Queue[tuple[_Worker, dict[str, Any] | None]], stack: ExitStack) -> _Worker:
+def _start(job: TokenizeJob, messages: Queue[tuple[_Worker, dict[str, Any] | None]], stack: ExitStack) -> _Worker:
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
     stack.callback(log.close)
     worker = _Worker(start_rank(_MODULE, threads=1, stdout=PIPE, stderr=log), log)

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 _LINE_S = 10.0
 
 
-class Progress:
+class WorkProgress:
     """Shows how much is done, and tokens per second if tokens are counted.
 
     Args:

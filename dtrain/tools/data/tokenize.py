@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,8 @@ from dtrain.errors import ConfigError, DataError, disk_fault, is_disk_fault
 from dtrain.tools.data import unfinished
 from dtrain.tools.data.inputs import Source, find_files, plan_units
 from dtrain.tools.data.pool import run_units
-from dtrain.tools.data.progress import Progress
-from dtrain.tools.data.worker import Finished, Job
+from dtrain.tools.data.progress import WorkProgress
+from dtrain.tools.data.worker import Finished, TokenizeJob
 from dtrain.tools.data.writer import write_whole
 from dtrain.tools.tables import plural
 from dtrain.version import version
@@ -112,7 +114,7 @@ def _write_shards(options: TokenizeOptions, tokenizer: TokenizerFile, units: lis
     import numpy as np
 
     out = options.out
-    job = Job(
+    job = TokenizeJob(
         out=str(out),
         scratch=str(unfinished.scratch_folder(out)),
         tokenizer=str(out / TOKENIZER),
@@ -122,7 +124,7 @@ def _write_shards(options: TokenizeOptions, tokenizer: TokenizerFile, units: lis
     shards = unfinished.finished_shards(out, units, np.dtype(dtype_name(tokenizer.vocab_size)).itemsize)
     sizes = [sum(source.size for source in unit) for unit in units]
     remaining = {number: unit for number, unit in enumerate(units) if number not in shards}
-    with Progress("tokenize", sum(sizes), sum(sizes[number] for number in shards)) as progress:
+    with WorkProgress("tokenize", sum(sizes), sum(sizes[number] for number in shards)) as progress:
         if shards:
             progress.print(f"resuming: {len(shards)} of {plural(len(units), 'shard')} are finished")
         for number, finished in run_units(job, remaining, options.workers, progress.in_work):

@@ -14,7 +14,7 @@ from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, Manifest, sha256_o
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
-from dtrain.tools.data.progress import Progress
+from dtrain.tools.data.progress import WorkProgress
 from dtrain.tools.tables import plural
 
 _READ_BYTES = 64 * BLOCK
@@ -32,7 +32,7 @@ def run(values: Mapping[str, Any]) -> int:
         return 1
     num_bad = 0
     total = sum(shard.tokens * manifest.numpy_dtype.itemsize for shard in manifest.shards)
-    with Progress("verify", total) as progress:
+    with WorkProgress("verify", total) as progress:
         for problem in problems(folder, manifest, progress):
             print(f"BAD {problem}", flush=True)
             num_bad += 1
@@ -51,7 +51,7 @@ def _verify_foreign(folder: Path, vocab_size: int | None) -> int:
         )
     num_bad = 0
     shards = TokenShards.open(folder, vocab_size)
-    with Progress("verify", sum(shard.tokens.nbytes for shard in shards.shards)) as progress:
+    with WorkProgress("verify", sum(shard.tokens.nbytes for shard in shards.shards)) as progress:
         for shard in shards.shards:
             for start in range(0, shard.num_tokens, _READ_BYTES):
                 tokens = shard.tokens[start : start + _READ_BYTES]
@@ -66,7 +66,7 @@ def _verify_foreign(folder: Path, vocab_size: int | None) -> int:
     return 1 if num_bad else 0
 
 
-def problems(folder: Path, manifest: Manifest, progress: Progress) -> Iterator[str]:
+def problems(folder: Path, manifest: Manifest, progress: WorkProgress) -> Iterator[str]:
     """Yields the file and what is wrong with it, for each bad file."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
@@ -124,7 +124,7 @@ def _first_bad_end(data: bytes, num_tokens: int) -> str:
     return ""
 
 
-def _bad_block(path: Path, manifest: Manifest, digest: str, crc: bytes | None, progress: Progress) -> str | None:
+def _bad_block(path: Path, manifest: Manifest, digest: str, crc: bytes | None, progress: WorkProgress) -> str | None:
     """Reads a whole ``.bin``; returns what is wrong with it, by its checksums and by the largest token."""
     found = hashlib.sha256()
     checksums = None if crc is None else np.frombuffer(crc, dtype="<u4")

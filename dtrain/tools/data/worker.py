@@ -31,7 +31,7 @@ _REPORT_S = 0.25
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What all work units share.
 
     Attributes:
@@ -58,7 +58,7 @@ class Finished:
 
 
 def tokenize_unit(
-    job: Job,
+    job: TokenizeJob,
     tokenizer: TokenizerFile,
     number: int,
     sources: Sequence[Source],
@@ -152,7 +152,7 @@ def main() -> None:
         send({"tokens": tokens, "characters": characters})
 
     try:
-        job = Job(**json.loads(lines.get()))
+        job = TokenizeJob(**json.loads(lines.get()))
         tokenizer = TokenizerFile(Path(job.tokenizer))
         while True:
             unit = json.loads(lines.get())

@@ -23,7 +23,7 @@ from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError, DataError, StorageError
 from dtrain.tools.data import inputs, writer
 from dtrain.tools.data.inputs import find_files, plan_units
-from dtrain.tools.data.worker import Job, tokenize_unit
+from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
 from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl
 
 _ROOT = Path(__file__).parents[4]
@@ -37,9 +37,9 @@ def tokenize(files: str, tokenizer: Path, out: Path, *words: str) -> int:
     return main(["data", "tokenize", f"files={files}", f"tokenizer={tokenizer}", f"out={out}", *words])
 
 
-def job(tmp_path: Path, tokenizer: Path, text_key: str = "text") -> tuple[Job, TokenizerFile]:
+def job(tmp_path: Path, tokenizer: Path, text_key: str = "text") -> tuple[TokenizeJob, TokenizerFile]:
     (tmp_path / "scratch").mkdir()
-    return Job(str(tmp_path), str(tmp_path / "scratch"), str(tokenizer), text_key, 0), TokenizerFile(tokenizer)
+    return TokenizeJob(str(tmp_path), str(tmp_path / "scratch"), str(tokenizer), text_key, 0), TokenizerFile(tokenizer)
 
 
 @pytest.mark.processes
@@ -268,3 +268,15 @@ def test_memory_is_bounded(tmp_path: Path, tokenizer: Path) -> None:
     tokenize_unit(own_job, loaded, 0, unit)
     assert len(sizes) >= 3
     assert max(sizes) < 600_000
+
+
+def test_an_interrupt_takes_one_line(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dtrain.tools.data.tokenize.run_units", interrupt)
+    (tmp_path / "a.txt").write_text("text")
+    assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 130
+    assert capsys.readouterr().err == "interrupted; the same command resumes\n"
