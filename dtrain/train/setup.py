@@ -22,7 +22,7 @@ from dtrain.config.fields import in_keys
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, Dataset
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.launch_env import LaunchEnv, num_cores
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
@@ -34,7 +34,6 @@ from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.redaction.redact import redact
 from dtrain.telemetry.envelope import Envelope
-from dtrain.telemetry.throughput import num_cores
 
 
 def check_launcher(launch: LaunchConfig) -> None:
