@@ -35,6 +35,16 @@ def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
     return config.vocab_size
 
 
+def check_model(config: ModelConfig) -> None:
+    """Runs the checks of a model that take no time; :func:`vocabulary` runs all checks of model=hf.
+
+    Raises:
+        ConfigError: ``model.path`` is no folder of a model that can be trained, or transformers is not installed.
+    """
+    if config.factory == HF_FACTORY:
+        hf.check_folder(config)
+
+
 def _hf_vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
     size = hf.vocabulary_size(config)
     if config.vocab_size not in (None, size):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
+from dtrain.checkpoint.huggingface.same_model import replaced
 from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError, ConfigError, nearest
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
@@ -138,7 +140,7 @@ def read_hf_config(config: ModelConfig) -> Any:
             for key in config.args:
                 if key not in known:
                     raise ConfigError(f"model.args.{key} is no entry of the config.json of {kind}{nearest(key, known)}")
-            hf_config = config_class.from_dict(_replaced(values, config.args))
+            hf_config = config_class.from_dict(replaced(values, config.args))
         except ConfigError:
             raise
         except Exception as error:  # the class decides what it raises for a bad value
@@ -155,7 +157,6 @@ def read_hf_config(config: ModelConfig) -> Any:
             f"model.max_seq_len={config.max_seq_len} is more than the {limit} positions of the model "
             f"(max_position_embeddings); make it {limit} or less"
         )
-    hf_config.use_cache = False
     if getattr(hf_config, "output_router_logits", False):
         hf_config.output_router_logits = False
     return hf_config
@@ -165,8 +166,11 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
     """Returns ``config.json`` of ``config.path`` after the checks that need no import of transformers.
 
     Raises:
-        ConfigError: there is no such folder or file, or the weights are quantized or an adapter.
+        ConfigError: transformers is not installed, there is no such folder or file, or the weights are quantized or an
+            adapter.
     """
+    if find_spec("transformers") is None:
+        raise ConfigError("model=hf needs transformers, which is not installed; pip install 'dtrain[hf]'")
     path = Path(str(config.path))
     try:
         values = read_config(path)
@@ -182,15 +186,6 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
             "unrounded ones; give the folder of the model before quantization"
         )
     return values
-
-
-def _replaced(values: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    """Returns ``values`` with ``args`` in it; a list with an entry a layer follows the number of layers."""
-    merged = {**values, **args}
-    layers, types = args.get("num_hidden_layers"), values.get("layer_types")
-    if isinstance(layers, int) and isinstance(types, list) and "layer_types" not in args:
-        merged["layer_types"] = types[:layers] if layers <= len(types) else None
-    return merged
 
 
 def text_config(hf: Any) -> Any:
@@ -226,7 +221,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"model=hf needs transformers, which cannot be imported ({error}); pip install 'dtrain[hf]'"
+            f"model=hf needs transformers, whose import failed: {_line(error)}; pip install 'dtrain[hf]'"
         ) from error
     return transformers
 
