@@ -21,6 +21,7 @@ from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
+from dtrain.precision.policy import TRAINABLE_DTYPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
 """Dtype of a module's weights, by its format."""
@@ -162,8 +163,10 @@ class ModuleTree:
             return "its weight is not a parameter of two dimensions"
         if "forward" in module.__dict__:
             return "its forward is replaced"
-        if not weight.requires_grad:
-            return "its weight is frozen"
+        if weight.dtype not in TRAINABLE_DTYPES:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if not weight.requires_grad and type(weight) is not nn.Parameter:
+            return f"its frozen weight is a {type(weight).__name__}"
         own = self._parameter_name(module, "weight")
         tied = [other for other in self._owners[id(weight)] if other != own]
         if tied:
