@@ -35,6 +35,7 @@ OWN_FORWARD = "own_forward"
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 _LOSS = nn.modules.loss._Loss
+_ADAPTERS = "adapter_layer_names"  # attribute of the classes of peft's layers
 _PRODUCTS = (
     nn.Linear,
     nn.Bilinear,
@@ -134,7 +135,7 @@ class ModuleTree:
         for module in model.modules():
             for local, p in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(p), []).append(self._parameter_name(module, local))
-        products = [module for module in model.modules() if isinstance(module, _PRODUCTS)]
+        products = [m for m in model.modules() if isinstance(m, _PRODUCTS) and not self.is_adapter(m)]
         self._first, self._last = products[:1], products[-1:]
 
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
@@ -148,6 +149,12 @@ class ModuleTree:
         """Returns the modules that contain ``module`` under any of its names, innermost first."""
         names = [prefix for name in self.names[id(module)] for prefix in list(_prefixes(name))[1:]]
         return tuple({id(outer): outer for outer in map(self._by_name.__getitem__, names)}.values())
+
+    def is_adapter(self, module: nn.Module) -> bool:
+        """Whether ``module`` is inside a layer of ``peft``, beside the layer that this one wraps."""
+        parent, *others = (*self.ancestors(module), None)
+        is_inside = any(hasattr(type(other), _ADAPTERS) for other in others)
+        return is_inside and not hasattr(type(parent), _ADAPTERS)
 
     def first_or_last(self, module: nn.Module) -> str:
         if module in self._first:
@@ -228,6 +235,8 @@ def _assign(
         return FormatAssignment(name, module, "fp32", fp32_class(module) or inside, ancestors)
     if wanted == "fp8":
         unsupported_reason = modules.unsupported_reason(module)
+        if not unsupported_reason and modules.is_adapter(module) and (found is None or found[0] not in own_names):
+            unsupported_reason = "an adapter: small products, which FP8 would not make faster"
         if not unsupported_reason and found is None:
             unsupported_reason = modules.first_or_last(module)
             if not unsupported_reason and name in decisions:

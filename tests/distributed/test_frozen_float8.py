@@ -350,3 +350,18 @@ def test_engines_agree_on_the_products() -> None:
     assert ddp == pytest.approx(native, rel=2e-2)
     assert fsdp2 == pytest.approx(native, rel=2e-2)
     assert native[0] > native[-1]
+
+
+def measured(rank: int, world: int) -> Counter[tuple[str, tuple[str, ...]]]:
+    engine = start(3)
+    with engine.measure_precision() as measurement:
+        train(engine, range(1))
+    report = measurement.report()
+    assert report is not None
+    return Counter((one.product, tuple(operand.operand for operand in one.operands)) for one in report.float8)
+
+
+def test_only_the_products_that_run_are_measured() -> None:
+    """A frozen weight has no master to compare it with."""
+    want = {("fprop", ("input",)): 10, ("dgrad", ("gradient",)): 9}  # the first layer gives no input gradient
+    assert run_ranks(2, measured) == [want] * 2

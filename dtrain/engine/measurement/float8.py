@@ -110,8 +110,9 @@ class Float8Measurement:
             losses = dict(zip(_CASTS, map(loss_of_sums, own), strict=True))
             formats = {"input": "e4m3", "weight": "e4m3"}
             formats["gradient"] = "e4m3" if module.recipe.grad_dtype == E4M3 else "e5m2"
+            weight = module._parameters.get("weight")  # `[...]` would need it unsharded
             for product, casts in _PRODUCTS.items():
-                if product == "wgrad" and not module.weight_parameter.requires_grad:
+                if product == "wgrad" and weight is not None and not weight.requires_grad:
                     continue
                 operands = tuple(
                     OperandPrecision.of(cast[0], formats[cast[0]], losses[cast]) for cast in casts if losses[cast].numel
