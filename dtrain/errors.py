@@ -134,6 +134,10 @@ class CheckpointError(DtrainError):
     """A checkpoint could not be written, or no valid one could be read; the message names the file."""
 
 
+class DataError(DtrainError):
+    """Training data is damaged, or is not what its index states; the message names the file and the place."""
+
+
 class StorageError(DtrainError):
     """A file of a run could not be written because its disk is full or faulty; the message names the file."""
 

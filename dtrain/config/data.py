@@ -48,6 +48,9 @@ class TokensDataConfig(DataConfig):
     name: str = option("tokens")
     path: str = setting("", "Folder of token shards; required, unless mixture is given.")
     mixture: dict[str, float] = setting({}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.")
+    vocab_size: int | None = at_least(
+        None, 1, "Vocabulary of shards of llm.c or Megatron, whose headers lack it; null for those of dtrain."
+    )
     validation_path: str | None = setting(None, "Folder of token shards to validate on; null: validation_percent.")
     documents: str = one_of(
         "mask", "cross", doc="mask: tokens do not see other documents, and loss stops at the border; cross: one stream."

@@ -41,7 +41,7 @@ class Contract:
         weights: how the engine stores compute replicas, see :func:`resolve`.
         decisions: FP8 decisions for the Linears that no rule covers.
         fp32_class_overrides: the regions that a rule puts in reduced precision although their class is FP32 by default
-            (norms, softmax, losses).
+            (norms, routers, softmax, losses).
     """
 
     policy: PrecisionPolicy

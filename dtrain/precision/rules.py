@@ -33,6 +33,7 @@ OWN_FORWARD = "own_forward"
 """Attribute of a replaced forward that stores the module's own forward."""
 
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
+_ROUTER_CLASS = re.compile(r"Router$")  # of a mixture of experts, as transformers names them: MixtralTopKRouter
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 _LOSS = nn.modules.loss._Loss
 _ADAPTERS = "adapter_layer_names"  # attribute of the classes of peft's layers
@@ -60,15 +61,17 @@ def rules_override(rules: Mapping[str, str]) -> str:
 
 
 def fp32_class(module: nn.Module) -> str:
-    """Returns ``norm``, ``softmax`` or ``loss`` if the class alone keeps ``module`` in FP32, else an empty string.
+    """Returns ``norm``, ``router``, ``softmax`` or ``loss`` if the class alone keeps ``module`` in FP32, else ``""``.
 
     A class with ``norm`` in its name whose children have parameters is a block that contains a norm, such as
-    ``PreNorm``, and is not FP32 itself.
+    ``PreNorm``, and is not FP32 itself. A router is FP32 with all in it: rounded logits would choose other experts.
     """
     if isinstance(module, _SOFTMAX):
         return "softmax"
     if isinstance(module, _LOSS):
         return "loss"
+    if _ROUTER_CLASS.search(type(module).__name__):
+        return "router"
     is_block = any(True for child in module.children() for _ in child.parameters())
     return "norm" if not is_block and _NORM_CLASS.search(type(module).__name__) else ""
 
@@ -224,7 +227,7 @@ def _assign(
     by_class = next((other for other in (module, *ancestors) if fp32_class(other)), None)
     found: tuple[str, str] | None = None
     for pattern, wanted in rules:  # to the end: the last rule decides
-        # a reduced precision reaches norms, softmax and losses only by an exact name, see decision 0026
+        # a reduced precision reaches norms, routers, softmax and losses only by an exact name, see decision 0026
         if by_class is not None and wanted != "fp32" and pattern not in (*own_names, *modules.names[id(by_class)]):
             continue
         if _covers(pattern, own_names):

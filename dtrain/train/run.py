@@ -20,7 +20,7 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
+from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.envelope import Envelope
@@ -86,6 +86,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         DtrainError: a refusal or a failure; its class has the exit code.
     """
     check_run(config)
+    vocabulary(config.model, 1)  # checks the whole model of model=hf, before the ranks connect
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     launch = config.launch
@@ -118,11 +119,12 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
         ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed,
-            a file of advice that is none.
+            a file of advice that is none, no model at ``model.path``.
     """
     check_launcher(config.launch)
     check_resume(config)
     check_tracker(config.tracker)
+    check_model(config.model)
     if config.telemetry.advice is not None:
         Envelope.read(Path(config.telemetry.advice))
 

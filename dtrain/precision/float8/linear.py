@@ -103,8 +103,9 @@ class Float8Linear(nn.Linear):
         assert weight is not None
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        values = self.quantized_weight.dequantized(weight).detach().clone()
-        memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
+        if id(weight) not in memo:  # else the caller has its values
+            values = self.quantized_weight.dequantized(weight).detach().clone()
+            memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"quantized_weight": QuantizedWeight(self.recipe)}, memo))
         return copied
 
