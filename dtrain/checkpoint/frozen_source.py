@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dtrain.config.fields import CheckedRecord, setting
@@ -14,6 +15,7 @@ from dtrain.distributed.consensus import describe, on_rank_0_for_long
 from dtrain.errors import ConfigError
 
 _BLOCK = 16 << 20  # bytes hashed at a time
+_PAUSE = 1 << 30  # bytes, of about a second, after which the other ranks are kept waiting
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -45,28 +47,34 @@ class FrozenSource(CheckedRecord):
         """
         if self.sha256 is not None:
             return self
-        digest = on_rank_0_for_long(comm, "", self._digest, ConfigError, expected=(ConfigError,))
+        digest = on_rank_0_for_long(comm, "", partial(digest_of, Path(self.path)), ConfigError, expected=(ConfigError,))
         return replace(self, sha256=digest)
-
-    def _digest(self, keep_waiting: Callable[[], None]) -> str:
-        files = sorted(Path(self.path).glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"frozen_source: {self.path} holds no *.safetensors; give the folder of the weights")
-        total, done = hashlib.sha256(), 0
-        try:
-            for file in files:
-                own = hashlib.sha256()
-                with open(file, "rb", buffering=0) as opened:
-                    while block := opened.read(_BLOCK):
-                        own.update(block)
-                        done += len(block)
-                        if done > 64 * _BLOCK:  # about a second
-                            done = 0
-                            keep_waiting()
-                total.update(f"{own.hexdigest()}  {file.name}\n".encode())
-        except OSError as error:
-            raise ConfigError(f"frozen_source: {self.path} cannot be read: {describe(error)}") from error
-        return total.hexdigest()
 
     def __str__(self) -> str:
         return f"{self.path} (sha256 {(self.sha256 or '')[:12]})"
+
+
+def digest_of(folder: Path, keep_waiting: Callable[[], None] = lambda: None) -> str:
+    """Returns what ``sha256sum *.safetensors | sha256sum`` prints in ``folder``; calls ``keep_waiting`` meanwhile.
+
+    Raises:
+        ConfigError: the folder has no safetensors files, or they cannot be read.
+    """
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: file.name.encode())
+    if not files:
+        raise ConfigError(f"{folder} holds no *.safetensors; give the folder of the frozen weights")
+    total, done = hashlib.sha256(), 0
+    try:
+        for file in files:
+            own = hashlib.sha256()
+            with open(file, "rb", buffering=0) as opened:
+                while block := opened.read(_BLOCK):
+                    own.update(block)
+                    done += len(block)
+                    if done > _PAUSE:
+                        done = 0
+                        keep_waiting()
+            total.update(f"{own.hexdigest()}  {file.name}\n".encode())
+    except OSError as error:
+        raise ConfigError(f"the frozen weights of {folder} cannot be read: {describe(error)}") from error
+    return total.hexdigest()

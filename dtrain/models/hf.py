@@ -21,6 +21,7 @@ from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
 from dtrain.checkpoint.huggingface.same_model import replaced
 from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError, ConfigError, nearest
+from dtrain.models.adapters import add_adapters
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 
 _ADAPTER = "adapter_config.json"
@@ -74,6 +75,8 @@ def _check_masks_documents(hf: Any) -> None:
 def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     """Builds the model of ``config.path`` in FP32, whatever its files hold; on ``meta`` without reading weights.
 
+    With ``config.lora`` its weights are frozen, and adapters are trained beside them.
+
     The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
 
     Args:
@@ -96,6 +99,8 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
             raise ConfigError(
                 f"model.path={config.path}: transformers cannot build the model: {_line(error)}"
             ) from error
+    if config.lora.r:
+        add_adapters(model, config.lora)
     return HFCausalLM(model)
 
 
@@ -211,7 +216,9 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int | None:
     text = text_config(model.hf)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention: int = text.num_hidden_layers * text.num_attention_heads * head_dim * seq_len
-    return 6 * sum(math.prod(weight.shape) for weight in products.values()) + 6 * attention
+    # a frozen weight has no gradient: two products instead of three
+    matmuls = sum((6 if weight.requires_grad else 4) * math.prod(weight.shape) for weight in products.values())
+    return matmuls + 6 * attention
 
 
 @cache
