@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
@@ -18,6 +17,8 @@ from dtrain.checkpoint.huggingface.folder import HFFolder
 from dtrain.checkpoint.huggingface.same_model import PREFIX
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, same_tensor
 from dtrain.checkpoint.reader import CheckpointReader
+from dtrain.config.fields import from_json
+from dtrain.config.model import Lora
 from dtrain.errors import CheckpointError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -32,13 +33,13 @@ class Adapters:
     """The adapters of a checkpoint of ``model=hf``.
 
     Attributes:
-        settings: ``model.lora`` of the run.
+        lora: the settings of the run.
         matrices: the entries of ``A`` [r, in] and ``B`` [out, r] by the name of the module in transformers.
         transposed: the modules whose weights are [in, out] (``Conv1D`` of GPT-2).
         where: the checkpoint, for messages.
     """
 
-    settings: Mapping[str, Any]
+    lora: Lora
     matrices: Mapping[str, Mapping[str, TensorEntry]]
     transposed: frozenset[str]
     where: str
@@ -52,8 +53,8 @@ class Adapters:
         Raises:
             CheckpointError: its trained tensors are not those of adapters.
         """
-        settings = values.get("lora")
-        if not isinstance(settings, Mapping) or not settings.get("r"):
+        lora = from_json(Lora, values.get("lora") or {}, f"{where}: model.lora")
+        if not lora.r:
             return None
         matrices: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in weights.items():
@@ -71,23 +72,19 @@ class Adapters:
                 )
         kinds = (manifest.state.get("contract") or {}).get("modules", {})
         transposed = (m for m in matrices if kinds.get(f"{PREFIX}{m}.base_layer", {}).get("kind") == "Conv1D")
-        return Adapters(settings, matrices, frozenset(transposed), where)
-
-    @property
-    def scale(self) -> float:
-        return float(self.settings["alpha"]) / int(self.settings["r"])
+        return Adapters(lora, matrices, frozenset(transposed), where)
 
     def config(self, base: str) -> dict[str, Any]:
         """Returns ``adapter_config.json`` over the model of the folder ``base``."""
-        alpha = float(self.settings["alpha"])
+        alpha = self.lora.alpha
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base,
-            "r": int(self.settings["r"]),
+            "r": self.lora.r,
             "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
-            "lora_dropout": float(self.settings["dropout"]),
-            "target_modules": list(self.settings["targets"]),
+            "lora_dropout": self.lora.dropout,
+            "target_modules": self.lora.targets,
             "fan_in_fan_out": bool(self.transposed),
             "bias": "none",
             "init_lora_weights": True,
@@ -119,6 +116,7 @@ class MergedReader:
         self._adapters = adapters
         self._reader = reader
         self._base = self._open_base(folder)
+        self._scale = adapters.lora.alpha / adapters.lora.r
         self._modules = {self._weight_of(module): module for module in adapters.matrices}
         self._last: tuple[str, Tensor] | None = None
 
@@ -183,7 +181,7 @@ class MergedReader:
             return values
         a, b = (self._matrix(self._adapters.matrices[module][matrix]) for matrix in "AB")
         product = b @ a
-        delta = (product.t() if module in self._adapters.transposed else product) * self._adapters.scale
+        delta = (product.t() if module in self._adapters.transposed else product) * self._scale
         return values.float() + delta.reshape(-1)
 
     def _matrix(self, entry: TensorEntry) -> Tensor:
