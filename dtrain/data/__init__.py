@@ -2,7 +2,7 @@
 
 from dtrain.data.dataset import Codec, Dataset, SampleSource
 from dtrain.data.load import load_dataset
-from dtrain.data.loader import BatchLoader, validation_batches
+from dtrain.data.loader import BatchLoader, PrefetchedBatches, validation_batches
 from dtrain.data.sampling import micro_batch_indices, sample_id, sample_ids
 from dtrain.data.text import END_OF_DOCUMENT, TokenWindows
 
@@ -11,6 +11,7 @@ __all__ = [
     "BatchLoader",
     "Codec",
     "Dataset",
+    "PrefetchedBatches",
     "SampleSource",
     "TokenWindows",
     "load_dataset",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _check_masks_documents(hf: Any) -> None:
     """Raises ``ConfigError`` if transformers cannot keep packed documents apart in this model."""
     config = text_config(hf)
     others = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
-    if others or not hf._supports_attention_backend:
+    if others or not hf._supports_attention_backend or "position_ids" not in signature(hf.forward).parameters:
         reason = f"has layers of the type {min(others)}" if others else "does not take masks from transformers"
         raise ConfigError(
             f"model_type {config.model_type} cannot keep packed documents apart, because it {reason}; train it with "

@@ -248,6 +248,7 @@ def _make_trainer(
         ),
         tokens_per_step=tokens_per_step(config),
         tokens_before=tokens,
+        prefetch=config.data.prefetch,
     )
     saving = SaveOptions(
         run_dir.checkpoints,
@@ -261,10 +262,11 @@ def _make_trainer(
 def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: TrainResult, wall_s: float) -> Summary:
     flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
     device = device_name(engine.device)
-    rate = result.tokens_per_s
+    timing = result.timing
     utilization = None
-    if flops is not None and rate is not None:
-        utilization = mfu(device, engine.policy.name, flops * rate / engine.world_size)
+    if flops is not None and timing.steps:
+        computed = tokens_per_step(config) / timing.step_s  # masked targets are computed too
+        utilization = mfu(device, engine.policy.name, flops * computed / engine.world_size)
     return Summary(
         finished=result.finished,
         steps=engine.attempted_steps,
@@ -274,7 +276,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: Trai
         train_loss=result.train_loss,
         val_loss=result.val_losses.get("val_loss"),
         val_loss_ema=result.val_losses.get("val_loss_ema"),
-        tokens_per_s=rate,
+        tokens_per_s=timing.tokens_per_s if timing.steps else None,
         mfu=utilization,
         wall_s=wall_s,
         memory=engine.memory(),
