@@ -29,7 +29,7 @@ def whole_copy(engine: StateEngine) -> nn.Module:
     engine.open_weights(())
     parameters = dict(model.named_parameters())
     whole = {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_state(MASTER)}
-    whole |= {id(parameters[name]): _parameter(values, values.dtype) for name, values in engine.full_frozen()}
+    whole |= {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_frozen()}
     memo: dict[int, Any] = dict(whole)
     shells = []
     for module in model.modules():
