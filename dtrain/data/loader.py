@@ -1,15 +1,21 @@
-"""Loads this rank's micro-batches in the global order of samples."""
+"""Loads this rank's micro-batches in the global order of samples, ahead of the step that trains on them."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dtrain.data.dataset import SampleSource
 from dtrain.data.sampling import micro_batch_indices
+
+Batch = list[dict[str, Tensor]]
 
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
 
@@ -37,7 +43,7 @@ class BatchLoader:
     def __iter__(self) -> BatchLoader:
         return self
 
-    def __next__(self) -> list[dict[str, Tensor]]:
+    def __next__(self) -> Batch:
         micro_batches = [self._micro_batch(micro) for micro in range(self.num_micro_batches)]
         self.cursor += self.global_batch_size
         return micro_batches
@@ -45,6 +51,55 @@ class BatchLoader:
     def _micro_batch(self, micro: int) -> dict[str, Tensor]:
         indices = micro_batch_indices(self.cursor, micro, self.rank, self.world_size, self.micro_batch_size)
         return self.source.batch(self.source.order(self.seed, indices))
+
+
+class PrefetchedBatches:
+    """The batches of ``loader``, prepared by a thread while earlier ones are trained on; the same in the same order.
+
+    Args:
+        depth: batches prepared ahead; 0: each is prepared when it is asked for, without a thread.
+        device: with a GPU, batches come in pinned memory.
+
+    Attributes:
+        cursor: global samples in the batches handed out; those prepared ahead do not count.
+        waited_s: seconds that the last batch was waited for.
+    """
+
+    def __init__(self, loader: BatchLoader, depth: int, device: torch.device) -> None:
+        self.cursor = loader.cursor
+        self.waited_s = 0.0
+        self._loader = loader
+        self._depth = depth
+        self._device = device
+        self._ahead: deque[Future[tuple[Batch, int]]] = deque()
+        self._thread = ThreadPoolExecutor(1, "dtrain-data", self._enter_thread) if depth else None
+
+    def _enter_thread(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # pinning would otherwise open a context on the first GPU
+
+    def __next__(self) -> Batch:
+        """Returns the next batch; raises what its preparation raised."""
+        start = time.perf_counter()
+        if self._thread is None:
+            batch, self.cursor = self._prepare()
+        else:
+            while len(self._ahead) <= self._depth:
+                self._ahead.append(self._thread.submit(self._prepare))
+            batch, self.cursor = self._ahead.popleft().result()
+        self.waited_s = time.perf_counter() - start
+        return batch
+
+    def _prepare(self) -> tuple[Batch, int]:
+        batch = next(self._loader)
+        if self._device.type == "cuda":
+            batch = [{name: tensor.pin_memory() for name, tensor in micro.items()} for micro in batch]
+        return batch, self._loader.cursor
+
+    def close(self) -> None:
+        """Ends the thread after the batch that it prepares now."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def validation_batches(

@@ -191,4 +191,4 @@ class ShardCodec:
         if file is None:
             values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
             return " ".join(map(str, values))
-        return TokenizerFile.load(file).decode(tokens)
+        return TokenizerFile(file).decode(tokens)

@@ -126,6 +126,7 @@ class StepOutcome:
         applied: whether the optimizer updated the masters.
         reason: None if applied, else ``overflow``, ``nonfinite_loss`` or ``empty``.
         loss: weighted mean over all micro-batches of all ranks.
+        weight: sum of the weights of all micro-batches of all ranks.
         grad_norm: global L2 norm of the unscaled gradient, before clipping.
         loss_scale: the factor in the gradients of this step.
         lr: learning rate of this step.
@@ -137,6 +138,7 @@ class StepOutcome:
     applied: bool
     reason: str | None
     loss: float
+    weight: float
     grad_norm: float
     loss_scale: float
     lr: float

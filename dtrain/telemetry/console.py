@@ -15,6 +15,9 @@ from dtrain.distributed.logging import logger
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.precision import PrecisionFindings
 
+_LONG_WAIT = 0.05
+"""Fraction of a step above which the time that it waited for its batch is shown."""
+
 
 class Console:
     """Prints logged steps as lines, or on a terminal beside a progress bar."""
@@ -92,7 +95,10 @@ def format_step(metrics: StepMetrics, total_steps: int) -> str:
         parts.append(f"loss_scale {metrics.loss_scale:g}")
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps}")
-    return "  ".join([*parts, f"{compact(metrics.tokens_per_s)} tok/s", f"{metrics.step_ms:.0f} ms"])
+    parts += [f"{compact(metrics.tokens_per_s)} tok/s", f"{metrics.step_ms:.0f} ms"]
+    if metrics.data_wait_ms > _LONG_WAIT * metrics.step_ms:
+        parts.append(f"data_wait {metrics.data_wait_ms:.0f} ms")
+    return "  ".join(parts)
 
 
 def compact(number: float) -> str:

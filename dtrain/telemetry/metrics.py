@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
 FAILURES = "failures"
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
-TIMES = ("tokens_per_s", "step_ms", *_BUSY)
+TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", *_BUSY)
 """Fields of a training line that depend on the machine; a run that is repeated has the same others."""
 _OPTIONAL = ("reason", "culprit", *_BUSY)
 
@@ -36,8 +36,9 @@ _OPTIONAL = ("reason", "culprit", *_BUSY)
 class StepMetrics:
     """One logged step.
 
-    ``step`` counts attempted steps; ``tokens`` counts tokens of applied steps. ``tokens_per_s`` and ``step_ms`` are
-    means over the steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit as a
+    ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
+    ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
+    steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit as a
     dictionary. ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the
     ranks compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     """
@@ -52,6 +53,7 @@ class StepMetrics:
     tokens: int
     tokens_per_s: float
     step_ms: float
+    data_wait_ms: float
     reason: str | None = None
     culprit: str | None = None
     evidence: dict[str, Any] | None = None
@@ -71,7 +73,8 @@ class Summary:
     """Summary of a run, written to ``summary.json`` at its end.
 
     ``tokens_per_s`` and ``wall_s`` cover the time since the run was last started. The rate excludes the first step,
-    which compiles, unless it is the only one. ``mfu`` is None if the device's peak rate is unknown.
+    which compiles, unless it is the only one. ``tokens`` and the rate count targets that count in the loss; ``mfu``
+    counts all tokens that the model computes. It is None if the device's peak rate is unknown.
     """
 
     finished: bool

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -15,12 +14,6 @@ from dtrain.precision.hardware import rate
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # respects a scheduler's limit; macOS has no such call
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
@@ -40,16 +33,36 @@ def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
 
 @dataclass(frozen=True)
 class StepTiming:
+    """Sums over some steps.
+
+    Attributes:
+        steps: number of steps.
+        seconds: time they took.
+        tokens: targets that count in their loss, over all ranks.
+        waited_s: time they waited for their batch.
+    """
+
     steps: int = 0
     seconds: float = 0.0
+    tokens: int = 0
+    waited_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds per step; 0.0 before the first step."""
         return self.seconds / self.steps if self.steps else 0.0
 
-    def plus(self, seconds: float) -> StepTiming:
-        return StepTiming(self.steps + 1, self.seconds + seconds)
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def data_wait_ms(self) -> float:
+        """Milliseconds that a step waited for its batch."""
+        return 1000 * self.waited_s / self.steps if self.steps else 0.0
+
+    def __add__(self, other: StepTiming) -> StepTiming:
+        return StepTiming(*(own + more for own, more in zip(astuple(self), astuple(other), strict=True)))
 
 
 class StepTimer:
@@ -64,14 +77,16 @@ class StepTimer:
         self._first = StepTiming()
         self._later = StepTiming()
 
-    def step_done(self) -> None:
+    def step_done(self, tokens: int, waited_s: float) -> None:
+        """Counts the step that ends now; the arguments are those of :class:`StepTiming`."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        self._window = self._window.plus(seconds)
+        step = StepTiming(1, seconds, tokens, waited_s)
+        self._window += step
         if self._first.steps:
-            self._later = self._later.plus(seconds)
+            self._later += step
         else:
-            self._first = self._first.plus(seconds)
+            self._first = step
 
     @contextmanager
     def paused(self) -> Iterator[None]:

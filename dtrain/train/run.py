@@ -20,7 +20,7 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
+from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.envelope import Envelope
@@ -87,6 +87,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         DtrainError: a refusal or a failure; its class has the exit code.
     """
     check_run(config)
+    vocabulary(config.model, 1)  # checks the whole model of model=hf, before the ranks connect
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     launch = config.launch
@@ -119,11 +120,12 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
         ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed,
-            a file of advice that is none.
+            a file of advice that is none, no model at ``model.path``.
     """
     check_launcher(config.launch)
     check_resume(config)
     check_tracker(config.tracker)
+    check_model(config.model)
     if config.telemetry.advice is not None:
         Envelope.read(Path(config.telemetry.advice))
 
@@ -248,6 +250,7 @@ def _make_trainer(
         ),
         tokens_per_step=tokens_per_step(config),
         tokens_before=tokens,
+        prefetch=config.data.prefetch,
     )
     saving = SaveOptions(
         run_dir.checkpoints,
@@ -262,10 +265,11 @@ def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: Trai
     context = dataset.mean_context or config.model.max_seq_len
     flops = train_flops_per_token(config.model, dataset.vocab_size, context)
     device = device_name(engine.device)
-    rate = result.tokens_per_s
+    timing = result.timing
     utilization = None
-    if flops is not None and rate is not None:
-        utilization = mfu(device, engine.policy.name, flops * rate / engine.world_size)
+    if flops is not None and timing.steps:
+        computed = tokens_per_step(config) / timing.step_s  # masked targets are computed too
+        utilization = mfu(device, engine.policy.name, flops * computed / engine.world_size)
     return Summary(
         finished=result.finished,
         steps=engine.attempted_steps,
@@ -275,7 +279,7 @@ def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: Trai
         train_loss=result.train_loss,
         val_loss=result.val_losses.get("val_loss"),
         val_loss_ema=result.val_losses.get("val_loss_ema"),
-        tokens_per_s=rate,
+        tokens_per_s=timing.tokens_per_s if timing.steps else None,
         mfu=utilization,
         wall_s=wall_s,
         memory=engine.memory(),

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, Dataset
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.launch_env import LaunchEnv, num_cores
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
@@ -34,7 +35,6 @@ from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.redaction.redact import redact
 from dtrain.telemetry.envelope import Envelope
-from dtrain.telemetry.throughput import num_cores
 
 
 def check_launcher(launch: LaunchConfig) -> None:
@@ -154,9 +154,11 @@ def make_engine(
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optimizer = config.optim.optimizer
+    lora = config.model.lora.r > 0 and config.model.weights == "load"
     try:
         return initialize(
             model,
+            frozen_source=FrozenSource(str(config.model.path)) if lora else None,
             optimizer=optimizer,
             schedule=config.schedule.over(config.train.steps),
             engine=config.engine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import Retention
 from dtrain.config.schema import CheckpointConfig, TelemetryConfig, TrainConfig
-from dtrain.data import BatchLoader
+from dtrain.data import BatchLoader, PrefetchedBatches
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
@@ -23,7 +24,8 @@ from dtrain.errors import CheckpointError, ConfigError, CorruptionError, ModelEr
 from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
-from dtrain.telemetry.throughput import StepTimer
+from dtrain.telemetry.throughput import StepTimer, StepTiming
+from dtrain.train.adapters import AdapterCheck
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.signals import StopSignals
 
@@ -43,14 +45,16 @@ class TrainingData:
     Attributes:
         loader: this rank's micro-batches, from the engine's data cursor on.
         validation: returns a new iterator over this rank's validation micro-batches, and whether each one counts.
-        tokens_per_step: tokens of one global batch.
-        tokens_before: tokens on which the engine was trained before.
+        tokens_per_step: tokens of one global batch, whether they count in the loss or not.
+        tokens_before: tokens that counted in the loss of the steps before.
+        prefetch: batches prepared ahead in a thread; 0: none.
     """
 
     loader: BatchLoader
     validation: Validation
     tokens_per_step: int
     tokens_before: int = 0
+    prefetch: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,10 @@ class TrainResult:
     """Result of :meth:`Trainer.run`: finished, or stopped by a signal after saving."""
 
     finished: bool
-    tokens: int  # of all applied steps, including those before a resume
+    tokens: int  # that counted in the loss of all applied steps, including those before a resume
     train_loss: float | None
     val_losses: Mapping[str, float]  # of the last validation
-    tokens_per_s: float | None
+    timing: StepTiming  # of this run's steps without the first, which compiles
 
 
 class Trainer:
@@ -101,15 +105,18 @@ class Trainer:
         self._stop = stop
         self._sinks = sinks
         self._sampling = PrecisionSampling(engine, telemetry, sinks)
+        self._adapters = AdapterCheck(engine)
         self._tokens = data.tokens_before
         self._train_loss: float | None = None
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})  # step and losses
         self._skipped_steps = engine.attempted_steps - engine.applied_steps
         self._unreported: list[tuple[int, StepOutcome]] = []
+        self._waited_s = 0.0  # for the batches of the steps since the last report
         self._saved_step = engine.attempted_steps  # a loaded step needs no second checkpoint
 
     def run(self) -> TrainResult:
         self._timer = StepTimer()  # starts now, not when the trainer was built
+        self._batches = PrefetchedBatches(self._data.loader, self._data.prefetch, self._engine.device)
         try:
             return self._run()
         except BaseException as error:
@@ -118,6 +125,8 @@ class Trainer:
             if isinstance(error, NonFiniteError | CheckpointError | CorruptionError):  # all ranks raise it
                 self._report_last(error)
             raise
+        finally:
+            self._batches.close()
 
     def _run(self) -> TrainResult:
         config, engine = self._config, self._engine
@@ -143,7 +152,8 @@ class Trainer:
 
     def _step(self) -> StepOutcome:
         engine = self._engine
-        batch = next(self._data.loader)
+        batch = next(self._batches)
+        self._waited_s += self._batches.waited_s
         with self._sampling.around_step():
             for micro in engine.accumulate(batch):
                 weight = micro_batch_weight(micro, self._data.loader, self._data.tokens_per_step)
@@ -153,7 +163,8 @@ class Trainer:
             if self._will_save(engine.attempted_steps + 1):
                 engine.expect_save()
             outcome = self._retry_if_stopping(engine.step)
-        engine.data_cursor = self._data.loader.cursor
+        self._adapters.after(outcome)
+        engine.data_cursor = self._batches.cursor
         return outcome
 
     def _will_save(self, step: int) -> bool:
@@ -198,12 +209,14 @@ class Trainer:
 
     def _report(self, step: int, outcome: StepOutcome) -> None:
         culprit = outcome.culprit  # read first, because it may end the run; on every rank, because they search together
+        tokens = self._tokens_of(outcome)
         if outcome.applied:
             self._train_loss = outcome.loss
-            self._tokens += self._data.tokens_per_step
+            self._tokens += tokens
         else:
             self._skipped_steps += 1
-        self._timer.step_done()  # after the outcome is read, which waits for the device
+        self._timer.step_done(tokens, self._waited_s)  # after the outcome is read, which waits for the device
+        self._waited_s = 0.0
         last = step == self._config.steps or outcome.stop_requested
         if outcome.applied and not last and step % self._config.log_every:
             return
@@ -218,8 +231,9 @@ class Trainer:
             applied=outcome.applied,
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
-            tokens_per_s=self._data.tokens_per_step / pace.step_s,
+            tokens_per_s=pace.tokens_per_s,
             step_ms=1000 * pace.step_s,
+            data_wait_ms=pace.data_wait_ms,
             reason=outcome.reason,
             culprit=str(culprit) if culprit is not None else None,
             evidence=asdict(culprit) if culprit is not None else None,
@@ -230,6 +244,11 @@ class Trainer:
         )
         for sink in self._sinks:
             sink.step(metrics)
+
+    def _tokens_of(self, outcome: StepOutcome) -> int:
+        """Returns the targets of a step that counted in the loss, over all ranks."""
+        per_unit = tokens_per_unit_weight(self._data.loader, self._data.tokens_per_step)
+        return round(outcome.weight * per_unit) if math.isfinite(outcome.weight) else 0
 
     def _report_last(self, error: NonFiniteError | CheckpointError | CorruptionError) -> None:
         """Reports the remaining steps, among them the skip that ends the run."""
@@ -279,13 +298,12 @@ class Trainer:
             self._saved_step = step
 
     def _result(self, *, finished: bool) -> TrainResult:
-        step_s = self._timer.total().step_s or None
         return TrainResult(
             finished=finished,
             tokens=self._tokens,
             train_loss=self._train_loss,
             val_losses=self._validated[1],
-            tokens_per_s=self._data.tokens_per_step / step_s if step_s else None,
+            timing=self._timer.total(),
         )
 
 
@@ -295,8 +313,12 @@ def micro_batch_weight(micro: dict[str, Tensor], loader: BatchLoader, tokens_per
     Divided by a micro-batch's tokens, the same number on all ranks: if every target counts, weights are exactly 1, and
     no gradient need be multiplied.
     """
-    num_tokens = tokens_per_step * loader.micro_batch_size / loader.global_batch_size
-    return num_targets(micro["targets"]) / num_tokens
+    return num_targets(micro["targets"]) / tokens_per_unit_weight(loader, tokens_per_step)
+
+
+def tokens_per_unit_weight(loader: BatchLoader, tokens_per_step: int) -> float:
+    """Returns the tokens of a micro-batch, which has weight 1 if all of them count in the loss."""
+    return tokens_per_step * loader.micro_batch_size / loader.global_batch_size
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

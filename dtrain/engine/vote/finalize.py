@@ -50,6 +50,10 @@ class LazyOutcome(StepOutcome):
         return self._read().loss
 
     @property
+    def weight(self) -> float:
+        return self._read().weight
+
+    @property
     def grad_norm(self) -> float:
         return self._read().grad_norm
 
@@ -226,6 +230,7 @@ class StepFinalizer:
             applied=decision.reason is None,
             reason=decision.reason,
             loss=decision.loss,
+            weight=sum(device.sum_weights for device in decision.devices),
             grad_norm=decision.grad_norm,
             loss_scale=own.loss_scale,
             lr=own.lr,

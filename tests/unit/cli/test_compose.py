@@ -21,7 +21,13 @@ from tests.unit.cli.regenerate_golden import GOLDEN, cases, resolved
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = sorted((path.parent.name, path.stem) for path in config_folder().glob("*/*.yaml"))
-NEEDS = {("data", "text"): ["data.files=*.txt"], ("schedule", "wsd"): ["schedule.decay_steps=10"]}
+NEEDS = {
+    ("data", "text"): ["data.files=*.txt"],
+    ("data", "tokens"): ["data.path=tokens"],
+    ("data", "chat"): ["data.files=*.jsonl", "data.tokenizer=model"],
+    ("model", "hf"): ["model.path=model"],
+    ("schedule", "wsd"): ["schedule.decay_steps=10"],
+}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)

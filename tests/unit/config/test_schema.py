@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
-from dtrain.config.data import TextDataConfig
+from dtrain.config.data import ChatDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.engines import Native
 from dtrain.config.fields import CheckedRecord, check_field, in_keys, setting
 from dtrain.config.optim import AdamW, OptimConfig
@@ -25,8 +25,15 @@ def records(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
+NEEDS: dict[type[Any], dict[str, Any]] = {
+    TextDataConfig: {"files": "*.txt"},
+    TokensDataConfig: {"path": "tokens"},
+    ChatDataConfig: {"files": "*.jsonl", "tokenizer": "model"},
+}
+
+
 def option(schema: type[Any]) -> Any:
-    return schema(files="*.txt") if schema is TextDataConfig else schema()
+    return schema(**NEEDS.get(schema, {}))
 
 
 OPTIONS = [option(schema) for options in GROUP_OPTIONS.values() for schema in options.values()]

@@ -185,5 +185,5 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is not a text source; valid: stdlib, text"):
+    with pytest.raises(ConfigError, match="is no source of data"):
         load_dataset(DataConfig(), 8)

@@ -17,12 +17,17 @@ from dtrain.telemetry.metrics import StepMetrics
 
 STEP = StepMetrics(
     step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=45_210.0, step_ms=310.4,
+    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2,
 )  # fmt: skip
 
 
 def test_a_step_is_one_line() -> None:
     assert format_step(STEP, 200) == ("step 20/200  loss 3.2140  lr 2.00e-03  grad_norm 1.02  45.2k tok/s  310 ms")
+
+
+def test_a_long_wait_for_data_shows() -> None:
+    assert format_step(replace(STEP, data_wait_ms=15.4), 200).endswith("310 ms")
+    assert format_step(replace(STEP, data_wait_ms=15.6), 200).endswith("310 ms  data_wait 16 ms")
 
 
 def test_scale_and_skips_show_only_where_there_are_any() -> None:

@@ -48,25 +48,28 @@ def test_pauses_do_not_count_and_the_first_step_is_separate(monkeypatch: pytest.
     clock = _Clock(monkeypatch)
     timer = StepTimer()
     clock.now += 8.0  # compiles
-    timer.step_done()
+    timer.step_done(100, 0.5)
     assert timer.total().step_s == 8.0
     with timer.paused():
         clock.now += 50.0
     clock.now += 1.0
-    timer.step_done()
+    timer.step_done(10, 0.25)
     clock.now += 2.0
-    timer.step_done()
-    assert (timer.window().steps, timer.total().step_s) == (3, 1.5)
+    timer.step_done(20, 0.5)
+    window, total = timer.window(), timer.total()
+    assert (window.steps, window.tokens, window.waited_s) == (3, 130, 1.25)
+    assert (total.step_s, total.tokens_per_s, total.data_wait_ms) == (1.5, 10.0, 375.0)
     clock.now += 4.0
-    timer.step_done()
+    timer.step_done(0, 0.0)
     window = timer.window()
     assert (window.steps, window.step_s) == (1, 4.0)
-    assert timer.window().step_s == 0.0
+    empty = timer.window()
+    assert (empty.step_s, empty.tokens_per_s, empty.data_wait_ms) == (0.0, 0.0, 0.0)
 
 
 def test_a_pause_that_raises_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock(monkeypatch)
     timer = StepTimer()
     clock.now += 1.0
-    timer.step_done()
+    timer.step_done(1, 0.0)
     assert timer.window().seconds == 1.0

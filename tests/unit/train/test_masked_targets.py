@@ -90,7 +90,15 @@ def losses(masks: bool, is_weighted: bool) -> np.ndarray[Any, Any]:
     """Training and validation loss after STEPS steps, [cut, 2]."""
     results = [run_ranks(world, train, number, masks, is_weighted) for world, number in CUTS]
     assert all(each[0].train_loss == other.train_loss for each in results for other in each)
+    if is_weighted:
+        assert {result.tokens for each in results for result in each} == {num_trained(Masked(masks=masks))}
     return np.array([(result.train_loss, result.val_losses["val_loss"]) for result, *_ in results])
+
+
+def num_trained(source: Masked) -> int:
+    """Targets that count in the samples of STEPS steps."""
+    targets = source.batch(source.order(0, np.arange(STEPS * GLOBAL_BATCH)))["targets"]
+    return int((targets != IGNORE_INDEX).sum())
 
 
 @pytest.mark.processes

@@ -124,9 +124,9 @@ class _CountingEngine:
         self.attempted_steps += 1
         if self.attempted_steps in self.skip:
             culprit = Culprit(1, self.attempted_steps - 1, "reduced gradient", None, "head", 2, 5, num_nan=3)
-            return StepOutcome(False, "overflow", float("nan"), float("inf"), 8.0, 0.1, culprit, self._stop)
+            return StepOutcome(False, "overflow", float("nan"), 2.0, float("inf"), 8.0, 0.1, culprit, self._stop)
         self.applied_steps += 1
-        return StepOutcome(True, None, 1.0 / self.attempted_steps, 1.0, 8.0, 0.1, None, self._stop)
+        return StepOutcome(True, None, 1.0 / self.attempted_steps, 2.0, 1.0, 8.0, 0.1, None, self._stop)
 
     @contextmanager
     def eval(self) -> Iterator[None]:
@@ -511,7 +511,7 @@ def test_a_run_with_no_steps_left_only_evaluates() -> None:
     result, sink = _train(engine, steps=7, eval_every=1, save_every=1)
     assert engine.events == ["eval 9", "wait"]
     assert sink.steps == []
-    assert (result.finished, result.train_loss, result.tokens_per_s) == (True, None, None)
+    assert (result.finished, result.train_loss, result.timing.steps) == (True, None, 0)
 
 
 @settings(deadline=None, max_examples=25)

@@ -22,7 +22,7 @@ AT_FLOOR = LossScaleState.of(LossScale("dynamic", init=LossScale.min))
 
 def outcome(reason: str | None, loss: float = 2.0, grad_norm: float = 1.0) -> StepOutcome:
     culprit = Culprit(0, 0, "reduced gradient", tensor="head") if reason == "overflow" else None
-    return StepOutcome(reason is None, reason, loss, grad_norm, 8.0, 1e-3, culprit, False)
+    return StepOutcome(reason is None, reason, loss, 1.0, grad_norm, 8.0, 1e-3, culprit, False)
 
 
 def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> DecodedDecision:
