@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,14 @@ LORAS = {
 }
 WIDE = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
 OPTIMIZER = dtrain.AdamW(lr=LR, weight_decay=0.1)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def batch(step: int) -> Tensor:
