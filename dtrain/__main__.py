@@ -44,6 +44,7 @@ VERBS = {  # its meaning and an example
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
     "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
+    "data": ("text to token shards; check them; train a tokenizer", "tokenize --help"),
     "replay": ("reproduce a step of a run, and show where it went wrong", "runs/mine step=37"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
@@ -83,7 +84,7 @@ def _usage() -> str:
     lines = [f"  {name:{widths[0]}}  {meaning:{widths[1]}}  dtrain {name} {example}" for name, meaning, example in rows]
     listed = "\n".join(lines)
     notes = (
-        "train, plan, parity, probe, bench and accept take key=value; the other verbs take arguments.\n"
+        "train, plan, parity, probe, bench, accept and data take key=value; the other verbs take arguments.\n"
         "More on a verb: dtrain VERB --help. Version: dtrain --version."
     )
     return f"usage: dtrain VERB ...\n\n{listed}\n\n{notes}"

@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from dtrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -82,7 +83,7 @@ class TokenizerFile:
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """Returns the text of 1-D ``tokens``, special tokens included; those outside the vocabulary become U+FFFD."""
-        values = tokens.tolist() if isinstance(tokens, Tensor) else [int(token) for token in tokens]
+        values = [int(token) for token in tokens]
         runs = groupby(values, key=lambda token: 0 <= token < self.vocab_size)
         texts = (
             self._tokenizer.decode(list(run), skip_special_tokens=False) if known else "\ufffd" * len(list(run))

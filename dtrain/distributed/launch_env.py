@@ -117,3 +117,9 @@ def _tasks_per_node(text: str) -> list[int]:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
     return counts
+
+
+def num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # respects a scheduler's limit; macOS has no such call
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

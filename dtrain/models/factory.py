@@ -84,18 +84,22 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     return model
 
 
-def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int | None:
-    """Returns the model FLOPs of one forward and backward per trained token, or None if they are not
-    known: of a user factory and of a mixture of experts.
+def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) -> int | None:
+    """Returns the model FLOPs of one forward and backward per trained token, or None if they are not known.
+
+    They are not for a user factory and for a mixture of experts.
 
     This is the numerator of MFU. It follows PaLM (Chowdhery et al., 2022, appendix B): a multiply-add is two FLOPs and
     the backward costs twice the forward, so each matmul parameter counts 6; attention's two matmuls over the context
     are added. Unlike PaLM, only the causal half of attention counts (6 instead of 12 x layers x heads x head dimension
-    x ``seq_len``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
+    x ``context``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
     vocabulary and recomputation do not.
+
+    Args:
+        context: mean over tokens of the length of their sequence, or of their document if documents share one.
     """
     if config.factory == HF_FACTORY:
-        return hf.train_flops_per_token(config, seq_len)
+        return hf.train_flops_per_token(config, context)
     hidden = config.hidden_dim
     if config.factory == DEFAULT_FACTORY:
         dims = Dims.of(config)
@@ -105,7 +109,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
     else:
         return None
     matmul_parameters = config.num_layers * layer + hidden * vocabulary(config, vocab_size)
-    return 6 * matmul_parameters + 6 * config.num_layers * hidden * seq_len
+    return 6 * matmul_parameters + round(6 * config.num_layers * hidden * context)
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:

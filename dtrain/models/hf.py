@@ -200,7 +200,7 @@ def vocabulary_size(config: ModelConfig) -> int:
     return size
 
 
-def train_flops_per_token(config: ModelConfig, seq_len: int) -> int | None:
+def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
     """Returns the FLOPs as :func:`dtrain.models.factory.train_flops_per_token`, or None for a mixture of experts."""
     from transformers.pytorch_utils import Conv1D
 
@@ -211,8 +211,8 @@ def train_flops_per_token(config: ModelConfig, seq_len: int) -> int | None:
     products = {id(m.weight): m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
     text = text_config(model.hf)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attention: int = text.num_hidden_layers * text.num_attention_heads * head_dim * seq_len
-    return 6 * sum(math.prod(weight.shape) for weight in products.values()) + 6 * attention
+    attention = text.num_hidden_layers * text.num_attention_heads * head_dim * context
+    return 6 * sum(math.prod(weight.shape) for weight in products.values()) + round(6 * attention)
 
 
 @cache

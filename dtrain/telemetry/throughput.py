@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +14,6 @@ from dtrain.precision.hardware import rate
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):  # respects a scheduler's limit; macOS has no such call
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def mfu(device: str, precision: str, flops_per_s: float) -> float | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dtrain.telemetry.throughput import num_cores
+from dtrain.distributed.launch_env import num_cores
 from dtrain.version import version
 
 _PEERS = ("accelerate", "deepspeed")

@@ -49,6 +49,7 @@ from dtrain.train.run_dir import (
     write_config,
 )
 from dtrain.train.setup import (
+    check_inputs,
     check_launcher,
     check_patterns,
     check_precision,
@@ -141,6 +142,7 @@ def _train(
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
+    check_inputs(model, dataset)
     run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
         logger.info(
@@ -260,7 +262,8 @@ def _make_trainer(
 
 
 def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: TrainResult, wall_s: float) -> Summary:
-    flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
+    context = dataset.mean_context or config.model.max_seq_len
+    flops = train_flops_per_token(config.model, dataset.vocab_size, context)
     device = device_name(engine.device)
     timing = result.timing
     utilization = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +22,7 @@ from dtrain.config.fields import in_keys
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, Dataset
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.launch_env import LaunchEnv, num_cores
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
@@ -32,7 +34,6 @@ from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.redaction.redact import redact
 from dtrain.telemetry.envelope import Envelope
-from dtrain.telemetry.throughput import num_cores
 
 
 def check_launcher(launch: LaunchConfig) -> None:
@@ -122,6 +123,23 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
         matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
     if isinstance(config.engine, (Native, FSDP2)):
         find_units(model, config.engine.sharding_units)
+
+
+def check_inputs(model: nn.Module, dataset: Dataset) -> None:
+    """Checks that ``model`` takes the positions of tokens if the data gives them.
+
+    Raises:
+        ConfigError: it does not, so its tokens would see those of other documents.
+    """
+    first = dataset.train.order(0, np.zeros(1, dtype=np.int64))
+    if "positions" not in dataset.train.batch(first):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if "positions" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(
+            f"the data keeps the documents of a sample apart by positions, but {type(model).__name__}.forward takes "
+            f"only ({', '.join(parameters)}); set data.documents=cross, or add positions to forward"
+        )
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:

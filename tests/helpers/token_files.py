@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,3 +39,19 @@ def write_shards(
     digest = hashlib.sha256(b"{}").hexdigest()
     manifest = Manifest(dtype, vocab_size, end_id, end_id is not None, digest, {"dtrain": "test"}, tuple(entries))
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
+
+
+def rewrite_manifest(folder: Path, text: str) -> None:
+    """Writes a manifest with the SHA-256 of its content, if it is JSON."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        (folder / MANIFEST).write_text(text)
+        return
+    content.pop("sha256")
+    content["sha256"] = hashlib.sha256(_canonical(content)).hexdigest()
+    (folder / MANIFEST).write_bytes(_canonical(content))
+
+
+def _canonical(content: object) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

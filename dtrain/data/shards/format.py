@@ -13,6 +13,7 @@ absolute paths, so that all bytes are a function of the input and the options.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.checkpoint.format.manifest import canonical_json
-from dtrain.checkpoint.format.safetensors_file import DamageError, parse_json
 from dtrain.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -82,12 +81,15 @@ class Manifest:
         return _DTYPES[self.dtype]
 
     def to_bytes(self) -> bytes:
-        """Returns canonical JSON."""
-        return canonical_json({"format": FORMAT, "version": VERSION, **asdict(self)})
+        """Returns canonical JSON, with the SHA-256 of what it is without that entry."""
+        content = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        return _canonical_json({**content, "sha256": _digest(content)})
 
     @classmethod
     def from_bytes(cls, data: bytes, file: str) -> Manifest:
         """Parses and checks a manifest; raises ``DataError`` that names ``file``."""
+        from dtrain.checkpoint.format.safetensors_file import DamageError, parse_json  # imports torch
+
         try:
             raw = parse_json(data, file)
         except DamageError as damage:
@@ -98,6 +100,8 @@ class Manifest:
                 f"version {VERSION}"
             )
         fields = _Fields(raw, file)
+        if fields.digest("sha256") != _digest({key: raw[key] for key in raw if key != "sha256"}):
+            raise DataError(f"{file} is damaged: its content has another SHA-256 than it states; restore it")
         shards = fields.get("shards", list)
         if not 0 < len(shards) <= MAX_SHARDS:
             raise DataError(f"{file}: {len(shards)} shards; expected 1 to {MAX_SHARDS}")
@@ -117,6 +121,14 @@ class Manifest:
         if largest >= manifest.vocab_size:
             raise DataError(f"{file}: token {largest} is beyond the vocabulary of {manifest.vocab_size}")
         return manifest
+
+
+def _canonical_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_canonical_json(content)).hexdigest()
 
 
 def dtype_name(vocab_size: int) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 
 from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import AcceptConfig
+from dtrain.distributed.launch_env import num_cores
 from dtrain.distributed.logging import logger
 from dtrain.errors import AcceptError, ConfigError, directory_error
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.metrics import write_atomically, write_json
-from dtrain.telemetry.throughput import num_cores
 from dtrain.tools.accept.page import render
 from dtrain.tools.accept.part import PARTIAL, Part, PartRequest
 from dtrain.tools.accept.processes import run_process

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain.data.shards.format import BLOCK, MANIFEST, Manifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
-from tests.helpers.token_files import write_shards
+from tests.helpers.token_files import rewrite_manifest, write_shards
 
 quick = settings(deadline=None, max_examples=30)
 MIB = 1 << 20
@@ -91,18 +91,15 @@ def test_a_flipped_byte_of_a_small_file_is_found_at_the_start(tmp_path: Path, fi
         TokenShards.open(tmp_path)
 
 
-def test_every_flipped_bit_of_the_manifest_is_found_or_changes_the_fingerprint(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_the_manifest_is_found(tmp_path: Path) -> None:
     write_shards(tmp_path, [documents([5, 6])], 1000)
-    good = TokenShards.open(tmp_path).fingerprint
     content = (tmp_path / MANIFEST).read_bytes()
     for position in range(0, len(content), 7):
         changed = bytearray(content)
         changed[position] ^= 1
         (tmp_path / MANIFEST).write_bytes(changed)
-        try:
-            assert TokenShards.open(tmp_path).fingerprint != good
-        except (DataError, ConfigError):
-            continue
+        with pytest.raises(DataError):
+            TokenShards.open(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, old: str, new: str, expecte
     write_shards(tmp_path, [documents([5, 6])], 1000)
     text = (tmp_path / MANIFEST).read_text()
     assert old in text
-    (tmp_path / MANIFEST).write_text(text.replace(old, new, 1))
+    rewrite_manifest(tmp_path, text.replace(old, new, 1))
     with pytest.raises(DataError, match=expected):
         TokenShards.open(tmp_path)
 
@@ -175,7 +172,7 @@ def test_20_gb_cost_little_memory(tmp_path: Path) -> None:
     for kind in ("ends", "crc"):
         digest = hashlib.sha256((tmp_path / f"00000.{kind}").read_bytes()).hexdigest()
         manifest = re.sub(rf'("{kind}":")[0-9a-f]+', rf"\g<1>{digest}", manifest)
-    (tmp_path / MANIFEST).write_text(manifest)
+    rewrite_manifest(tmp_path, manifest)
     before = anonymous_memory()
     shards = TokenShards.open(tmp_path)
     generator = np.random.default_rng(0)

@@ -18,7 +18,7 @@ from dtrain.config.dump import config_to_dict
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
-from dtrain.telemetry.throughput import num_cores
+from dtrain.distributed.launch_env import num_cores
 from dtrain.tools.accept.part import PartRequest, load_partial, save_partial
 from dtrain.tools.accept.parts.models import MODELS
 from dtrain.tools.accept.processes import run_process

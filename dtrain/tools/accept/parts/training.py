@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
+from dtrain.distributed.launch_env import num_cores
 from dtrain.errors import ConfigError, DtrainError
-from dtrain.telemetry.throughput import num_cores
 from dtrain.tools.accept.part import PartRequest, load_partial, save_partial
 from dtrain.tools.accept.parts.gpu_tests import find_tests, run_gpu_tests
 from dtrain.tools.accept.parts.training_worker import STEPS, TrainingCase, TrainingJob

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtrain.__main__ import main
+from dtrain.data.shards.format import BLOCK
+from tests.helpers.token_files import write_shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    documents = [[generator.integers(1000, size=length) for length in (70_000, 5, 33_000)] for _ in range(2)]
+    write_shards(tmp_path / "tokens", documents, 1000)
+    return tmp_path / "tokens"
+
+
+def verify(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+    code = main(["data", "verify", str(folder), *words])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_good_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = verify(folder, capsys)
+    assert code == 0
+    assert lines == [f"ok  {folder}: 2 shards, 206,010 tokens, 412,020 bytes of tokens read"]
+
+
+@pytest.mark.parametrize(
+    ("file", "offset", "expected"),
+    [
+        ("00001.bin", 3 * BLOCK + 17, f"the first bad block is bytes {3 * BLOCK} to {4 * BLOCK}"),
+        ("00000.bin", 0, f"the first bad block is bytes 0 to {BLOCK}"),
+        ("00000.ends", 8, "SHA-256 is not the one in manifest.json"),
+        ("00000.ends", 11, "document 1 ends at 16847221 of 103005, after 70000 (offset 8)"),
+        ("00001.crc", 5, "SHA-256 is not the one in manifest.json"),
+        ("tokenizer.json", 0, "SHA-256 is not the one in manifest.json"),
+        ("manifest.json", 100, "manifest.json"),
+    ],
+)
+def test_a_flipped_bit_is_found_in_each_kind_of_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], file: str, offset: int, expected: str
+) -> None:
+    flip(folder / file, offset)
+    code, lines = verify(folder, capsys)
+    assert code == 1
+    (line,) = lines
+    assert line.startswith(f"BAD {folder / file}")
+    assert expected in line
+
+
+def test_each_bad_file_has_its_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "00000.crc").unlink()
+    flip(folder / "00000.bin", 5)
+    with (folder / "00001.bin").open("ab") as file:
+        file.write(b"x")
+    code, lines = verify(folder, capsys)
+    assert code == 1
+    assert lines == [
+        f"BAD {folder}/00000.crc: missing",
+        f"BAD {folder}/00000.bin: its SHA-256 is not the one in manifest.json",
+        f"BAD {folder}/00001.bin: 206011 bytes; manifest.json states 206010",
+    ]
+
+
+def test_wrong_content_with_right_hashes_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hashes are those of the files, but a token is beyond the vocabulary, and a document is empty."""
+    write_shards(tmp_path, [[np.array([1, 2, 3]), np.array([], np.int64), np.array([9])]], 10)
+    from dtrain.data.shards.format import MANIFEST
+    from tests.helpers.token_files import rewrite_manifest
+
+    rewrite_manifest(
+        tmp_path,
+        (tmp_path / MANIFEST)
+        .read_text()
+        .replace('"vocab_size":10', '"vocab_size":9')
+        .replace('"max_token":9', '"max_token":3'),
+    )
+    code, lines = verify(tmp_path, capsys)
+    assert code == 1
+    assert lines == [
+        f"BAD {tmp_path}/00000.bin: token 9 at offset 6 is not below 9",
+        f"BAD {tmp_path}/00000.ends: written wrongly; document 1 ends at 3 of 4, after 3 (offset 8)",
+    ]
+
+
+def test_shards_of_llmc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 4
+    (tmp_path / "x.bin").write_bytes(header.tobytes() + np.array([1, 2, 700, 3], dtype="<u2").tobytes())
+    assert main(["data", "verify", str(tmp_path)]) == 2
+    assert "set vocab_size=N to check their tokens" in capsys.readouterr().err
+    assert verify(tmp_path, capsys, "vocab_size=1000")[0] == 0
+    code, lines = verify(tmp_path, capsys, "vocab_size=700")
+    assert code == 1
+    assert lines == [f"BAD {tmp_path}/x.bin: token 700 at position 2 is not below 700"]
+    assert main(["data", "info", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "| not stated" in shown
+    assert "| x.bin" in shown
