@@ -22,6 +22,7 @@ from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
 from dtrain.checkpoint.huggingface.same_model import replaced
 from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError, ConfigError, nearest
+from dtrain.models.adapters import add_adapters
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 
 _ADAPTER = "adapter_config.json"
@@ -75,6 +76,8 @@ def _check_masks_documents(hf: Any) -> None:
 def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     """Builds the model of ``config.path`` in FP32, whatever its files hold; on ``meta`` without reading weights.
 
+    With ``config.lora`` its weights are frozen, and adapters are trained beside them.
+
     The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
 
     Args:
@@ -97,6 +100,8 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
             raise ConfigError(
                 f"model.path={config.path}: transformers cannot build the model: {_line(error)}"
             ) from error
+    if config.lora.r:
+        add_adapters(model, config.lora)
     return HFCausalLM(model)
 
 
@@ -211,8 +216,10 @@ def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
     products = {id(m.weight): m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
     text = text_config(model.hf)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attention = text.num_hidden_layers * text.num_attention_heads * head_dim * context
-    return 6 * sum(math.prod(weight.shape) for weight in products.values()) + round(6 * attention)
+    attention: float = text.num_hidden_layers * text.num_attention_heads * head_dim * context
+    # a frozen weight has no gradient: two products instead of three
+    matmuls = sum((6 if weight.requires_grad else 4) * math.prod(weight.shape) for weight in products.values())
+    return matmuls + round(6 * attention)
 
 
 @cache

@@ -21,6 +21,7 @@ from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
+from dtrain.precision.policy import TRAINABLE_DTYPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
 """Dtype of a module's weights, by its format."""
@@ -35,6 +36,7 @@ _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, 
 _ROUTER_CLASS = re.compile(r"Router$")  # of a mixture of experts, as transformers names them: MixtralTopKRouter
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 _LOSS = nn.modules.loss._Loss
+_ADAPTERS = "adapter_layer_names"  # attribute of the classes of peft's layers
 _PRODUCTS = (
     nn.Linear,
     nn.Bilinear,
@@ -136,7 +138,7 @@ class ModuleTree:
         for module in model.modules():
             for local, p in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(p), []).append(self._parameter_name(module, local))
-        products = [module for module in model.modules() if isinstance(module, _PRODUCTS)]
+        products = [m for m in model.modules() if isinstance(m, _PRODUCTS) and not self.is_adapter(m)]
         self._first, self._last = products[:1], products[-1:]
 
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
@@ -150,6 +152,12 @@ class ModuleTree:
         """Returns the modules that contain ``module`` under any of its names, innermost first."""
         names = [prefix for name in self.names[id(module)] for prefix in list(_prefixes(name))[1:]]
         return tuple({id(outer): outer for outer in map(self._by_name.__getitem__, names)}.values())
+
+    def is_adapter(self, module: nn.Module) -> bool:
+        """Whether ``module`` is inside a layer of ``peft``, beside the layer that this one wraps."""
+        parent, *others = (*self.ancestors(module), None)
+        is_inside = any(hasattr(type(other), _ADAPTERS) for other in others)
+        return is_inside and not hasattr(type(parent), _ADAPTERS)
 
     def first_or_last(self, module: nn.Module) -> str:
         if module in self._first:
@@ -165,8 +173,10 @@ class ModuleTree:
             return "its weight is not a parameter of two dimensions"
         if "forward" in module.__dict__:
             return "its forward is replaced"
-        if not weight.requires_grad:
-            return "its weight is frozen"
+        if weight.dtype not in TRAINABLE_DTYPES:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if not weight.requires_grad and type(weight) is not nn.Parameter:
+            return f"its frozen weight is a {type(weight).__name__}"
         own = self._parameter_name(module, "weight")
         tied = [other for other in self._owners[id(weight)] if other != own]
         if tied:
@@ -228,6 +238,8 @@ def _assign(
         return FormatAssignment(name, module, "fp32", fp32_class(module) or inside, ancestors)
     if wanted == "fp8":
         unsupported_reason = modules.unsupported_reason(module)
+        if not unsupported_reason and modules.is_adapter(module) and (found is None or found[0] not in own_names):
+            unsupported_reason = "an adapter: small products, which FP8 would not make faster"
         if not unsupported_reason and found is None:
             unsupported_reason = modules.first_or_last(module)
             if not unsupported_reason and name in decisions:

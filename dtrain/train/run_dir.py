@@ -37,7 +37,7 @@ CONFIG_FILE = "config.yaml"
 CONTRACT_FILE = "precision.json"
 CHECKPOINTS = "checkpoints"
 
-_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len", "model.path")
+_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout")
 """Keys of the model that a resume may change."""
 
 

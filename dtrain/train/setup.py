@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
@@ -153,9 +154,11 @@ def make_engine(
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optimizer = config.optim.optimizer
+    lora = config.model.lora.r > 0 and config.model.weights == "load"
     try:
         return initialize(
             model,
+            frozen_source=FrozenSource(str(config.model.path)) if lora else None,
             optimizer=optimizer,
             schedule=config.schedule.over(config.train.steps),
             engine=config.engine,

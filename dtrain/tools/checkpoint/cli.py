@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (fp32)")
     verb.add_argument("--weights", choices=("master", "ema"), default="master", help="ema: the moving average (master)")
     verb.add_argument("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a file (5GB)")
+    verb.add_argument("--merge", action="store_true", help="model.lora: write the whole model, adapters merged")
     verb.add_argument("--base", type=Path, metavar="FOLDER", help="model=hf: folder of the model, if it has moved")
     verb = add("import", _import, "start a run from a Hugging Face folder (Llama, GPT-2)")
     verb.add_argument("folder", type=Path, metavar="hf_dir", help="a folder with config.json and safetensors")
@@ -206,6 +207,7 @@ def _export(arguments: argparse.Namespace) -> int:
         max_shard_size=arguments.max_shard_size,
         weights=arguments.weights,
         base=arguments.base,
+        merge=arguments.merge,
     )
     files = sorted(out.iterdir())
     _print(f"wrote {out}: {', '.join(file.name for file in files)} ({_size(sum(f.stat().st_size for f in files))})")
