@@ -266,7 +266,7 @@ def test_exports_that_are_refused(folder: Path, ranks: dict[str, Any], tmp_path:
     config = model_config(folder / "llama", lora=LORAS["llama"], weights="random")
     engine = dtrain.initialize(build_model(config, VOCAB, seed=3), precision="fp32", seed=0)
     engine.save(tmp_path / "run" / "checkpoints", config={"model": asdict(config)})
-    with pytest.raises(CheckpointError, match="holds frozen weights of its own, .* --merge"):
+    with pytest.raises(CheckpointError, match=r"holds frozen weights of its own, .* --merge"):
         export(tmp_path / "run", tmp_path / "adapter")
     merged = load_hf(export(tmp_path / "run", tmp_path / "merged", merge=True))
     plain_config = model_config(folder / "llama", weights="random")
