@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dtrain import checkpoint, errors
+    from dtrain.checkpoint.frozen_source import FrozenSource
     from dtrain.config.audit import Audit
     from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
     from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon, TorchOptimizer
@@ -36,6 +37,7 @@ __all__ = [
     "DeepSpeed",
     "Engine",
     "Float8",
+    "FrozenSource",
     "Linear",
     "Lion",
     "LossScale",
@@ -54,6 +56,7 @@ __all__ = [
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
 _HOMES = {
+    "dtrain.checkpoint.frozen_source": ("FrozenSource",),
     "dtrain.config.audit": ("Audit",),
     "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
     "dtrain.config.optim": ("SGD", "Adam", "AdamW", "AdamWBF16", "Lion", "Muon", "TorchOptimizer"),

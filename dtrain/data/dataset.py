@@ -11,6 +11,9 @@ from torch import Tensor
 
 from dtrain.data.sampling import Indices, sample_ids
 
+IGNORE_INDEX = -100
+"""A target that does not count in the loss."""
+
 
 class SampleSource(ABC):
     """Samples by their id."""
@@ -24,7 +27,8 @@ class SampleSource(ABC):
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0.
 
-        Among them ``targets``: a target of -100 does not count in the loss.
+        Among them ``targets``: :data:`IGNORE_INDEX` does not count in the loss. ``positions``, if documents share a
+        sample, restart with each of them.
         """
 
     def order(self, seed: int, indices: Indices) -> Indices:
@@ -55,6 +59,7 @@ class Dataset:
         description: one line about the source and the validation split.
         vocab_size: number of tokens that the data may contain.
         codec: text of its tokens.
+        mean_context: mean over tokens of the length of their document in their sample; None: the whole sample.
     """
 
     train: SampleSource
@@ -63,3 +68,4 @@ class Dataset:
     description: str
     vocab_size: int
     codec: Codec
+    mean_context: float | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dtrain.config.data import DataConfig, StdlibDataConfig, TextDataConfig
+from dtrain.config.data import DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.data.dataset import Dataset
 from dtrain.data.text import load_text
+from dtrain.data.tokens import load_tokens
 from dtrain.errors import ConfigError
 
 
@@ -16,4 +17,6 @@ def load_dataset(config: DataConfig, seq_len: int) -> Dataset:
     """
     if isinstance(config, (StdlibDataConfig, TextDataConfig)):
         return load_text(config, seq_len)
+    if isinstance(config, TokensDataConfig):
+        return load_tokens(config, seq_len)
     raise ConfigError(f"data={config.name} is no source of data")

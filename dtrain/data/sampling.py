@@ -60,11 +60,11 @@ def _feistel(values: NDArray[np.uint64], keys: NDArray[np.uint64], half_bits: in
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
+        left, right = right, left ^ (mix(right + key) & mask)
     return (left << shift) | right
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Applies the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014); arithmetic wraps at 2^64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

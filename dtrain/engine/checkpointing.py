@@ -23,6 +23,7 @@ from dtrain.engine.compatibility import (
     training_state,
     warn_of_other_bits,
 )
+from dtrain.engine.frozen_weights import proven_float8, read_float8, saved_float8
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
@@ -107,9 +108,12 @@ class Checkpointer:
         self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
     ) -> Snapshot:
         engine = self._engine
-        shards = [*self._owned_shards(engine.saved_dtypes), *engine.frozen_shards()]
+        source = engine.frozen_source
+        shards = [*self._owned_shards(engine.saved_dtypes)]
+        if source is None:
+            shards += chain(engine.frozen_shards(), saved_float8(engine))
         if self._comm.rank == 0:  # all ranks hold these, so one of them writes
-            shards += _replicated_shards(engine)
+            shards += _replicated_shards(engine, has_frozen=source is None)
         state = {
             "run_id": engine.run_id,
             "engine": engine.name,
@@ -130,7 +134,7 @@ class Checkpointer:
             "metrics": checked_metrics(metrics),
             "config": dict(config),
             "extra": dict(extra),
-        }
+        } | ({} if source is None else {"frozen_source": asdict(source)})
         return Snapshot(engine.attempted_steps, tuple(shards), state)
 
     def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
@@ -155,6 +159,9 @@ class Checkpointer:
         self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
+        if training_state(reader).source is None:
+            read_float8(reader, self._engine)
+            self._engine.frozen_source = None  # the frozen weights are the checkpoint's own
         # of the live tensors, so that a wrong read, cast or copy is found too
         reader.check_fingerprints(self._loaded_shards(reader), self._comm)
         extra = self._restore(reader)
@@ -163,26 +170,30 @@ class Checkpointer:
 
     def _read(self, reader: CheckpointReader) -> None:
         kinds = trained_kinds(reader, self._engine)
-        shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards())
+        has_frozen = training_state(reader).source is None
+        shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards() if has_frozen else ())
         # every rank fills all that it holds, also what another rank has saved
         sharded = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
-        replicated = (ReadTarget(kind, name, 0, data) for kind, name, data in replicated_tensors(self._engine))
-        reader.read_into(chain(sharded, replicated))
+        whole = replicated_tensors(self._engine, has_frozen=has_frozen)
+        reader.read_into(chain(sharded, (ReadTarget(kind, name, 0, data) for kind, name, data in whole)))
         masters = {shard.name: shard.data for shard in self._engine.local_shards(MASTER)}
         for kind, spec in self._engine.plan.specs.items():
             for shard in self._engine.local_shards(kind) if kind not in kinds else ():
                 spec.fill(shard.data, masters[shard.name])  # all that this rank holds of both
 
     def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
-        """Yields what this rank proves: the live tensors; for a frozen one that was cast, its saved values.
+        """Yields what this rank proves: the live tensors; for frozen ones that were cast, their saved values.
 
         Raises:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
         yield from self._owned_shards(trained_kinds(reader, self._engine))  # over all ranks every element once
-        replicated = _replicated_shards(self._engine) if self._comm.rank == 0 else ()
+        has_frozen = training_state(reader).source is None
+        if has_frozen:
+            yield from proven_float8(reader, self._engine)
+        replicated = _replicated_shards(self._engine, has_frozen=has_frozen) if self._comm.rank == 0 else ()
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
-        for shard in chain(self._engine.frozen_shards(), replicated):
+        for shard in chain(self._engine.frozen_shards() if has_frozen else (), replicated):
             dtype = dtypes.get((shard.kind, shard.name), shard.dtype)
             if dtype == shard.dtype:
                 yield shard
@@ -233,7 +244,7 @@ class Checkpointer:
         return saved.extra
 
 
-def _replicated_shards(engine: StateEngine) -> Iterator[TensorShard]:
-    for kind, name, tensor in replicated_tensors(engine):
+def _replicated_shards(engine: StateEngine, *, has_frozen: bool) -> Iterator[TensorShard]:
+    for kind, name, tensor in replicated_tensors(engine, has_frozen=has_frozen):
         flat = tensor.contiguous().view(-1)
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)

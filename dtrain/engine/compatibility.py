@@ -11,6 +11,7 @@ from torch import Tensor
 from dtrain.checkpoint import CheckpointReader
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.distributed.logging import logger
+from dtrain.engine.frozen_weights import check_source
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.errors import CheckpointError, nearest
 from dtrain.optim.average import EMA
@@ -19,8 +20,11 @@ _FLOAT8_BITS = ("recipe", "grad_format", "emulate", "fast_accumulation")
 """The FP8 options that the bits of a product follow from."""
 
 
-def replicated_tensors(engine: StateEngine) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters."""
+def replicated_tensors(engine: StateEngine, *, has_frozen: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters.
+
+    ``has_frozen``: whether the checkpoint holds the latter.
+    """
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in engine.module.named_modules(remove_duplicate=False)
@@ -29,7 +33,7 @@ def replicated_tensors(engine: StateEngine) -> Iterator[tuple[str, str, Tensor]]
     for name, buffer in engine.module.named_buffers():
         if name not in transient:
             yield "buffer", name, buffer.detach()
-    for name, parameter in engine.replicated_frozen().items():
+    for name, parameter in engine.replicated_frozen().items() if has_frozen else ():
         yield "frozen", name, parameter
 
 
@@ -54,8 +58,11 @@ def check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
         for kind in (MASTER, *engine.plan.kinds(name))
         if kind in kinds
     }
-    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in replicated_tensors(engine)}
-    live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
+    has_frozen = not check_source(training_state(reader), str(reader.path), engine.frozen_source)
+    replicated = replicated_tensors(engine, has_frozen=has_frozen)
+    live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in replicated}
+    if has_frozen:
+        live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
@@ -44,6 +45,7 @@ from dtrain.errors import ConfigError, DivergenceError
 from dtrain.optim.rules import on_device
 from dtrain.parameters.optimizer_plan import plan_optimizer
 from dtrain.precision.contract import Contract, float8_candidates, resolve
+from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision, decide_float8
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.loss_scale import LossScaleState, resolve_loss_scale
@@ -65,6 +67,7 @@ def initialize(
     audit: Audit | int | None = None,
     seed: int | None = None,
     comm: Communicator | None = None,
+    frozen_source: FrozenSource | None = None,
     **engine_settings: Any,
 ) -> Engine:
     """Builds an engine for ``model``; every rank calls it with the same arguments.
@@ -94,6 +97,8 @@ def initialize(
             the default, or the number of steps; 0 for none. See docs/audit.md.
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
+        frozen_source: ``dtrain.FrozenSource(folder)``, if all frozen parameters are those of a folder of safetensors
+            files: checkpoints name it by its SHA-256 and hold none of them. None: they are saved in each checkpoint.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
             ``sharding_units``, ``reduce_dtype``, ...; docs/running.md says what each means, as ``engine.*``.
 
@@ -111,7 +116,7 @@ def initialize(
     options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay, audits)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
-    check_others(seed, comm)
+    check_others(seed, comm, frozen_source)
     check_model(model)
     if record.reproducible:
         require_reproducible(model)
@@ -129,18 +134,20 @@ def initialize(
     undecided = resolve(policy, model, capabilities.held, policy.decisions)
     rule = resolve_loss_scale(rule, torch.float16 if undecided.needs_loss_scale else policy.compute_dtype)
     # before rank 0 decides for all: it times products of its own model, which must be that of all ranks
-    _require_equal_configs(comm, _config_text(model, undecided, options, rule))
+    _require_equal_configs(comm, _config_text(model, undecided, options, rule, frozen_source))
     if record.reproducible:
         use_deterministic_kernels(comm.device)  # before the first product, which may be one that is timed below
     elif audits.replay_every:
         allow_deterministic_kernels(comm.device)
+    frozen_source = frozen_source and frozen_source.hashed(comm)
     contract = _with_decisions(undecided, model, comm, casts_each_time=capabilities.casts_each_time)
-    config_text = _config_text(model, contract, options, rule)
+    config_text = _config_text(model, contract, options, rule, frozen_source)
     set_matmul_precision(policy)
     # before anything is cast: masters take the unrounded values
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
-    request = EngineRequest(model, contract, plan, comm, options, LossScaleState.of(rule), identity, config_text)
+    scale = LossScaleState.of(rule)
+    request = EngineRequest(model, contract, plan, comm, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.{record.name}").build(request)
     warn_of_clipping(built)
@@ -248,7 +255,9 @@ def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:
     return RunIdentity(run_id, agreed)
 
 
-def _config_text(model: nn.Module, contract: Contract, options: StepOptions, rule: LossScale) -> str:
+def _config_text(
+    model: nn.Module, contract: Contract, options: StepOptions, rule: LossScale, source: FrozenSource | None
+) -> str:
     """Returns everything that must be equal on all ranks, as canonical JSON.
 
     Raises:
@@ -259,6 +268,7 @@ def _config_text(model: nn.Module, contract: Contract, options: StepOptions, rul
         "schedule": type(options.schedule).__name__,  # asdict leaves out the class, which has the formula
         "loss_scale": asdict(rule),
         "contract": contract.to_dict(),
+        "frozen_source": source is not None,  # its path may differ between hosts
         # with their order, dtypes and buffers: the broadcast of the weights would fill memory of another size or type
         "parameters": {
             name: {**_tensor_fields(position, p), "trainable": p.requires_grad}
@@ -311,5 +321,6 @@ def _broadcast_model(model: nn.Module, comm: Communicator) -> None:
 
 def _cast_frozen(model: nn.Module, contract: Contract) -> None:
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(contract.replica_dtypes[name])
+        dtype = contract.replica_dtypes[name]
+        if not parameter.requires_grad and dtype != E4M3:  # which needs scales
+            parameter.data = parameter.data.to(dtype)

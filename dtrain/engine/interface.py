@@ -385,6 +385,23 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def full_model(self) -> AbstractContextManager[nn.Module]:
+        """Context of a copy of the model that has its whole weights on every rank; all ranks enter.
+
+        ::
+
+            with engine.full_model() as model:
+                tokens = model.hf.generate(prompt, max_new_tokens=50)  # of model=hf
+
+        The copy is in eval mode, records no graph and runs under the precision policy, with weights in their compute
+        dtypes (2 bytes an element under ``bf16``). Inside, its forward needs no other rank: each may call it as often
+        as it likes. Writes to it are lost. Drop all references to it at the end, which frees it.
+
+        Raises:
+            UsageError: between backward and step, or inside ``eval``, ``ema`` or ``modify_weights``.
+        """
+
+    @abstractmethod
     def memory(self) -> dict[str, int]:
         """Bytes on this rank by kind.
 

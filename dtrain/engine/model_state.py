@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from dtrain.errors import ContractError
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.local_shards import check_frozen, full_tensors
 from dtrain.parameters.squares import sum_squares
+from dtrain.sharding.frozen_float8 import FrozenFloat8
 
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = "moments"
@@ -65,6 +66,7 @@ class StateEngine(Engine):
         seed: keys the random numbers of forwards.
         shapes: shape of each trainable parameter, by name.
         frozen: the frozen parameters, by name.
+        frozen_source: the folder whose weights they are, so that checkpoints hold none; None: they are saved.
     """
 
     def __init__(self, request: EngineRequest) -> None:
@@ -85,6 +87,7 @@ class StateEngine(Engine):
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_parameters = sum(map(math.prod, self.shapes.values()))
         self.frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        self.frozen_source = request.frozen_source
         self._is_unobserved = True  # no forward since set-up or load has been checked against the contract
 
     def check_contract(self) -> None:
@@ -128,7 +131,8 @@ class StateEngine(Engine):
     @property
     def frozen_bytes(self) -> int:
         """Bytes of all frozen parameters, whole."""
-        return sum(p.numel() * p.element_size() for p in self.frozen.values())
+        dtypes = self.contract.replica_dtypes
+        return sum(p.numel() * dtypes[name].itemsize for name, p in self.frozen.items())
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor) of ``master``, ``main_grad`` or a state of those that have it; all ranks call."""
@@ -159,8 +163,13 @@ class StateEngine(Engine):
         return iter(())
 
     def frozen_shards(self) -> Iterator[TensorShard]:
-        """Yields this rank's shards of the frozen parameters that the engine shards; none by default."""
+        """Yields this rank's shards of the frozen parameters that the engine shards, not in FP8; none by default."""
         return iter(())
+
+    @property
+    def frozen_float8(self) -> Sequence[FrozenFloat8]:
+        """The frozen weights that the engine holds in FP8 only, equal groups on all ranks; none by default."""
+        return ()
 
     def replicated_frozen(self) -> dict[str, Tensor]:
         """Returns the frozen parameters of which every rank holds all, by name."""
@@ -220,4 +229,4 @@ class StateEngine(Engine):
     def _check_step(self) -> None:
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""
         for name, parameter in self.frozen.items():
-            check_frozen(name, parameter, self.contract.replica_dtypes[name])
+            check_frozen(name, parameter, self.contract.parameter_dtype(name))

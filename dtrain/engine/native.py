@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import sum_squares
 from dtrain.sharding.build import build as build_sharded
 from dtrain.sharding.build import grad_dtype
+from dtrain.sharding.frozen_float8 import FROZEN, FrozenFloat8
 from dtrain.sharding.group import tensor_shard
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
@@ -59,7 +60,7 @@ class NativeEngine(StepEngine):
         backward_names = [name for group in sharded.reducer.groups for name in group.trained]
         super().__init__(request, backward_names, sharded.reducer.monitor)
         self.sharded = sharded
-        for views in (buffer.replica.views for buffer in sharded.buffers):
+        for views in (replica.views for replica in sharded.replicas):
             if isinstance(views, Float8Views):
                 views.attach(self.module)
         self.forward_communicates = sharded.scheduler is not None
@@ -176,8 +177,13 @@ class NativeEngine(StepEngine):
 
     def frozen_shards(self) -> Iterator[TensorShard]:
         for replica in self.sharded.frozen:
-            for interval in replica.layout.intervals(*replica.layout.shard(self.rank)):
-                yield tensor_shard("frozen", interval, replica.local[0])
+            if not replica.is_float8:
+                for interval in replica.layout.intervals(*replica.layout.shard(self.rank)):
+                    yield tensor_shard(FROZEN, interval, replica.local[0])
+
+    @property
+    def frozen_float8(self) -> Sequence[FrozenFloat8]:
+        return self.sharded.frozen_float8
 
     def replicated_frozen(self) -> dict[str, Tensor]:
         sharded = {name for replica in self.sharded.frozen for name in replica.views.parameters}
@@ -200,11 +206,23 @@ class NativeEngine(StepEngine):
 
     def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
         yield from super().full_frozen()
-        for replica in self.sharded.frozen:
+        for frozen in self.frozen_float8:
+            yield from frozen.full()
+        for replica in (replica for replica in self.sharded.frozen if not replica.is_float8):
             layout, shard = replica.layout, replica.local[0]
             full = shard.new_empty(layout.numel)
             self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
             yield from zip(replica.views.parameters, slot_views(full, layout), strict=True)
+
+    def take_frozen(self, values: Mapping[str, Tensor]) -> None:
+        super().take_frozen(values)
+        for frozen in self.frozen_float8:
+            if not values.keys().isdisjoint(frozen.names):
+                held = frozen.values()  # casting what is not in `values` again changes no weight
+                for shard in frozen.shards(held):
+                    if shard.name in values:
+                        shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+                frozen.write(held)
 
     def open_weights(self, names: Collection[str]) -> None:
         self.sharded.open_weights(names)
@@ -225,6 +243,7 @@ class NativeEngine(StepEngine):
         sharded, exchange = self.sharded, self.sharded.reducer.exchange
         trained = [tensor for buffer in sharded.buffers for tensor in buffer.replica.persistent]
         frozen = [tensor for replica in sharded.frozen for tensor in replica.persistent]
+        frozen += [tensor for weights in sharded.frozen_float8 for tensor in weights.tensors]
         return {
             "compute": [*trained, *sharded.scales.tensors],
             "unsharded": [tensor for replica in sharded.replicas for tensor in replica.unsharded],

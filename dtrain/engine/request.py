@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
@@ -66,6 +67,7 @@ class EngineRequest:
         loss_scale: initial state of the loss-scale machine.
         identity: run id and seed; a load replaces both with the saved ones.
         config_text: everything that must be equal on all ranks, as canonical JSON.
+        frozen_source: the folder of the frozen weights, with its hash; None: they come from nowhere else.
     """
 
     model: nn.Module
@@ -76,3 +78,4 @@ class EngineRequest:
     loss_scale: LossScaleState
     identity: RunIdentity
     config_text: str
+    frozen_source: FrozenSource | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
@@ -25,7 +26,7 @@ from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = (
     *("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "ema_decay"),
-    *("audit", "seed", "comm"),
+    *("audit", "seed", "comm", "frozen_source"),
 )
 
 
@@ -161,8 +162,8 @@ def audit_record(audit: Audit | int | None) -> Audit:
     return Audit(check_field(Audit, "every", audit, "audit"))
 
 
-def check_others(seed: int | None, comm: Communicator | None) -> None:
-    """Raises ``ConfigError`` for a seed or a communicator of another type."""
+def check_others(seed: int | None, comm: Communicator | None, frozen_source: FrozenSource | None) -> None:
+    """Raises ``ConfigError`` for a seed, a communicator or a source of frozen weights of another type."""
     if seed is not None:
         check_field(RunConfig, "seed", seed, "seed")
         if seed >= 2**64:
@@ -171,6 +172,8 @@ def check_others(seed: int | None, comm: Communicator | None) -> None:
         raise ConfigError(
             f"comm={shown(comm)} is not a dtrain communicator; omit it to train with the process group that exists"
         )
+    if frozen_source is not None and not isinstance(frozen_source, FrozenSource):
+        raise ConfigError(f"frozen_source={shown(frozen_source)} is not a dtrain.FrozenSource(folder)")
 
 
 def check_model(model: nn.Module) -> None:

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from dtrain.distributed.logging import logger
 from dtrain.distributed.progress import Phase
@@ -16,9 +17,11 @@ from dtrain.engine.arguments import check_save_options, checked_path
 from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.averaged import averaged_weights
 from dtrain.engine.checkpointing import Checkpointer
+from dtrain.engine.full_model import whole_copy
 from dtrain.engine.model_state import MASTER, StateEngine, names_collectives
 from dtrain.engine.written_weights import WrittenWeights
 from dtrain.errors import CorruptionError, UsageError
+from dtrain.precision.forward import Autocast
 
 
 class StoredEngine(StateEngine):
@@ -32,6 +35,7 @@ class StoredEngine(StateEngine):
     _written: WrittenWeights
     _backward_failed: bool  # a backward has begun and not ended
     _is_averaged: bool  # inside ``ema``
+    _autocast: Autocast
 
     # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
 
@@ -102,7 +106,14 @@ class StoredEngine(StateEngine):
             )
         if self._is_averaged:
             raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
-        if self._has_backward() and verb in ("save", "load", "ema", "modify_weights", "measure_precision"):
+        if self._has_backward() and verb in (
+            "save",
+            "load",
+            "ema",
+            "modify_weights",
+            "full_model",
+            "measure_precision",
+        ):
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     @contextmanager
@@ -160,6 +171,19 @@ class StoredEngine(StateEngine):
     def _refresh_modified(self) -> None:
         self._refresh()
         self._audit.renew()
+
+    @contextmanager
+    def full_model(self) -> Iterator[nn.Module]:
+        self._require_usable("full_model")
+        if self._evaluating or self._current.state == "open":
+            raise UsageError("engine.full_model inside engine.eval or a micro-batch; call it between steps")
+        with self.progress.during(Phase.EVALUATION):
+            self._finalize_step()
+            with self.comm.schedule.method("full_model"):
+                self._take_written()
+                model = whole_copy(self)
+            with torch.no_grad(), self._autocast():
+                yield model
 
     @names_collectives("master_state")
     def master_state(self) -> dict[str, Tensor]:

@@ -155,6 +155,7 @@ class WrittenWeights:
 
         Elsewhere a master keeps what the cast rounds off.
         """
+        self._disown_source(names)
         for shard in self._engine.local_shards(MASTER) if names else ():
             parameter = self._parameters[shard.name]
             if shard.name not in names or _is_dtensor(parameter):  # a DTensor's values are the masters
@@ -180,6 +181,11 @@ class WrittenWeights:
             if shard.name in names:
                 engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name])
 
+    def _disown_source(self, names: Collection[str]) -> None:
+        """Lets checkpoints hold the frozen weights again if some of them are among ``names``, which were written."""
+        if not self._engine.frozen.keys().isdisjoint(names):
+            self._engine.frozen_source = None
+
     def expect_more(self) -> None:
         """Waits for ranks that still read the weights, if the user has written before; the next write may follow."""
         self._was_written = self._was_written or self.hash != 0
@@ -202,6 +208,8 @@ class WrittenWeights:
         engine.open_weights(chosen)
         states = ((name, tensor.clone()) for name, tensor in engine.full_state(MASTER) if name in chosen)
         values = dict(states) | {name: tensor.clone() for name, tensor in engine.full_frozen() if name in chosen}
+        frozen = [name for name in values if name in engine.frozen and engine.frozen_source]
+        prints = {name: _fingerprint(values[name]) for name in frozen}
         before = {name: self._parameters[name].data for name in values if not _is_dtensor(self._parameters[name])}
         failure: Exception | None = None
         self.is_modifying = True
@@ -226,6 +234,7 @@ class WrittenWeights:
             if shard.name in values:
                 shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
         self._restart_states(values)
+        self._disown_source([name for name in frozen if _fingerprint(values[name]) != prints[name]])
         engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
         self._was_written = True
         refresh()

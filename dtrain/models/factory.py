@@ -9,18 +9,22 @@ import torch
 from torch import nn
 
 from dtrain.config.imports import load_named
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
+from dtrain.models import hf
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.transformer import Dims
 
 
 def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
-    """Returns the model's vocabulary size: ``config.vocab_size``, or the data's if that is null.
+    """Returns the model's vocabulary size: ``config.vocab_size``, or the data's if that is null; with model=hf its own.
 
     Raises:
-        ConfigError: it is smaller than the data's, so that some tokens would have no embedding.
+        ConfigError: it is smaller than the data's, so that some tokens would have no embedding; or the folder of
+            model=hf holds no model that can be trained.
     """
+    if config.factory == HF_FACTORY:
+        return _hf_vocabulary(config, data_vocab_size)
     if config.vocab_size is None:
         return data_vocab_size
     if config.vocab_size < data_vocab_size:
@@ -29,6 +33,31 @@ def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
             f"make it {data_vocab_size} or more, or null"
         )
     return config.vocab_size
+
+
+def check_model(config: ModelConfig) -> None:
+    """Runs the checks of a model that take no time; :func:`vocabulary` runs all checks of model=hf.
+
+    Raises:
+        ConfigError: ``model.path`` is no folder of a model that can be trained, or transformers is not installed.
+    """
+    if config.factory == HF_FACTORY:
+        hf.check_folder(config)
+
+
+def _hf_vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
+    size = hf.vocabulary_size(config)
+    if config.vocab_size not in (None, size):
+        raise ConfigError(
+            f"model.vocab_size={config.vocab_size} and the vocabulary of model.path={config.path} of {size} tokens "
+            "differ; make it null, or replace it by model.args={vocab_size: ...} with model.weights=random"
+        )
+    if size < data_vocab_size:
+        raise ConfigError(
+            f"the vocabulary of model.path={config.path} has {size} tokens, fewer than the data's {data_vocab_size}; "
+            "tokenize the data with the model's own tokenizer"
+        )
+    return size
 
 
 def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
@@ -55,15 +84,22 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
     return model
 
 
-def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) -> int | None:
-    """Returns the model FLOPs of one forward and backward per trained token, or None for a user factory.
+def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) -> int | None:
+    """Returns the model FLOPs of one forward and backward per trained token, or None if they are not known.
+
+    They are not for a user factory and for a mixture of experts.
 
     This is the numerator of MFU. It follows PaLM (Chowdhery et al., 2022, appendix B): a multiply-add is two FLOPs and
     the backward costs twice the forward, so each matmul parameter counts 6; attention's two matmuls over the context
     are added. Unlike PaLM, only the causal half of attention counts (6 instead of 12 x layers x heads x head dimension
-    x ``seq_len``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
+    x ``context``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
     vocabulary and recomputation do not.
+
+    Args:
+        context: mean over tokens of the length of their sequence, or of their document if documents share one.
     """
+    if config.factory == HF_FACTORY:
+        return hf.train_flops_per_token(config, context)
     hidden = config.hidden_dim
     if config.factory == DEFAULT_FACTORY:
         dims = Dims.of(config)
@@ -73,7 +109,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, seq_len: int) ->
     else:
         return None
     matmul_parameters = config.num_layers * layer + hidden * vocabulary(config, vocab_size)
-    return 6 * matmul_parameters + 6 * config.num_layers * hidden * seq_len
+    return 6 * matmul_parameters + round(6 * config.num_layers * hidden * context)
 
 
 def _load(factory: str) -> Callable[[ModelConfig, int], Any]:

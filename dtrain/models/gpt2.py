@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError
+from dtrain.models.attention import causal_attention, document_borders
 from dtrain.models.causal_lm import (
     ModelOutput,
     SkipDraws,
@@ -32,11 +33,10 @@ class GPT2Attention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
         self.muon_splits = {"qkv.weight": (hidden_dim,) * 3}
 
-    def forward(self, x: Tensor) -> Tensor:
-        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    def forward(self, x: Tensor, borders: Tensor | None = None) -> Tensor:
+        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).unbind(-3)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = self.out(causal_attention(queries, keys, values, dropout, borders))
         return out
 
 
@@ -64,8 +64,8 @@ class GPT2Block(nn.Module):
         self.ffn = GPT2FeedForward(config.hidden_dim, ffn_dim(config))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x)))
+    def forward(self, x: Tensor, borders: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), borders))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
 
@@ -96,17 +96,21 @@ class GPT2(nn.Module):
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, config.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
         """Predicts the next token at each position.
 
         Args:
             tokens: int64 [B, T], T at most ``max_seq_len``.
             targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
+            positions: int64 [B, T], 0 at the first token of each document: tokens see their own document only. None:
+                each row is one document.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        borders = None if positions is None else document_borders(positions)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.embed(tokens) + self.positions(positions))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, borders)
         return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
 
 

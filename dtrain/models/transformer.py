@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError, ModelError
+from dtrain.models.attention import causal_attention, document_borders
 from dtrain.models.causal_lm import (
     ModelOutput,
     SkipDraws,
@@ -65,12 +66,11 @@ class Dims:
         return cls(config.hidden_dim, config.num_layers, config.num_heads, num_kv_heads, head, ffn)
 
 
-def rotations(seq_len: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Returns cosine and sine of t theta^(-2j / head_dim), position t, pair j: FP32 [seq_len, 1, head_dim / 2, 2]."""
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-    positions = torch.arange(seq_len, dtype=torch.float32, device=device)
-    angles = positions[:, None] * theta ** (-pairs / head_dim)
-    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))[:, None]
+def rotations(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Returns cosine and sine of t theta^(-2j / head_dim), t in positions, pair j: FP32 [..., 1, head_dim / 2, 2]."""
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions.float()[..., None, None] * theta ** (-pairs / head_dim)
+    return torch.view_as_real(torch.polar(torch.ones_like(angles), angles))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -101,21 +101,14 @@ class Attention(nn.Module):
         kv_rows = dims.num_kv_heads * dims.head
         self.muon_splits = {"qkv.weight": (dims.num_heads * dims.head, kv_rows, kv_rows)}
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """Maps ``x`` [B, T, hidden] and ``rotation`` [T, 1, head / 2, 2] to [B, T, hidden]."""
+    def forward(self, x: Tensor, rotation: Tensor, borders: Tensor | None = None) -> Tensor:
+        """Maps ``x`` [B, T, hidden] and ``rotation`` [T, 1, head / 2, 2] or [B, T, ...] to [B, T, hidden]."""
         heads, kv_heads = self.dims.num_heads, self.dims.num_kv_heads
         qkv = self.qkv(x).unflatten(-1, (heads + 2 * kv_heads, self.dims.head))
         queries_keys, values = qkv.split((heads + kv_heads, kv_heads), dim=-2)
         queries, keys = rotate(queries_keys, rotation).split((heads, kv_heads), dim=-2)
-        mixed = F.scaled_dot_product_attention(
-            queries.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-            enable_gqa=heads != kv_heads,
-        )
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        dropout = self.dropout if self.training else 0.0
+        out: Tensor = self.out(causal_attention(queries, keys, values, dropout, borders))
         return out
 
 
@@ -145,8 +138,8 @@ class Block(nn.Module):
         self.ffn = FeedForward(dims)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rotation))
+    def forward(self, x: Tensor, rotation: Tensor, borders: Tensor | None = None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rotation, borders))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
 
@@ -174,19 +167,23 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
         init_weights(self, init_seed, dims.num_layers, residual=("attn.out.weight", "ffn.down.weight"))
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
         """Predicts the next token at each position.
 
         Args:
             tokens: int64 [B, T].
             targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
+            positions: int64 [B, T], 0 at the first token of each document: tokens see their own document only. None:
+                each row is one document.
         """
+        borders = None if positions is None else document_borders(positions)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         # not a buffer, which would be broadcast and cast; computing it takes microseconds
-        head_dim = self.config.hidden_dim // self.config.num_heads
-        rotation = rotations(tokens.shape[1], head_dim, self.config.rope_theta, tokens.device)
+        rotation = rotations(positions, self.config.hidden_dim // self.config.num_heads, self.config.rope_theta)
         x = self.dropout(self.embed(tokens))
         for block in self.blocks:
-            x = block(x, rotation)
+            x = block(x, rotation, borders)
         return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
 
 

@@ -80,7 +80,9 @@ def backward_names(groups: Sequence[ParamGroup]) -> list[str]:
 def decayed_names(model: nn.Module) -> set[str]:
     """Returns the trainable parameters that weight decay acts on: of two dimensions or more, and not in a norm."""
     # by identity, because a tied parameter has several names
-    norms = {id(p) for module in model.modules() if fp32_class(module) for p in module.parameters(recurse=False)}
+    norms = {
+        id(p) for module in model.modules() if fp32_class(module) == "norm" for p in module.parameters(recurse=False)
+    }
     return {name for name, p in model.named_parameters() if p.requires_grad and p.dim() > 1 and id(p) not in norms}
 
 

@@ -41,7 +41,7 @@ class Contract:
         weights: how the engine stores compute replicas, see :func:`resolve`.
         decisions: FP8 decisions for the Linears that no rule covers.
         fp32_class_overrides: the regions that a rule puts in reduced precision although their class is FP32 by default
-            (norms, softmax, losses).
+            (norms, routers, softmax, losses).
     """
 
     policy: PrecisionPolicy
@@ -184,7 +184,8 @@ def float8_candidates(policy: PrecisionPolicy, model: nn.Module) -> list[Float8C
     """Returns the Linears of ``model`` that can be FP8 and that no rule covers."""
     modules = resolve(policy, model).modules
     names = [module.name for module in modules if (module.format, module.reason) == ("fp8", POLICY)]
-    return [Float8Candidate(name, *model.get_parameter(f"{name}.weight").shape) for name in names]
+    weights = [(name, model.get_parameter(f"{name}.weight")) for name in names]
+    return [Float8Candidate(name, weight.shape[0], weight.shape[1], weight.requires_grad) for name, weight in weights]
 
 
 def resolve(

@@ -36,8 +36,8 @@ class Autocast:
       Linear in BF16. If the engine stores its weights in reduced precision, it computes on FP32 copies.
     - A module in another 16-bit format than the modules around it runs under autocast of its format; its outputs are
       cast back.
-    - A norm, softmax or loss that a rule puts in reduced precision runs without autocast, which would choose FP32, on
-      cast inputs and weights.
+    - A norm, router, softmax or loss that a rule puts in reduced precision runs without autocast, which would choose
+      FP32, on cast inputs and weights.
     - FP8 Linears become :class:`~dtrain.precision.float8.linear.Float8Linear`. They cast their parameter until the
       engine sets another weight source.
     - Operations that the device's autocast does not cover: see :mod:`dtrain.precision.autocast_ops`.

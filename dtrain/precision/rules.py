@@ -21,6 +21,7 @@ from dtrain.errors import ConfigError, nearest
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
+from dtrain.precision.policy import TRAINABLE_DTYPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3}
 """Dtype of a module's weights, by its format."""
@@ -32,8 +33,10 @@ OWN_FORWARD = "own_forward"
 """Attribute of a replaced forward that stores the module's own forward."""
 
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
+_ROUTER_CLASS = re.compile(r"Router$")  # of a mixture of experts, as transformers names them: MixtralTopKRouter
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
 _LOSS = nn.modules.loss._Loss
+_ADAPTERS = "adapter_layer_names"  # attribute of the classes of peft's layers
 _PRODUCTS = (
     nn.Linear,
     nn.Bilinear,
@@ -58,15 +61,17 @@ def rules_override(rules: Mapping[str, str]) -> str:
 
 
 def fp32_class(module: nn.Module) -> str:
-    """Returns ``norm``, ``softmax`` or ``loss`` if the class alone keeps ``module`` in FP32, else an empty string.
+    """Returns ``norm``, ``router``, ``softmax`` or ``loss`` if the class alone keeps ``module`` in FP32, else ``""``.
 
     A class with ``norm`` in its name whose children have parameters is a block that contains a norm, such as
-    ``PreNorm``, and is not FP32 itself.
+    ``PreNorm``, and is not FP32 itself. A router is FP32 with all in it: rounded logits would choose other experts.
     """
     if isinstance(module, _SOFTMAX):
         return "softmax"
     if isinstance(module, _LOSS):
         return "loss"
+    if _ROUTER_CLASS.search(type(module).__name__):
+        return "router"
     is_block = any(True for child in module.children() for _ in child.parameters())
     return "norm" if not is_block and _NORM_CLASS.search(type(module).__name__) else ""
 
@@ -133,7 +138,7 @@ class ModuleTree:
         for module in model.modules():
             for local, p in module.named_parameters(recurse=False):
                 self._owners.setdefault(id(p), []).append(self._parameter_name(module, local))
-        products = [module for module in model.modules() if isinstance(module, _PRODUCTS)]
+        products = [m for m in model.modules() if isinstance(m, _PRODUCTS) and not self.is_adapter(m)]
         self._first, self._last = products[:1], products[-1:]
 
     def __iter__(self) -> Iterator[tuple[str, nn.Module]]:
@@ -147,6 +152,12 @@ class ModuleTree:
         """Returns the modules that contain ``module`` under any of its names, innermost first."""
         names = [prefix for name in self.names[id(module)] for prefix in list(_prefixes(name))[1:]]
         return tuple({id(outer): outer for outer in map(self._by_name.__getitem__, names)}.values())
+
+    def is_adapter(self, module: nn.Module) -> bool:
+        """Whether ``module`` is inside a layer of ``peft``, beside the layer that this one wraps."""
+        parent, *others = (*self.ancestors(module), None)
+        is_inside = any(hasattr(type(other), _ADAPTERS) for other in others)
+        return is_inside and not hasattr(type(parent), _ADAPTERS)
 
     def first_or_last(self, module: nn.Module) -> str:
         if module in self._first:
@@ -162,8 +173,10 @@ class ModuleTree:
             return "its weight is not a parameter of two dimensions"
         if "forward" in module.__dict__:
             return "its forward is replaced"
-        if not weight.requires_grad:
-            return "its weight is frozen"
+        if weight.dtype not in TRAINABLE_DTYPES:
+            return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
+        if not weight.requires_grad and type(weight) is not nn.Parameter:
+            return f"its frozen weight is a {type(weight).__name__}"
         own = self._parameter_name(module, "weight")
         tied = [other for other in self._owners[id(weight)] if other != own]
         if tied:
@@ -214,7 +227,7 @@ def _assign(
     by_class = next((other for other in (module, *ancestors) if fp32_class(other)), None)
     found: tuple[str, str] | None = None
     for pattern, wanted in rules:  # to the end: the last rule decides
-        # a reduced precision reaches norms, softmax and losses only by an exact name, see decision 0026
+        # a reduced precision reaches norms, routers, softmax and losses only by an exact name, see decision 0026
         if by_class is not None and wanted != "fp32" and pattern not in (*own_names, *modules.names[id(by_class)]):
             continue
         if _covers(pattern, own_names):
@@ -225,6 +238,8 @@ def _assign(
         return FormatAssignment(name, module, "fp32", fp32_class(module) or inside, ancestors)
     if wanted == "fp8":
         unsupported_reason = modules.unsupported_reason(module)
+        if not unsupported_reason and modules.is_adapter(module) and (found is None or found[0] not in own_names):
+            unsupported_reason = "an adapter: small products, which FP8 would not make faster"
         if not unsupported_reason and found is None:
             unsupported_reason = modules.first_or_last(module)
             if not unsupported_reason and name in decisions:

@@ -36,11 +36,12 @@ from dtrain.precision.float8.weights import TransposeSet
 from dtrain.sharding.accumulate import RunningSum, TreeSum
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
+from dtrain.sharding.frozen_float8 import FrozenFloat8
 from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient
 from dtrain.sharding.group import FlatBuffer, HeldRange, ParameterGroup
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
-from dtrain.sharding.placement import STAGES
+from dtrain.sharding.placement import STAGES, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
@@ -68,7 +69,7 @@ def build(
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
         scheduler = UnshardScheduler(model, groups, comm, options)
-    return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm)
+    return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm, builder.frozen_float8)
 
 
 class _Builder:
@@ -76,6 +77,7 @@ class _Builder:
 
     Attributes:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
+        frozen_float8: the frozen weights in FP8, by group; complete after :meth:`groups`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class _Builder:
         self._table = ScaleTable(self._layouts, contract.policy.float8.recipe == "rowwise", comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         self._pool = StoragePool(comm.device)  # of unsharded replicas
+        self.frozen_float8: list[FrozenFloat8] = []
 
     # -- groups and layouts ------------------------------------------------------------------------------------------
 
@@ -145,25 +148,47 @@ class _Builder:
 
     def _replica(self, layout: FlatLayout) -> Replica:
         if layout.dtype == E4M3:
-            recipe = self._contract.recipe
-            assert recipe is not None
+            assert self._contract.recipe is not None
             is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
             transposes = self._transposes if is_whole else None
-            views: ParameterViews = Float8Views(layout, self._parameters, self._table, recipe, transposes)
+            views: ParameterViews = Float8Views(
+                layout, self._parameters, self._table, self._contract.recipe, transposes
+            )
         else:
             views = ParameterViews(layout, self._parameters)
         return Replica(layout, views, self._comm, self._placements, self._pool)
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
-        """Yields the replicas of a group's frozen parameters, if replicas are sharded; else they stay as they are."""
+        """Yields the replicas of a group's frozen parameters that are sharded or FP8; the others stay as they are."""
         plain = tuple((name, p) for name, p in group.parameters if type(p) is nn.Parameter and p.is_floating_point())
         for layout in self._layouts_of(ParamGroup(group.name, plain)):
             segment = self._placements.compute.segment(layout, self._comm.rank)
-            if segment.numel < layout.numel:
+            if layout.dtype == E4M3:
+                replica = self._frozen_float8(layout, segment)
+            elif segment.numel < layout.numel:
                 replica = self._replica(layout)
                 self._fill(replica.local[0], segment)
-                replica.attach()
-                yield replica
+            else:
+                continue
+            replica.attach()
+            yield replica
+
+    def _frozen_float8(self, layout: FlatLayout, segment: ArenaSegment) -> Replica:
+        """Returns the replica of a group's frozen FP8 weights, cast from their unrounded values."""
+        recipe = self._contract.recipe
+        assert recipe is not None
+        table = ScaleTable([layout], recipe.rowwise, self._comm.device, has_columns=False)
+        # operands would take more memory than the weights, for good
+        views = Float8Views(layout, self._parameters, table, recipe, keeps_operands=False)
+        # without masters: each rank casts all that it holds
+        placements = Placements(*[self._placements.compute] * 3)
+        replica = Replica(layout, views, self._comm, placements, self._pool)
+        frozen = FrozenFloat8(replica, segment, table, self._comm)
+        values = frozen.new_values()
+        self._fill(values, segment)
+        frozen.write(values)
+        self.frozen_float8.append(frozen)
+        return replica
 
     def _fill(self, local: Tensor, segment: ArenaSegment) -> None:
         for interval in segment.intervals():

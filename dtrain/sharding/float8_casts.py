@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from dtrain.precision.float8.cast import E4M3, cast
+from dtrain.precision.float8.cast import E4M3, cast, decode
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval, round_up
 
 _ALIGNMENT = 4
@@ -64,19 +64,24 @@ class ScaleTable:
         layouts: layouts of all flat buffers; those that are not FP8 have no scales.
         rowwise: one scale for each row [N] and each column [K] of a weight [N, K], instead of one for the weight.
         device: device of the tensors.
+        has_columns: False: row-wise scales for each row alone, of a single copy.
 
     Attributes:
         amax: FP32 [all scales], the largest magnitudes; 0 between the scales of rows of two copies.
         scale: FP32 [all scales], the scales of the replicas as they are now.
+        num_copies: number of quantized copies per weight (2 for row-wise scaling of rows and columns).
     """
 
-    def __init__(self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device) -> None:
+    def __init__(
+        self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device, *, has_columns: bool = True
+    ) -> None:
         self.rowwise = rowwise
+        self.num_copies = 2 if rowwise and has_columns else 1
         self._slices: dict[str, list[slice]] = {}  # of each copy
         cursor = 0
         for slot in (slot for layout in layouts if layout.dtype == E4M3 for slot in layout.slots):
             slices = []
-            for size in slot.spec.shape if rowwise else (1,):
+            for size in slot.spec.shape[: self.num_copies] if rowwise else (1,):
                 slices.append(slice(cursor, cursor + size))
                 cursor += round_up(size, _ALIGNMENT) if rowwise else 1
             self._slices[slot.spec.name] = slices
@@ -86,11 +91,6 @@ class ScaleTable:
     @property
     def names(self) -> Iterable[str]:
         return self._slices
-
-    @property
-    def num_copies(self) -> int:
-        """Number of quantized copies per weight (2 for row-wise scaling)."""
-        return 2 if self.rowwise else 1
 
     def first_scales(self, name: str) -> list[int]:
         """Returns the index of the first scale of each copy of weight ``name``."""
@@ -204,6 +204,11 @@ class TensorCasts:
         """Casts the masters into the copies with the scales of the table."""
         for patch in self._patches:
             self._cast(patch.master, patch.scale, patch.values)
+
+    def invert(self) -> None:
+        """Fills the masters with the values that the copies represent."""
+        for patch in self._patches:
+            patch.master.copy_(decode(patch.values) * patch.scale)
 
 
 class KernelCasts:

@@ -13,6 +13,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.squares import chunk_squares
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.float8_scales import Float8Scales
+from dtrain.sharding.frozen_float8 import FrozenFloat8
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.layout import CHUNK, FlatLayout
 from dtrain.sharding.reduce import GradientReducer
@@ -32,9 +33,10 @@ class ShardedModel:
         scales: scales of the FP8 replicas.
         scheduler: unshards and reshards the groups; None: all replicas are whole.
         comm: the ranks.
+        frozen_float8: the frozen weights that are held in FP8.
 
     Attributes:
-        groups, reducer, scales, scheduler: see above.
+        groups, reducer, scales, scheduler, frozen_float8: see above.
         buffers: the trained flat buffers of all groups, in their order.
         replicas: of all groups, also those of frozen parameters.
     """
@@ -46,6 +48,7 @@ class ShardedModel:
         scales: Float8Scales,
         scheduler: UnshardScheduler | None,
         comm: Communicator,
+        frozen_float8: Sequence[FrozenFloat8] = (),
     ) -> None:
         self.groups = groups
         self.buffers = [buffer for group in groups for buffer in group.buffers]
@@ -53,6 +56,7 @@ class ShardedModel:
         self.reducer = reducer
         self.scheduler = scheduler
         self.scales = scales
+        self.frozen_float8 = frozen_float8
         self._comm = comm
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
@@ -178,5 +182,5 @@ class ShardedModel:
 
     @property
     def frozen(self) -> list[Replica]:
-        """Replicas of the frozen parameters that are sharded."""
+        """Replicas of the frozen parameters that are sharded or FP8."""
         return [replica for replica in self.replicas if not replica.layout.is_trained]

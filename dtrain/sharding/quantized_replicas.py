@@ -2,7 +2,7 @@
 
 A weight with one scale has one copy. With row-wise scaling it has two: one with a scale for each row and one with a
 scale for each column, because the weight is the right operand of two products, which sum along its rows and along its
-columns.
+columns. Frozen weights have one copy with a scale for each row: [Note: one copy].
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Float8Views(ParameterViews):
         table: scales of the weights.
         recipe: recipe of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
         transposes: shared by replicas that stay in place; by default the replica has its own.
+        keeps_operands: see :class:`Bound`.
     """
 
     def __init__(
@@ -38,11 +39,15 @@ class Float8Views(ParameterViews):
         table: ScaleTable,
         recipe: Recipe,
         transposes: TransposeSet | None = None,
+        *,
+        keeps_operands: bool = True,
     ) -> None:
         self.num_copies = table.num_copies
         transposes = transposes or TransposeSet()
         self._weights = {
-            name: QuantizedWeight(recipe, Bound(name, parameters[name], table.scales_of(name), transposes))
+            name: QuantizedWeight(
+                recipe, Bound(name, parameters[name], table.scales_of(name), transposes, keeps_operands)
+            )
             for name in (slot.spec.name for slot in layout.slots)
         }
         super().__init__(layout, parameters, recipe.out_dtype)

@@ -20,7 +20,7 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, generate, train_flops_per_token, vocabulary
+from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.envelope import Envelope
@@ -49,6 +49,7 @@ from dtrain.train.run_dir import (
     write_config,
 )
 from dtrain.train.setup import (
+    check_inputs,
     check_launcher,
     check_patterns,
     check_precision,
@@ -86,6 +87,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         DtrainError: a refusal or a failure; its class has the exit code.
     """
     check_run(config)
+    vocabulary(config.model, 1)  # checks the whole model of model=hf, before the ranks connect
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     launch = config.launch
@@ -118,11 +120,12 @@ def check_run(config: RunConfig) -> None:
 
     Raises:
         ConfigError: a job of several tasks without ranks, no checkpoint at ``resume``, a tracker that is not installed,
-            a file of advice that is none.
+            a file of advice that is none, no model at ``model.path``.
     """
     check_launcher(config.launch)
     check_resume(config)
     check_tracker(config.tracker)
+    check_model(config.model)
     if config.telemetry.advice is not None:
         Envelope.read(Path(config.telemetry.advice))
 
@@ -139,6 +142,7 @@ def _train(
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
+    check_inputs(model, dataset)
     run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
         logger.info(
@@ -258,7 +262,8 @@ def _make_trainer(
 
 
 def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: TrainResult, wall_s: float) -> Summary:
-    flops = train_flops_per_token(config.model, dataset.vocab_size, config.model.max_seq_len)
+    context = dataset.mean_context or config.model.max_seq_len
+    flops = train_flops_per_token(config.model, dataset.vocab_size, context)
     device = device_name(engine.device)
     timing = result.timing
     utilization = None

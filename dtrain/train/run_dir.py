@@ -37,7 +37,8 @@ CONFIG_FILE = "config.yaml"
 CONTRACT_FILE = "precision.json"
 CHECKPOINTS = "checkpoints"
 
-_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len")  # keys of the model that a resume may change
+_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout")
+"""Keys of the model that a resume may change."""
 
 
 @dataclass(frozen=True)

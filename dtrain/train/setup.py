@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -10,10 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
@@ -123,6 +126,23 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
         find_units(model, config.engine.sharding_units)
 
 
+def check_inputs(model: nn.Module, dataset: Dataset) -> None:
+    """Checks that ``model`` takes the positions of tokens if the data gives them.
+
+    Raises:
+        ConfigError: it does not, so its tokens would see those of other documents.
+    """
+    first = dataset.train.order(0, np.zeros(1, dtype=np.int64))
+    if "positions" not in dataset.train.batch(first):
+        return
+    parameters = inspect.signature(model.forward).parameters
+    if "positions" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ConfigError(
+            f"the data keeps the documents of a sample apart by positions, but {type(model).__name__}.forward takes "
+            f"only ({', '.join(parameters)}); set data.documents=cross, or add positions to forward"
+        )
+
+
 def check_precision(config: RunConfig, device: torch.device) -> None:
     """Checks the precision of ``config`` on ``device``; raises as :func:`dtrain.engine.initialize.resolve_policy`."""
     resolve_policy(config.engine, make_policy(config), device)
@@ -134,9 +154,11 @@ def make_engine(
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
     optimizer = config.optim.optimizer
+    lora = config.model.lora.r > 0 and config.model.weights == "load"
     try:
         return initialize(
             model,
+            frozen_source=FrozenSource(str(config.model.path)) if lora else None,
             optimizer=optimizer,
             schedule=config.schedule.over(config.train.steps),
             engine=config.engine,

@@ -25,6 +25,7 @@ from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer, StepTiming
+from dtrain.train.adapters import AdapterCheck
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.signals import StopSignals
 
@@ -104,6 +105,7 @@ class Trainer:
         self._stop = stop
         self._sinks = sinks
         self._sampling = PrecisionSampling(engine, telemetry, sinks)
+        self._adapters = AdapterCheck(engine)
         self._tokens = data.tokens_before
         self._train_loss: float | None = None
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})  # step and losses
@@ -161,6 +163,7 @@ class Trainer:
             if self._will_save(engine.attempted_steps + 1):
                 engine.expect_save()
             outcome = self._retry_if_stopping(engine.step)
+        self._adapters.after(outcome)
         engine.data_cursor = self._batches.cursor
         return outcome
 

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.helpers.launch import SMALL, checkpoints, log_of, losses, newest_step, record_of, train, write_samples
-from tests.helpers.mishap import Mishap
+from dtrain.config.data import TokensDataConfig
+from dtrain.data import load_dataset
+from tests.helpers.launch import (
+    SEQ_LEN,
+    SMALL,
+    checkpoints,
+    log_of,
+    losses,
+    newest_step,
+    record_of,
+    train,
+    write_samples,
+)
+from tests.helpers.mishap import Mishap, recording, sample_name
+from tests.helpers.token_shards import write_shards
 
 pytestmark = pytest.mark.processes
 
 REPRODUCIBLE = "engine.reproducible=true"
+WEIGHTS = {"web": 0.7, "code": 0.3}
 TOLERANCE = 5e-3  # relative, for BF16 (promise P5)
 
 
@@ -76,3 +91,35 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, d
     assert f"using {run_dir}/checkpoints/step-00000004 (saved " in told
     assert record_of(run_dir) == record_of(plain)
     assert checkpoints(run_dir) == ["bad-step-00000008-hash", "step-00000008", "step-00000012"]
+
+
+def test_token_shards_give_the_same_samples_on_other_ranks_after_a_kill(tmp_path: Path) -> None:
+    """Packed documents of a mixture: four ranks, one is killed; then three."""
+    lengths = [40, 7, 90, 12, 33, 5, 61] * 20
+    folders = {str(write_shards(tmp_path / name, lengths, packed=SEQ_LEN)): weight for name, weight in WEIGHTS.items()}
+    mixture = ", ".join(f"{folder}: {weight}" for folder, weight in folders.items())
+    command = [
+        *(word for word in SMALL if not word.startswith(("data=", "train.steps=", "train.global_batch_size="))),
+        "data=tokens",
+        f"data.mixture={{{mixture}}}",
+        "data.pack=best_fit",
+        "engine.zero_stage=3",
+        "train.steps=6",
+        "train.global_batch_size=12",
+        "checkpoint.asynchronous=false",
+    ]
+    steps: dict[int, list[str]] = {}
+    for world, mishap, expected in ((4, Mishap("vote", 6, rank=3), None), (3, None, [0] * 3)):
+        file = tmp_path / f"samples-{world}"
+        env = recording(file) | (mishap.env() if mishap else {})
+        assert train(tmp_path / "run", *command, world=world, env=env) == expected
+        trained: dict[int, list[str]] = {}
+        for line in file.read_text(encoding="utf-8").splitlines():
+            step, name = line.split()
+            trained.setdefault(int(step), []).append(name)
+        assert min(trained) == (0 if world == 4 else 4)
+        steps |= trained
+    source = load_dataset(TokensDataConfig(mixture=folders, pack="best_fit"), SEQ_LEN).train
+    for step in range(6):
+        batch = source.batch(source.order(0, np.arange(12 * step, 12 * (step + 1))))
+        assert sorted(steps[step]) == sorted(sample_name(tokens) for tokens in batch["tokens"])

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.fields import CheckedRecord, between, from_json, setting, shown
 from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScaleState
@@ -106,6 +107,12 @@ class TrainingState(CheckedRecord):
     metrics: dict[str, float | None] = setting({}, "")
     config: dict[str, Any] = setting({}, "")
     config_hash: str = setting("", "")
+    frozen_source: dict[str, Any] | None = setting(None, "")
+
+    @property
+    def source(self) -> FrozenSource | None:
+        """The source of the frozen weights, of which the checkpoint then holds none."""
+        return from_json(FrozenSource, self.frozen_source, "state.frozen_source") if self.frozen_source else None
 
     @staticmethod
     def of(state: Mapping[str, Any], *, step: int, num_files: int) -> TrainingState | None:
@@ -139,6 +146,8 @@ class TrainingState(CheckedRecord):
                 raise ConfigError(f"{self._key(name)}={shown(getattr(self, name))}; expected {expected}")
         if self.rng.seed is None and self.engine_state.attempted_steps:  # only an imported model has none yet
             raise ConfigError(f"{self._key('rng')}.seed=null; expected a whole number after the first step")
+        if self.frozen_source is not None and (self.source is None or self.source.sha256 is None):
+            raise ConfigError(f"{self._key('frozen_source')}.sha256 is missing")
         self._check_contract()
 
     def _check_contract(self) -> None:

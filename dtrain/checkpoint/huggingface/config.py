@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, ModelConfig
 from dtrain.errors import CheckpointError, nearest
 
 _ROPE_THETA = 10000.0
 _LARGEST = 1e300
 
 
-def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
-    """Returns the model configuration in a checkpoint's state; raises ``CheckpointError`` if it is not exportable."""
+def model_values(state: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns the keys of the model in a checkpoint's state; raises ``CheckpointError`` if it is not exportable."""
     config = state.get("config")
     values = config.get("model") if isinstance(config, Mapping) else None
     if not isinstance(values, Mapping) or "factory" not in values:
@@ -26,11 +26,17 @@ def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
     for name in values:
         if name not in known:
             raise CheckpointError(f"{where}: the model has the unknown key {name!r}{nearest(name, known)}")
-    if values["factory"] not in (DEFAULT_FACTORY, GPT2_FACTORY):
+    if values["factory"] not in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY):
         raise CheckpointError(
             f"{where}: model.factory={values['factory']} cannot be exported; supported are {DEFAULT_FACTORY} (as "
-            f"Llama) and {GPT2_FACTORY} (as GPT-2). Read the masters of another model from its safetensors files"
+            f"Llama), {GPT2_FACTORY} (as GPT-2) and model=hf. Read the masters of another model from its safetensors "
+            "files"
         )
+    return values
+
+
+def built_in_model(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """Returns the model of dtrain's own factories with these keys; raises ``CheckpointError`` for bad values."""
     model = _Values(values, f"{where}: model")
     if model.values.get("vocab_size") is None:
         raise CheckpointError(
@@ -54,8 +60,8 @@ def model_of_state(state: Mapping[str, Any], where: str) -> ModelConfig:
     )
 
 
-def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns the ``config.json`` of a model of one of dtrain's own factories, whose ``ffn_dim`` is set.
+def to_hf(model: ModelConfig) -> dict[str, Any]:
+    """Returns the ``config.json``, without its dtype, of a model of dtrain's own factories, whose ``ffn_dim`` is set.
 
     The tokens for begin and end stay null, because the tokenizer defines them.
     """
@@ -64,7 +70,6 @@ def to_hf(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": model.tie_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
-        "torch_dtype": dtype,
     }
     if model.factory == GPT2_FACTORY:
         return common | {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,35 @@ from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
 from dtrain.checkpoint.format.safetensors_file import encode_header
 from dtrain.checkpoint.format.shard_file import new_file
-from dtrain.checkpoint.huggingface.config import model_of_state, to_hf
+from dtrain.checkpoint.huggingface.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, MergedReader
+from dtrain.checkpoint.huggingface.config import built_in_model, model_values, to_hf
 from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
-from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMapping, model_mapping
+from dtrain.checkpoint.huggingface.same_model import base_folder, copied_files, dtype_of, same_config, same_tensors
+from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, model_mapping
 from dtrain.checkpoint.inspection import newest_checkpoint, path_in_errors
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.config.model import ModelConfig
+from dtrain.config.model import HF_FACTORY
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, ConfigError, nearest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_SIZE = 5 * 1000**3  # bytes
+_COPY_BYTES = 1 << 20
 KINDS = {"master": ("master", "frozen"), "ema": ("ema", "frozen")}  # kinds; frozen parameters have no master
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """An export: ``config.json`` without its dtype, the key of that if any, the tensors, and the files to copy.
+
+    ``reader`` reads tensors, if not from the checkpoint itself.
+    """
+
+    config: dict[str, Any]
+    dtype_key: str | None
+    parts: tuple[TensorMapping, ...]
+    copied: list[Path] = field(default_factory=list)
+    reader: MergedReader | None = None
 
 
 def export(
@@ -39,6 +57,8 @@ def export(
     dtype: str = "fp32",
     max_shard_size: int = MAX_SHARD_SIZE,
     weights: str = "master",
+    base: Path | str | None = None,
+    merge: bool = False,
 ) -> Path:
     """Writes the weights of a checkpoint as a folder for `transformers` (``config.json``, safetensors), ``out``.
 
@@ -52,6 +72,9 @@ def export(
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
         max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
         weights: ``master``, or ``ema``: their exponential moving average.
+        base: of model=hf, the folder with the configuration and tokenizer; None: the run's ``model.path``.
+        merge: of a run with adapters, write the whole model, with the adapters merged in FP32; else they alone are
+            written, as a folder for `peft`.
 
     Raises:
         ConfigError: an unknown format, dtype or kind of weights.
@@ -77,15 +100,16 @@ def export(
     if weights not in {entry.kind for entry in manifest.tensors}:
         raise CheckpointError(f"{checkpoint} holds no {weights}; it was saved by a run without ema.decay")
     sources = {entry.name: entry for entry in manifest.tensors if entry.kind in KINDS[weights]}
-    model, mapping = _model_of(manifest, sources, checkpoint)
+    reader = CheckpointReader(checkpoint, manifest)
+    plan = _plan(manifest, sources, reader, base, merge=merge)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         make_directories(out.parent)
         storage.make_directory(temporary)
         try:
-            kinds = {name: entry.kind for name, entry in sources.items()}
-            reader = CheckpointReader(checkpoint, manifest)
-            _write(temporary, reader, kinds, model, mapping, DTYPES[dtype], max_shard_size)
+            kinds = {entry.name: "buffer" for entry in manifest.tensors if entry.kind == "buffer"}
+            kinds |= {name: entry.kind for name, entry in sources.items()}
+            _write(temporary, reader, kinds, plan, DTYPES[dtype], max_shard_size)
             _commit(temporary, out)
         except BaseException:
             remove_tree(temporary)
@@ -95,11 +119,42 @@ def export(
     return out
 
 
-def _model_of(
-    manifest: Manifest, weights: Mapping[str, TensorEntry], checkpoint: Path
-) -> tuple[ModelConfig, ModelMapping]:
-    """Returns the checkpoint's model with ``ffn_dim`` filled in, after checking the tensors against it."""
-    model = model_of_state(manifest.state, str(checkpoint))
+def _plan(
+    manifest: Manifest,
+    weights: Mapping[str, TensorEntry],
+    reader: CheckpointReader,
+    base: Path | str | None,
+    *,
+    merge: bool,
+) -> _Plan:
+    checkpoint = reader.path
+    values = model_values(manifest.state, str(checkpoint))
+    adapters = Adapters.of(values, weights, manifest, str(checkpoint)) if values["factory"] == HF_FACTORY else None
+    if merge and adapters is None:
+        raise ConfigError(f"{checkpoint} has no adapters to merge; it is of a run without model.lora")
+    if adapters is not None and not merge:
+        if reader.training is None or reader.training.source is None:
+            raise CheckpointError(
+                f"{checkpoint} holds frozen weights of its own, so its adapters belong to no folder; write the whole "
+                f"model: --merge"
+            )
+        return _Plan(adapters.config(str(base or Path(str(values["path"])).resolve())), None, adapters.parts())
+    if adapters is not None:
+        folder = base_folder(values, base, str(checkpoint))
+        merged = MergedReader(adapters, reader, folder)
+        return _Plan(same_config(values, folder), "dtype", tuple(merged.parts()), copied_files(folder), merged)
+    if values["factory"] == HF_FACTORY:
+        folder = base_folder(values, base, str(checkpoint))
+        parts = same_tensors(weights, manifest, str(checkpoint))
+        return _Plan(same_config(values, folder), "dtype", parts, copied_files(folder))
+    if base is not None:
+        raise ConfigError(f"{checkpoint} is of {values['factory']}, which has no folder; --base is for model=hf")
+    return _built_in(values, weights, checkpoint)
+
+
+def _built_in(values: Mapping[str, Any], weights: Mapping[str, TensorEntry], checkpoint: Path) -> _Plan:
+    """Plans the export of a model of dtrain's own factories, after checking the tensors against it."""
+    model = built_in_model(values, str(checkpoint))
     ffn, embed = weights.get("blocks.0.ffn.down.weight"), weights.get("embed.weight")
     if not ffn or not embed or len(ffn.shape) != 2 or len(embed.shape) != 2 or model.num_layers > len(weights):
         raise CheckpointError(f"{checkpoint}: its tensors are not those of its configured model, {model.factory}")
@@ -116,7 +171,7 @@ def _model_of(
             raise CheckpointError(
                 f"{checkpoint}: '{name}' is {_size(got)}, expected {_size(expected)} for its configured model"
             )
-    return model, mapping
+    return _Plan(to_hf(model), "torch_dtype", mapping.parts)
 
 
 def _size(shape: Sequence[int] | None) -> str:
@@ -127,23 +182,32 @@ def _write(
     folder: Path,
     reader: CheckpointReader,
     kinds: Mapping[str, str],
-    model: ModelConfig,
-    mapping: ModelMapping,
+    plan: _Plan,
     dtype: torch.dtype,
     max_shard_size: int,
 ) -> None:
-    files = _split_into_files(mapping.parts, dtype, max_shard_size)
+    if plan.dtype_key is None:  # peft reads a single file
+        files = {ADAPTER_WEIGHTS: list(plan.parts)}
+    else:
+        files = _split_into_files(plan.parts, dtype, max_shard_size)
     for name, parts in files.items():
         with new_file(folder / name) as append:
-            append(encode_header([(part.name, dtype, part.shape) for part in parts]))
+            append(encode_header([(part.name, dtype_of(part, dtype), part.shape) for part in parts]))
             for part in parts:
-                for block in _converted(part, kinds[part.source], reader, dtype):
+                for block in _converted(part, kinds.get(part.source, ""), plan.reader or reader, dtype_of(part, dtype)):
                     append(byte_view(block))
     if len(files) > 1:
-        size = sum(part.numel for part in mapping.parts) * dtype.itemsize
+        size = sum(part.numel * dtype_of(part, dtype).itemsize for part in plan.parts)
         weight_map = {part.name: name for name, parts in files.items() for part in parts}
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    _write_json(folder / CONFIG, to_hf(model, str(dtype).removeprefix("torch.")))
+    if plan.dtype_key is None:
+        _write_json(folder / ADAPTER_CONFIG, plan.config)
+    else:
+        _write_json(folder / CONFIG, plan.config | {plan.dtype_key: str(dtype).removeprefix("torch.")})
+    for path in plan.copied:
+        with path.open("rb") as source, new_file(folder / path.name) as append:
+            while data := source.read(_COPY_BYTES):
+                append(data)
     storage.sync_directory(folder)
 
 
@@ -163,7 +227,7 @@ def _split_into_files(
     shards: list[list[TensorMapping]] = []
     size = 0
     for part in parts:
-        nbytes = part.numel * dtype.itemsize
+        nbytes = part.numel * dtype_of(part, dtype).itemsize
         if not shards or size + nbytes > max_shard_size:
             shards.append([])
             size = 0
@@ -174,7 +238,9 @@ def _split_into_files(
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def _converted(part: TensorMapping, kind: str, reader: CheckpointReader, dtype: torch.dtype) -> Iterator[Tensor]:
+def _converted(
+    part: TensorMapping, kind: str, reader: CheckpointReader | MergedReader, dtype: torch.dtype
+) -> Iterator[Tensor]:
     for start, stop in part.blocks():
         values = reader.read(kind, part.source, part.start + start, part.start + stop)
         cast = values.to(dtype)

@@ -42,14 +42,12 @@ class HFFolder:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is not a directory; give the folder that holds a model's {CONFIG}")
-        self.config = self._json(CONFIG)
+        self.config = read_config(path)
         self._files: dict[str, str] = {}
         self._stored: dict[str, StoredTensor] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index else [WEIGHTS]:
-            with self._open(file) as (descriptor, size):
+            with _open(self._path / file) as (descriptor, size):
                 stored = read_header(descriptor, file, size)
             for name in stored.keys() & self._stored.keys():
                 raise CheckpointError(f"{path}: both {self._files[name]} and {file} hold '{name}'")
@@ -65,7 +63,7 @@ class HFFolder:
         stored, file = self._stored[name], self._files[name]
         if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{self._path / file}: '{name}' is {stored.dtype}; supported are FP32, BF16 and FP16")
-        with self._open(file) as (descriptor, size):
+        with _open(self._path / file) as (descriptor, size):
             if stored.end > size:  # before the allocation, whose size the header decides
                 raise CheckpointError(f"{self._path / file} changed while it was read")
             values = torch.empty((stored.end - stored.begin) // stored.dtype.itemsize, dtype=stored.dtype)
@@ -78,7 +76,7 @@ class HFFolder:
             return {}
         if not os.path.lexists(self._path / INDEX):
             raise CheckpointError(f"{self._path} has neither {WEIGHTS} nor {INDEX}{self._other_weights()}")
-        weight_map = self._json(INDEX).get("weight_map")
+        weight_map = _read_json(self._path / INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{self._path / INDEX}: weight_map is {weight_map!r:.80}, expected tensors and files")
         for name, file in weight_map.items():
@@ -97,20 +95,28 @@ class HFFolder:
             "and save_pretrained(FOLDER) writes safetensors"
         )
 
-    def _json(self, file: str) -> dict[str, Any]:
-        with self._open(file) as (descriptor, size):
-            if size > _JSON_LIMIT:
-                raise CheckpointError(f"{self._path / file}: {size} bytes, more than {_JSON_LIMIT}")
-            return parse_json(read_bytes(descriptor, file, 0, size), file)
 
-    @contextmanager
-    def _open(self, file: str) -> Iterator[tuple[int, int]]:
-        # links are followed, unlike in a checkpoint: the cache of `huggingface_hub` consists of links
-        path = self._path / file
-        try:
-            with open_regular(Path(os.path.realpath(path))) as opened:
-                yield opened
-        except DamageError as damage:
-            raise CheckpointError(f"{path}: {damage.reason}") from damage
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the ``config.json`` of a folder; raises ``CheckpointError`` if there is none or it is no JSON object."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a directory; give the folder that holds a model's {CONFIG}")
+    return _read_json(folder / CONFIG)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with _open(path) as (descriptor, size):
+        if size > _JSON_LIMIT:
+            raise CheckpointError(f"{path}: {size} bytes, more than {_JSON_LIMIT}")
+        return parse_json(read_bytes(descriptor, path.name, 0, size), path.name)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[int, int]]:
+    # links are followed, unlike in a checkpoint: the cache of `huggingface_hub` consists of links
+    try:
+        with open_regular(Path(os.path.realpath(path))) as opened:
+            yield opened
+    except DamageError as damage:
+        raise CheckpointError(f"{path}: {damage.reason}") from damage
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error

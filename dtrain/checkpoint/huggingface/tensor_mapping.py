@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
@@ -29,6 +30,7 @@ class TensorMapping:
         block: number of elements converted together. It divides the tensor, unless ``to_hf`` is the identity.
         to_hf: converts a flat block from dtrain's layout to Hugging Face's.
         from_hf: converts it back.
+        dtype: of the tensor of Hugging Face; None: that of the export.
     """
 
     name: str
@@ -38,6 +40,7 @@ class TensorMapping:
     block: int
     to_hf: Callable[[Tensor], Tensor]
     from_hf: Callable[[Tensor], Tensor]
+    dtype: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -154,6 +157,11 @@ def _identity(block: Tensor) -> Tensor:
 
 def _plain(name: str, shape: Shape, source: str, start: int = 0) -> TensorMapping:
     return TensorMapping(name, shape, source, start, _BLOCK_ELEMENTS, _identity, _identity)
+
+
+def same_tensor(name: str, shape: Shape, source: str, dtype: torch.dtype | None = None) -> TensorMapping:
+    """Returns the mapping of a tensor that both sides hold alike."""
+    return replace(_plain(name, shape, source), dtype=dtype)
 
 
 def _rotary(name: str, shape: Shape, source: str, start: int, head_dim: int) -> TensorMapping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -38,13 +39,20 @@ class Constants:
         self._engine = engine
         self._recorded: dict[Key, _Constant] = {}
 
+    @property
+    def strict(self) -> set[str]:
+        """Names of the frozen parameters that only the engine can write, so that every change is a fault."""
+        float8 = (name for weights in self._engine.frozen_float8 for name in weights.names)
+        return {*(shard.name for shard in self._engine.frozen_shards()), *float8}
+
     def forget(self) -> None:
         """Drops all fingerprints, because the tensors were loaded or modified."""
         self._recorded.clear()
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
-        for shard in self._engine.frozen_shards():
-            yield ("frozen", shard.name), shard.data
+        codes = (weights.codes() for weights in self._engine.frozen_float8)
+        for shard in chain(self._engine.frozen_shards(), *codes):
+            yield (shard.kind, shard.name), shard.data
         for name, values in self._engine.replicated_frozen().items():
             yield ("frozen", name), values
         module = self._engine.module

@@ -155,7 +155,7 @@ class StateAudit:
         gathered = [shard for shard in shards if shard.is_gathered]
         copies = fingerprint_tensor([(shard.data, shard.start) for shard in gathered], comm.device)
         constants, has_changed = self._constants.changed()
-        strict = {shard.name for shard in self._engine.frozen_shards()}
+        strict = self._constants.strict
         differing = [_differing(shard).sum() for shard in shards if shard.source is not None]
         differing.append(self._weigh(has_changed, [int(name in strict) for _, name in constants]))
         if record is not None:
@@ -222,7 +222,7 @@ class StateAudit:
             differs = (live.values != record.values).tolist()
             states = [key[:2] for key, other in zip(live.keys, differs, strict=True) if other]
         compared = (shard for shard in shards if shard.source is not None)
-        strict = {shard.name for shard in self._engine.frozen_shards()}
+        strict = self._constants.strict
         keys, has_changed = self._constants.changed()
         changed = [key for key, other in zip(keys, has_changed.tolist(), strict=True) if other]
         return RankFindings(

@@ -77,7 +77,9 @@ class Float8Measurement:
     def _on_gradient(self, number: int, module: Float8Linear, gradient: Tensor) -> None:
         # a module that computed in FP32 has returned FP32
         if gradient.dtype == module.recipe.out_dtype:
-            self._add_cast(number, module, "gradient", gradient, module.recipe.grad_dtype)
+            factor = module.quantized_weight.gradient_factor
+            cast = gradient if factor is None else gradient * factor
+            self._add_cast(number, module, "gradient", cast, module.recipe.grad_dtype)
 
     def _add_cast(self, number: int, module: Float8Linear, operand: str, x: Tensor, dtype: torch.dtype) -> None:
         rows = x.reshape(-1, x.shape[-1])
@@ -108,7 +110,10 @@ class Float8Measurement:
             losses = dict(zip(_CASTS, map(loss_of_sums, own), strict=True))
             formats = {"input": "e4m3", "weight": "e4m3"}
             formats["gradient"] = "e4m3" if module.recipe.grad_dtype == E4M3 else "e5m2"
+            weight = module._parameters.get("weight")  # `[...]` would need it unsharded
             for product, casts in _PRODUCTS.items():
+                if product == "wgrad" and weight is not None and not weight.requires_grad:
+                    continue
                 operands = tuple(
                     OperandPrecision.of(cast[0], formats[cast[0]], losses[cast]) for cast in casts if losses[cast].numel
                 )

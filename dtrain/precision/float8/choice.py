@@ -29,19 +29,24 @@ _REPEATS = {"cpu": 1, "cuda": 10}  # runs per round: on a GPU a single run is as
 
 @dataclass(frozen=True)
 class Float8Candidate:
-    """The Linear ``name`` of weight [out_features, in_features]. One decision covers its output and both gradients."""
+    """The Linear ``name`` of weight [out_features, in_features]. One decision covers its output and both gradients.
+
+    Attributes:
+        trained: whether the weight is trained; a frozen one has no gradient, and is cast once.
+    """
 
     name: str
     out_features: int
     in_features: int
+    trained: bool = True
 
 
 @dataclass(frozen=True)
 class Float8Decision:
-    """Whether the three matmuls of the Linear ``name`` are FP8, and the reason for the user.
+    """Whether the matmuls of the Linear ``name`` are FP8 (three; two if it is frozen), and the reason for the user.
 
     Attributes:
-        bf16_ms: time of the three matmuls in BF16; None if they were not timed.
+        bf16_ms: time of the matmuls in BF16; None if they were not timed.
         float8_ms: time in FP8, including the casts of input and gradient. It includes the cast of the weight if the
             engine casts the weight in each forward and backward.
     """
@@ -73,17 +78,14 @@ def decide_float8(
     Raises:
         ConfigError: the timed matmuls do not fit the device's memory.
     """
-    by_shape: dict[tuple[int, int], Float8Decision] = {}
+    by_shape: dict[Float8Candidate, Float8Decision] = {}
     for candidate in candidates:
-        shape = (candidate.out_features, candidate.in_features)
+        shape = replace(candidate, name="")
         if shape not in by_shape:
             by_shape[shape] = _by_shape(candidate)
             if by_shape[shape].is_float8 and options.choice == "timed":
                 by_shape[shape] = _timed(candidate, options, device, casts_each_time)
-    return tuple(
-        replace(by_shape[candidate.out_features, candidate.in_features], name=candidate.name)
-        for candidate in candidates
-    )
+    return tuple(replace(by_shape[replace(candidate, name="")], name=candidate.name) for candidate in candidates)
 
 
 def _by_shape(candidate: Float8Candidate) -> Float8Decision:
@@ -118,7 +120,7 @@ def _timed(candidate: Float8Candidate, options: Float8, device: torch.device, ca
 def _times(
     candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool
 ) -> tuple[float, float]:
-    """Returns the milliseconds of forward and both gradients in BF16 and in FP8: medians of alternating rounds."""
+    """Returns the milliseconds of forward and gradients in BF16 and in FP8: medians of alternating rounds."""
     assert options.num_rows is not None  # resolved
     generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
     x, grad, weight = (
@@ -131,11 +133,11 @@ def _times(
     )
     linears = [nn.Linear(candidate.in_features, candidate.out_features, bias=False, device="meta") for _ in range(2)]
     for linear in linears:
-        linear.weight = nn.Parameter(weight)
+        linear.weight = nn.Parameter(weight, requires_grad=candidate.trained)
     recipe = Recipe.of(options, torch.bfloat16)
     cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
     convert(linears[1], recipe, QuantizedWeight(recipe, cache))
-    runs = [_three_matmuls(linear, x.requires_grad_(), grad) for linear in linears]
+    runs = [_matmuls(linear, x.requires_grad_(), grad) for linear in linears]
     for run in (*runs, *runs):  # twice: the first call compiles, the second fills caches and the allocator
         run()
     samples: tuple[list[float], list[float]] = ([], [])
@@ -145,12 +147,13 @@ def _times(
     return statistics.median(samples[0]), statistics.median(samples[1])
 
 
-def _three_matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
-    inputs = (x, linear._parameters["weight"])
+def _matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
+    weight = linear._parameters["weight"]
+    inputs = (x, weight) if weight is not None and weight.requires_grad else (x,)
 
     def run() -> None:
         with torch.enable_grad():
-            torch.autograd.grad(linear(x), inputs, grad)  # type: ignore[arg-type]
+            torch.autograd.grad(linear(x), inputs, grad)
 
     return run
 

@@ -92,8 +92,8 @@ class Float8Linear(nn.Linear):
         quantized = self.quantized_weight
         if weight is not None and f"{prefix}weight" in state_dict and quantized.dequantized(weight) is not weight:
             raise UsageError(
-                f"'{prefix}weight' is an FP8 replica, which follows its FP32 master, so load_state_dict cannot write "
-                f"it; load inside `with engine.modify_weights():`, or a checkpoint with engine.load"
+                f"'{prefix}weight' is an FP8 replica, which the engine casts, so load_state_dict cannot write it; load "
+                f"inside `with engine.modify_weights():`, or a checkpoint with engine.load"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -103,8 +103,9 @@ class Float8Linear(nn.Linear):
         assert weight is not None
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        values = self.quantized_weight.dequantized(weight).detach().clone()
-        memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
+        if id(weight) not in memo:  # else the caller has its values
+            values = self.quantized_weight.dequantized(weight).detach().clone()
+            memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"quantized_weight": QuantizedWeight(self.recipe)}, memo))
         return copied
 
@@ -174,10 +175,12 @@ class _Float8Matmul(torch.autograd.Function):
         rows = grad.reshape(-1, ctx.weight_shape[0])
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         options = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
+        if needs_dx:
+            weight, factor = ctx.quantized.backward(*(saved[2:] if needs_dw else saved))
         if needs_dx and needs_dw:
             left, columns = quantize_both(rows, recipe.grad_dtype, **options)
         elif needs_dx:
-            left = quantize(rows, recipe.grad_dtype, **options)
+            left = quantize(rows if factor is None else rows * factor, recipe.grad_dtype, **options)
         else:
             columns = quantize(rows.t(), recipe.grad_dtype, **options)
         dx = dw = None
@@ -186,7 +189,6 @@ class _Float8Matmul(torch.autograd.Function):
             # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
             dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
         if needs_dx:
-            right = ctx.quantized.backward(*(saved[2:] if needs_dw else saved))
-            dx = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate)
+            dx = multiply(left, weight, recipe.out_dtype, emulate=recipe.emulate)
             dx = dx[:, : ctx.x_shape[-1]].reshape(ctx.x_shape)
         return dx, dw, None, None, None

@@ -63,14 +63,17 @@ class Bound:
     Attributes:
         name: name of the weight.
         parameter: the model's parameter, which stands for the weight and has no values.
-        scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K].
+        scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K]; [N] alone if a row-wise
+            copy serves both products: [Note: one copy].
         transposes: the weights whose transposes are made with that of this one.
+        keeps_operands: whether operands are cached; else each product makes its own, and the copies take all memory.
     """
 
     name: str
     parameter: nn.Parameter
     scales: Sequence[Tensor]
     transposes: TransposeSet = field(default_factory=TransposeSet)
+    keeps_operands: bool = True
 
 
 class QuantizedWeight:
@@ -79,6 +82,11 @@ class QuantizedWeight:
     Operands are cached as long as the copies that they are made from, but no longer than until :meth:`invalidate`. A
     forward may pass another weight than the module's own (``torch.func.functional_call``), and a backward may run after
     :meth:`invalidate`. Operands of copies that are no longer held, or never were, are made on each call and not cached.
+
+    [Note: one copy] The input gradient sums over the N rows of the weight: dx = g @ (scale * values), with a scale for
+    each row, is (g * scale) @ values. So a row-wise copy serves both products if the gradient is multiplied by its
+    scales before the cast. These are powers of two, so the product is exact, and the cast's error is relative to the
+    largest share of a row of dx. A weight gradient would need the cast of g itself, so only frozen weights do this.
 
     Args:
         recipe: recipe of the Linear.
@@ -109,16 +117,21 @@ class QuantizedWeight:
             rowwise, columnwise = self.copies(weight)
             # the copy, not its operand: under emulation that is FP32, four times the bytes
             saved = (columnwise.values, columnwise.scale)
+            if rowwise is columnwise and self._recipe.rowwise:  # [Note: one copy]
+                saved = (rowwise.values, rowwise.scale.new_ones(weight.shape[1]), rowwise.scale)
         return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
 
-    def backward(self, *saved: Tensor) -> Quantized:
-        """Returns the operand for the input gradient: [K, N]; rowwise with a scale for each of its K rows."""
+    def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
+        """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
+
+        The operand is [K, N]; rowwise with a scale for each of its K rows. The factor is [N]: [Note: one copy].
+        """
         if self.cache is Cache.NEVER:
             (weight,) = saved
-            copy = self._quantize(weight.detach().t())
+            copy, factor = self._quantize(weight.detach().t()), None
         else:
-            copy = Quantized(*saved)
-        return Quantized(self._operand(copy.values, transposed=self.cache is not Cache.NEVER), copy.scale)
+            copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
+        return Quantized(self._operand(copy.values, transposed=self.cache is not Cache.NEVER), copy.scale), factor
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
@@ -126,7 +139,8 @@ class QuantizedWeight:
         cached = self._operands.get(key)
         if cached is None:
             # an address identifies stored copies only: other memory may be reused for another weight
-            is_stored = any(copy.values.data_ptr() == key[0] for copy in self._copies)
+            is_kept = not isinstance(self.cache, Bound) or self.cache.keeps_operands
+            is_stored = is_kept and any(copy.values.data_ptr() == key[0] for copy in self._copies)
             kernels = uses_kernels(values.device, compiled=self._recipe.compile)
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
                 self.cache.transposes.prepare()
@@ -135,6 +149,13 @@ class QuantizedWeight:
             if is_stored:
                 self._operands[key] = cached
         return cached.t() if transposed and emulate else cached
+
+    @property
+    def gradient_factor(self) -> Tensor | None:
+        """The scales [N] by which a gradient is multiplied before its cast, if it is: [Note: one copy]."""
+        if self._recipe.rowwise and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
+            return self.cache.scales[0]
+        return None
 
     # -- the copies ------------------------------------------------------------------------------------------------
 
@@ -162,7 +183,8 @@ class QuantizedWeight:
         """Returns the row-wise copy (for the output) and the column-wise copy (for the input gradient).
 
         Both are [N, K], row-major. With a tensorwise recipe they are the same. With a rowwise recipe the first has a
-        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose.
+        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose;
+        or the first is both: [Note: one copy].
         """
         if isinstance(self.cache, Bound):
             if weight is not self.cache.parameter:  # such as a functional call's: nothing is bound for it

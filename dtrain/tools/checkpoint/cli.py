@@ -88,12 +88,14 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--keep-every", type=int, default=0, metavar="N", help="keep steps that are multiples of N")
     verb.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N of lowest validation loss")
     verb.add_argument("--dry-run", action="store_true", help="only report what would be deleted")
-    verb = add("export", _export, "write the weights as a Hugging Face folder (Llama, GPT-2)")
+    verb = add("export", _export, "write the weights as a folder for transformers (built-in models, model=hf)")
     verb.add_argument("path", type=Path, help=_NEWEST_HELP)
     verb.add_argument("out", type=Path, help="the folder to create; it must not exist")
     verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (fp32)")
     verb.add_argument("--weights", choices=("master", "ema"), default="master", help="ema: the moving average (master)")
     verb.add_argument("--max-shard-size", type=_bytes, default=_bytes("5GB"), metavar="SIZE", help="of a file (5GB)")
+    verb.add_argument("--merge", action="store_true", help="model.lora: write the whole model, adapters merged")
+    verb.add_argument("--base", type=Path, metavar="FOLDER", help="model=hf: folder of the model, if it has moved")
     verb = add("import", _import, "start a run from a Hugging Face folder (Llama, GPT-2)")
     verb.add_argument("folder", type=Path, metavar="hf_dir", help="a folder with config.json and safetensors")
     verb.add_argument("run_dir", type=Path, help="directory of the new run; missing or empty")
@@ -198,7 +200,15 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from dtrain.checkpoint.huggingface.exporter import export
 
-    out = export(arguments.path, arguments.out, "hf", arguments.dtype, arguments.max_shard_size, arguments.weights)
+    out = export(
+        arguments.path,
+        arguments.out,
+        dtype=arguments.dtype,
+        max_shard_size=arguments.max_shard_size,
+        weights=arguments.weights,
+        base=arguments.base,
+        merge=arguments.merge,
+    )
     files = sorted(out.iterdir())
     _print(f"wrote {out}: {', '.join(file.name for file in files)} ({_size(sum(f.stat().st_size for f in files))})")
     return 0

@@ -28,7 +28,7 @@ from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.parity.oracle import PlainTraining
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.ranks import failure_reason, open_result, read_job
-from dtrain.train.setup import check_patterns, make_engine, make_loader, make_policy, set_threads
+from dtrain.train.setup import check_inputs, check_patterns, make_engine, make_loader, make_policy, set_threads
 from dtrain.train.trainer import to_device
 
 ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
@@ -90,6 +90,7 @@ def _train_with_engine(job: ParityJob, config: RunConfig) -> None:
     dataset = load_dataset(config.data, config.model.max_seq_len)
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
+    check_inputs(model, dataset)
     engine = make_engine(config, model, comm)
     loader = make_loader(config, dataset, engine)
     trajectory = Trajectory(Path(job.folder))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dtrain.config.capabilities import CAPABILITIES
+from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
@@ -57,11 +58,13 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
 
 def _build(config: RunConfig) -> nn.Module:
     """Builds the model without weights, or with weights if its code needs values."""
+    # model=hf has a vocabulary of its own, whatever the data's
+    vocab_size = 1 if config.model.factory == HF_FACTORY else VOCAB_SIZE
     try:
         with torch.device("meta"):
-            return build_model(config.model, VOCAB_SIZE, config.seed)
+            return build_model(config.model, vocab_size, config.seed)
     except (RuntimeError, NotImplementedError):
-        return build_model(config.model, VOCAB_SIZE, config.seed)
+        return build_model(config.model, vocab_size, config.seed)
 
 
 def _decisions_without_timing(

@@ -34,7 +34,7 @@ from dtrain.tools.probe.trials import FormatTraining, failed_trial, interleave, 
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.run_dir import CONFIG_FILE
-from dtrain.train.setup import check_patterns, check_precision, set_threads, torch_settings_restored
+from dtrain.train.setup import check_inputs, check_patterns, check_precision, set_threads, torch_settings_restored
 from dtrain.train.trainer import to_device
 
 
@@ -100,6 +100,7 @@ class _Probe:
         self.dataset: Dataset = load_dataset(config.data, config.model.max_seq_len)
         self.steps = load_steps(self.base, self.dataset)
         model = build_model(config.model, self.dataset.vocab_size, config.seed)
+        check_inputs(model, self.dataset)
         for name in formats:
             check_patterns(config.training(name), model)
         self.num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -42,7 +42,14 @@ from dtrain.tools.replay.records import (
     ReplayResult,
 )
 from dtrain.train.run import tokens_per_step
-from dtrain.train.setup import check_patterns, make_engine, make_loader, set_threads, torch_settings_restored
+from dtrain.train.setup import (
+    check_inputs,
+    check_patterns,
+    make_engine,
+    make_loader,
+    set_threads,
+    torch_settings_restored,
+)
 from dtrain.train.trainer import micro_batch_weight, to_device
 
 
@@ -102,6 +109,7 @@ class _Replayer:
         _check_data(self._dataset, job, config)
         model = build_model(config.model, self._dataset.vocab_size, config.seed)
         check_patterns(config, model)
+        check_inputs(model, self._dataset)
         engine = make_engine(config, model, comm, job.contract)
         assert isinstance(engine, StepEngine)
         self.engine = engine

@@ -38,7 +38,11 @@ CASES: dict[str, tuple[str, ...]] = {
         "it belongs to schedule=cosine|linear|wsd",
         "valid: schedule.name, schedule.total_steps, schedule.warmup_steps",
     ),
-    "data.files=*.txt": ("data.files", "it belongs to data=text", "valid: data.name, data.validation_percent"),
+    "data.files=*.txt": (
+        "data.files",
+        "it belongs to data=text",
+        "valid: data.name, data.prefetch, data.validation_percent",
+    ),
     # wrong types
     "train.steps=abc": ("train.steps=abc", "is not a whole number"),
     "train.steps=1.5": ("train.steps=1.5", "is not a whole number"),

@@ -98,7 +98,7 @@ def test_attention_is_softmax_of_scaled_rotated_products() -> None:
         q, k = (turn_by_matrices(qkv[:, i, h]) for i in range(2))
         scores = (q @ k.T / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
         expected[:, h] = scores.softmax(-1) @ qkv[:, 2, h]
-    got = attn(x, rotations(6, 8, 10000.0, x.device))
+    got = attn(x, rotations(torch.arange(6), 8, 10000.0))
     torch.testing.assert_close(got[0], expected.flatten(1) @ attn.out.weight.T, rtol=1e-5, atol=1e-8)
 
 
@@ -125,7 +125,7 @@ def test_a_compiled_rotation_has_no_complex_numbers_and_the_same_bits() -> None:
         return graph.forward
 
     x = torch.randn(2, 6, 3, 8).bfloat16().requires_grad_()
-    rotation = rotations(6, 8, 10000.0, x.device)
+    rotation = rotations(torch.arange(6), 8, 10000.0)
     compiled, eager = torch.compile(rotate, backend=backend)(x, rotation), rotate(x, rotation)
     assert torch.equal(compiled, eager)
     (expected,) = torch.autograd.grad(eager.square().sum(), x)
@@ -135,7 +135,7 @@ def test_a_compiled_rotation_has_no_complex_numbers_and_the_same_bits() -> None:
 
 
 def test_rounded_angles_are_refused() -> None:
-    rotation = rotations(6, 8, 10000.0, torch.device("cpu")).bfloat16()
+    rotation = rotations(torch.arange(6), 8, 10000.0).bfloat16()
     with pytest.raises(ModelError, match=r"rotary angles are torch\.bfloat16, expected float32.*cast_forward_inputs"):
         rotate(torch.zeros(1, 6, 2, 8), rotation)
 
@@ -143,14 +143,14 @@ def test_rounded_angles_are_refused() -> None:
 def test_rotated_products_depend_on_distance_alone_and_keep_lengths() -> None:
     query, key = torch.randn(2, 1, 1, 1, 64, generator=torch.Generator().manual_seed(0))
     turned_queries, turned_keys = (
-        rotate(x.expand(1, 100, 1, 64), rotations(100, 64, 10000.0, x.device))[0, :, 0] for x in (query, key)
+        rotate(x.expand(1, 100, 1, 64), rotations(torch.arange(100), 64, 10000.0))[0, :, 0] for x in (query, key)
     )
     products = turned_queries @ turned_keys.T
     for distance in (0, 1, 50):
         diagonal = products.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
     torch.testing.assert_close(turned_queries.norm(dim=-1), query.norm().expand(100))
-    assert rotate(query.bfloat16(), rotations(1, 64, 10000.0, query.device)).dtype == torch.bfloat16
+    assert rotate(query.bfloat16(), rotations(torch.arange(1), 64, 10000.0)).dtype == torch.bfloat16
 
 
 def test_tied_embeddings_are_one_parameter() -> None:

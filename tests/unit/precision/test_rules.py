@@ -85,6 +85,7 @@ class Energy(nn.Module):
         self.attend = nn.MultiheadAttention(32, 2)
         self.small = nn.Linear(8, 32)
         self.frozen = nn.Linear(32, 32).requires_grad_(False)
+        self.double = nn.Linear(32, 32).double().requires_grad_(False)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
         self.mine = nn.Linear(32, 32)
         self.mine.forward = lambda x: x  # type: ignore[method-assign]
@@ -205,7 +206,8 @@ TABLES = [
             "attend": PLAIN,
             "attend.out_proj": PLAIN,
             "small": "bf16: too small for FP8: a dimension below 16",
-            "frozen": "bf16: its weight is frozen",
+            "frozen": "fp8",
+            "double": "bf16: its weight is float64",
             "normed": PLAIN,
             "normed.parametrizations.weight": PLAIN,
             "normed.parametrizations.weight.0": "fp32: norm",

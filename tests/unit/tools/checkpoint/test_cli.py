@@ -211,7 +211,7 @@ def test_late_file_system_error_is_one_clear_line(
     def refuse(path: Path) -> Any:
         raise PermissionError(13, "Permission denied", "/closed")
 
-    monkeypatch.setattr("dtrain.checkpoint.huggingface.exporter.export", lambda path, out, *options: out)
+    monkeypatch.setattr("dtrain.checkpoint.huggingface.exporter.export", lambda path, out, **options: out)
     monkeypatch.setattr(function, refuse)
     assert main([word.format(run=run) for word in arguments]) == 2
     assert capsys.readouterr().err == "dtrain: Permission denied (errno 13): /closed\n"

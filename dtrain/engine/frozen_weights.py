@@ -1,0 +1,72 @@
+"""Frozen weights in checkpoints: saved, or named by their source; FP8 ones as the BF16 values that they represent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from dtrain.checkpoint import CheckpointReader, ReadTarget
+from dtrain.checkpoint.format.training_state import TrainingState
+from dtrain.checkpoint.frozen_source import FrozenSource
+from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.consensus import on_every_rank
+from dtrain.engine.model_state import StateEngine
+from dtrain.errors import CheckpointError
+
+
+def check_source(state: TrainingState, path: str, own: FrozenSource | None) -> bool:
+    """Returns whether the checkpoint names the source of its frozen weights, and holds none of them.
+
+    Raises:
+        CheckpointError: it is not the engine's own source.
+    """
+    saved = state.source
+    if saved is None:
+        return False
+    if own is None:
+        raise CheckpointError(
+            f"{path} holds no frozen weights, they are those of {saved}; this engine has no frozen_source, or its "
+            f"frozen weights were written to: give dtrain.initialize(..., frozen_source=dtrain.FrozenSource(folder))"
+        )
+    if own.sha256 != saved.sha256:
+        raise CheckpointError(
+            f"{path} was trained over the frozen weights of {saved}, this run has those of {own}; resume over the same"
+        )
+    return True
+
+
+def saved_float8(engine: StateEngine) -> Iterator[TensorShard]:
+    """Yields this rank's part of the frozen weights that are held in FP8, in BF16, which has their values exactly."""
+    for weights in engine.frozen_float8:
+        yield from weights.saved_shards()
+
+
+def read_float8(reader: CheckpointReader, engine: StateEngine) -> None:
+    """Casts the saved values of the frozen FP8 weights; all ranks call."""
+    for weights in engine.frozen_float8:
+        values = weights.new_values()
+        targets = [ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in weights.shards(values)]
+        # agreed on before the cast, in which the ranks communicate
+        on_every_rank(engine.comm, f"reading {reader.path}", partial(reader.read_into, targets), CheckpointError)
+        weights.write(values)
+
+
+def proven_float8(reader: CheckpointReader, engine: StateEngine) -> Iterator[TensorShard]:
+    """Yields the saved values of which this rank's frozen FP8 weights are the cast, those that it would save.
+
+    Raises:
+        CheckpointError: they are not.
+    """
+    for weights in engine.frozen_float8:
+        values = weights.new_values()
+        for shard in weights.shards(values):
+            saved = reader.read(shard.kind, shard.name, shard.start, shard.stop)
+            shard.data.copy_(saved)
+            if weights.is_saved_here:
+                yield replace(shard, dtype=saved.dtype, data=saved)
+        if not weights.is_cast_of(values):
+            raise CheckpointError(
+                f"after loading {reader.path}, the frozen FP8 weights of '{weights.replica.layout.name}' "
+                f"({', '.join(weights.names[:3])}, ...) are not the cast of what was saved"
+            )

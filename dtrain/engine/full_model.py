@@ -1,0 +1,70 @@
+"""``with engine.full_model():``: a copy of the model with whole weights, which computes without other ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.engine.model_state import MASTER, StateEngine
+
+_LIBRARIES = ("torch.distributed.", "deepspeed.")
+"""Modules whose hooks communicate; hooks of dtrain do nothing in a copy, and hooks of the user's are copied."""
+
+_FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_")
+"""Prefixes of the attributes that ``fully_shard`` sets; transformers synchronizes ranks where it finds them."""
+
+
+@torch.no_grad()
+def whole_copy(engine: StateEngine) -> nn.Module:
+    """Returns a copy of the engine's model in eval mode that owns its weights, in their compute dtypes.
+
+    The weights are gathered one flat buffer at a time; all ranks call.
+    """
+    model, dtypes = engine.module, engine.contract.parameter_dtype
+    engine.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
+    engine.open_weights(())
+    parameters = dict(model.named_parameters())
+    whole = {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_state(MASTER)}
+    whole |= {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_frozen()}
+    memo: dict[int, Any] = dict(whole)
+    shells = []
+    for module in model.modules():
+        # the dict itself, because libraries replace it by one that unshards
+        held = dict(module._parameters.items())
+        memo[id(module._parameters)] = {key: p if p is None else whole[id(p)] for key, p in held.items()}
+        for key, value in vars(module).items():
+            if key.endswith("_hooks") and isinstance(value, Mapping):
+                memo |= {id(hook): _nothing for hook in value.values() if _is_library(hook)}
+        if any(key.startswith(_FSDP) for key in vars(module)):
+            memo[id(module)] = shell = _own_class(module).__new__(_own_class(module))
+            shells.append((module, shell))
+    for module, shell in shells:
+        values = {key: value for key, value in vars(module).items() if not key.startswith(_FSDP)}
+        shell.__dict__.update(copy.deepcopy(values, memo))
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied.eval()
+
+
+def _parameter(values: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(values.detach().to(dtype, copy=True), requires_grad=False)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _is_library(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)
+    return (getattr(function, "__module__", None) or "").startswith(_LIBRARIES)
+
+
+def _own_class(module: nn.Module) -> type[nn.Module]:
+    """Returns the class of ``module`` before ``fully_shard``, which gives it one that cannot be copied."""
+    bases = type(module).__mro__
+    position = next((number for number, base in enumerate(bases) if base.__name__ == "FSDPModule"), -1)
+    own: type[nn.Module] = bases[position + 1]
+    return own

@@ -1,0 +1,255 @@
+"""Causal language models of transformers, from a local folder: ``model=hf``.
+
+No code of the folder runs, no pickle is read, and nothing is fetched. The functions that need transformers import it,
+which takes seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
+from dtrain.checkpoint.huggingface.same_model import replaced
+from dtrain.config.model import ModelConfig
+from dtrain.errors import CheckpointError, ConfigError, nearest
+from dtrain.models.adapters import add_adapters
+from dtrain.models.causal_lm import ModelOutput, causal_lm_output
+
+_ADAPTER = "adapter_config.json"
+_MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Types of layers for which transformers masks packed documents; others carry a state from token to token."""
+
+
+class HFCausalLM(nn.Module):
+    """A causal language model of transformers with the interface of the built-in models.
+
+    Attributes:
+        hf: the model of transformers. Its parameters are called ``hf.`` and transformers' name.
+        vocab_size: number of its logits.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        self.hf = hf
+        self.vocab_size: int = text_config(hf).vocab_size
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
+        """Predicts the next token at each position.
+
+        Args:
+            tokens: int64 [B, T].
+            targets: int64 [B, T], the tokens one position ahead; ``IGNORE_INDEX`` (-100) is left out of the loss.
+            positions: int64 [B, T], from 0 in each document, which then sees no other; None: one document a row.
+
+        Raises:
+            ConfigError: ``positions`` are given and the model cannot mask documents.
+        """
+        if positions is not None:
+            _check_masks_documents(self.hf)
+        # without an attention mask and a cache, transformers finds the documents in the positions
+        logits = self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        return causal_lm_output(logits, targets)
+
+
+def _check_masks_documents(hf: Any) -> None:
+    """Raises ``ConfigError`` if transformers cannot keep packed documents apart in this model."""
+    config = text_config(hf)
+    others = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
+    if others or not hf._supports_attention_backend or "position_ids" not in signature(hf.forward).parameters:
+        reason = f"has layers of the type {min(others)}" if others else "does not take masks from transformers"
+        raise ConfigError(
+            f"model_type {config.model_type} cannot keep packed documents apart, because it {reason}; train it with "
+            "data.documents=cross"
+        )
+
+
+def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
+    """Builds the model of ``config.path`` in FP32, whatever its files hold; on ``meta`` without reading weights.
+
+    With ``config.lora`` its weights are frozen, and adapters are trained beside them.
+
+    The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
+
+    Args:
+        vocab_size: as :func:`vocabulary_size` returns it.
+
+    Raises:
+        ConfigError: transformers is missing, or the folder holds no model that can be trained.
+    """
+    hf_config = read_hf_config(config)
+    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    attention = "sdpa" if model_class._supports_sdpa else "eager"
+    options = {"dtype": torch.float32, "attn_implementation": attention}
+    with _quiet():
+        try:
+            if config.weights == "random" or torch.empty(0).is_meta:
+                model = model_class._from_config(hf_config, **options)
+            else:
+                model = _load(model_class, hf_config, str(config.path), options)
+        except (ValueError, OSError, ImportError, KeyError) as error:
+            raise ConfigError(
+                f"model.path={config.path}: transformers cannot build the model: {_line(error)}"
+            ) from error
+    if config.lora.r:
+        add_adapters(model, config.lora)
+    return HFCausalLM(model)
+
+
+def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) -> Any:
+    model, info = model_class.from_pretrained(
+        path,
+        config=hf_config,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+        **options,
+    )
+    for problem, found in (("lack", info["missing_keys"]), ("have another shape for", info["mismatched_keys"])):
+        if found:  # transformers would draw these at random
+            raise ConfigError(
+                f"model.path={path}: its weights {problem} {min(map(str, found))!r} (in all {len(found)}) of "
+                f"{model_class.__name__}; give the folder of the whole model, or model.weights=random"
+            )
+    return model.train()
+
+
+def read_hf_config(config: ModelConfig) -> Any:
+    """Returns the configuration of transformers for ``model=hf``, with ``config.args`` in it, after all checks.
+
+    Raises:
+        ConfigError: transformers is missing, or the folder holds no model that can be trained.
+    """
+    values = check_folder(config)
+    transformers = _transformers()
+    kind = values.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        code = " its own Python files would run, and dtrain runs none;" if "auto_map" in values else ""
+        raise ConfigError(
+            f"model.path={config.path}: transformers {transformers.__version__} has no model_type {kind!r:.80};{code} "
+            "take a model that transformers contains"
+        )
+    config_class = transformers.CONFIG_MAPPING[kind]
+    with _quiet():
+        try:
+            known = {*config_class().to_dict(), *config_class.attribute_map, *values}
+            for key in config.args:
+                if key not in known:
+                    raise ConfigError(f"model.args.{key} is no entry of the config.json of {kind}{nearest(key, known)}")
+            hf_config = config_class.from_dict(replaced(values, config.args))
+        except ConfigError:
+            raise
+        except Exception as error:  # the class decides what it raises for a bad value
+            raise ConfigError(f"model.path={config.path}: {CONFIG} is not valid: {_line(error)}") from error
+    if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"model.path={config.path}: model_type {kind} is no causal language model")
+    if (text := hf_config.get_text_config()) is not hf_config:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+        if getattr(model_class, "config_class", None) is type(text):  # the text half of a model of images and text
+            hf_config = text
+    limit = getattr(text, "max_position_embeddings", None)
+    if isinstance(limit, int) and config.max_seq_len > limit:
+        raise ConfigError(
+            f"model.max_seq_len={config.max_seq_len} is more than the {limit} positions of the model "
+            f"(max_position_embeddings); make it {limit} or less"
+        )
+    if getattr(hf_config, "output_router_logits", False):
+        hf_config.output_router_logits = False
+    return hf_config
+
+
+def check_folder(config: ModelConfig) -> dict[str, Any]:
+    """Returns ``config.json`` of ``config.path`` after the checks that need no import of transformers.
+
+    Raises:
+        ConfigError: transformers is not installed, there is no such folder or file, or the weights are quantized or an
+            adapter.
+    """
+    if find_spec("transformers") is None:
+        raise ConfigError("model=hf needs transformers, which is not installed; pip install 'dtrain[hf]'")
+    path = Path(str(config.path))
+    try:
+        values = read_config(path)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path={config.path}: {error}") from error
+    if (path / _ADAPTER).exists():
+        raise ConfigError(
+            f"model.path={config.path} holds an adapter ({_ADAPTER}); give the folder of its base model, or merge both"
+        )
+    if values.get("quantization_config") is not None:
+        raise ConfigError(
+            f"model.path={config.path}: its weights are quantized (quantization_config), and training needs the "
+            "unrounded ones; give the folder of the model before quantization"
+        )
+    return values
+
+
+def text_config(hf: Any) -> Any:
+    """Returns the part of the configuration of a model of transformers that describes the language model."""
+    return hf.config.get_text_config()
+
+
+def vocabulary_size(config: ModelConfig) -> int:
+    """Returns the vocabulary of the model of ``config.path``."""
+    size: int = read_hf_config(config).get_text_config().vocab_size
+    return size
+
+
+def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
+    """Returns the FLOPs as :func:`dtrain.models.factory.train_flops_per_token`, or None for a mixture of experts."""
+    from transformers.pytorch_utils import Conv1D
+
+    with torch.device("meta"):
+        model = build(config, 0)
+    if any(p.dim() > 2 for p in model.parameters()):
+        return None
+    products = {id(m.weight): m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
+    text = text_config(model.hf)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention: float = text.num_hidden_layers * text.num_attention_heads * head_dim * context
+    # a frozen weight has no gradient: two products instead of three
+    matmuls = sum((6 if weight.requires_grad else 4) * math.prod(weight.shape) for weight in products.values())
+    return matmuls + round(6 * attention)
+
+
+@cache
+def _transformers() -> Any:
+    """Imports transformers."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"model=hf needs transformers, whose import failed: {_line(error)}; pip install 'dtrain[hf]'"
+        ) from error
+    return transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context without the progress bars and warnings of transformers; its errors are raised."""
+    from transformers.utils import logging
+
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def _line(error: BaseException) -> str:
+    """Returns the message of ``error`` in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

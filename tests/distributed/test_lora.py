@@ -1,0 +1,279 @@
+"""``model.lora``: adapters by peft over frozen weights, trained as in plain PyTorch, saved, resumed and exported."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import dtrain
+from dtrain.checkpoint import export
+from dtrain.checkpoint.format.integrity import verify_checkpoint
+from dtrain.config.model import Lora
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import CheckpointError, ConfigError, ContractError
+from dtrain.models import build_model
+from dtrain.tools.checkpoint.cli import main
+from dtrain.train.adapters import AdapterCheck
+from tests.helpers.hf_models import TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf
+from tests.helpers.oracle import normwise_error
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+WORLD, STEPS, LR = 2, 20, 1e-3
+LORAS = {
+    "llama": Lora(r=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"]),
+    "gpt2": Lora(r=4, alpha=6, targets=["c_attn", "mlp.c_proj"]),  # its weights are transposed
+}
+WIDE = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
+OPTIMIZER = dtrain.AdamW(lr=LR, weight_decay=0.1)
+
+
+def batch(step: int) -> Tensor:
+    """The tokens [WORLD, 9] of one step, a row for each micro-batch."""
+    return torch.randint(VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(step))
+
+
+def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> NativeEngine:
+    engine = dtrain.initialize(
+        build_hf(folder / name, lora=LORAS.get(name, WIDE)), precision=precision, zero_stage=stage, seed=0, audit=2,
+        optimizer=OPTIMIZER, max_grad_norm=1.0, frozen_source=dtrain.FrozenSource(str(folder / name)), **options,
+    )  # fmt: skip
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def train(engine: NativeEngine, steps: range) -> list[float]:
+    check, losses = AdapterCheck(engine), []
+    for step in steps:
+        rows = batch(step).split(1)
+        for tokens in engine.accumulate(rows[engine.rank :: engine.world_size]):
+            engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]))
+        outcome = engine.step()
+        check.after(outcome)
+        losses.append(outcome.loss)
+    return losses
+
+
+def save(engine: NativeEngine, folder: Path, run: str) -> None:
+    name = run.partition("-")[0]
+    config = {"model": asdict(model_config(folder / name, lora=LORAS.get(name, WIDE)))}
+    engine.save(folder / run / "checkpoints", config=config)
+
+
+# -- on two ranks ------------------------------------------------------------------------------------------------------
+
+
+def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in LORAS:
+        for stage in (2, 3):
+            engine = start(folder, name, stage)
+            losses = train(engine, range(STEPS))
+            found[f"{name}-{stage}"] = losses, engine.master_state()
+        save(engine, folder, f"{name}-fp32")
+        with engine.full_model() as model:
+            found[f"{name}-logits"] = model(TOKENS).logits
+    for precision in ("bf16", "fp8"):
+        engine = start(folder, "wide", 3, precision)
+        train(engine, range(2))
+        found[f"memory-{precision}"] = engine.memory(), engine.memory_formula(), len(engine.contract.float8_modules)
+        first = start(folder, "llama", 3, precision, reproducible=True)
+        losses = train(first, range(2))
+        save(first, folder, f"llama-{precision}")
+        found[f"never-stopped-{precision}"] = losses + train(first, range(2, 4)), first.master_state()
+    return found | {"faults": faults(folder)}
+
+
+def faults(folder: Path) -> list[str]:
+    """Returns the errors of an adapter that loses its gradient; one that nothing reaches is none."""
+    found = []
+    for loses in (True, False):
+        engine = start(folder, "llama", 3)
+        if loses:
+            dict(engine.module.named_parameters())[f"{PATH}.lora_B.default.weight"].register_hook(torch.zeros_like)
+        else:  # as the layers of an expert without tokens
+            engine.module.get_submodule("hf.model.layers.1.mlp").forward = torch.zeros_like  # type: ignore[assignment]
+        try:
+            train(engine, range(1))
+            found.append("")
+        except ContractError as error:
+            found.append(str(error))
+    return found
+
+
+PATH = "hf.model.layers.1.self_attn.v_proj"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    for name in LORAS:
+        save_hf(folder / name, name)
+    save_hf(folder / "wide", "llama", vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_ranks(WORLD, on_two_ranks, folder)[0]
+    return found
+
+
+def plain(folder: Path, name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains all rows with ``peft`` in plain PyTorch, from the same adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LORAS[name]
+    config = LoraConfig(
+        r=lora.r, lora_alpha=int(lora.alpha), target_modules=lora.targets, fan_in_fan_out=name == "gpt2"
+    )
+    model = get_peft_model(load_hf(folder / name).train(), config)
+    own = build_hf(folder / name, lora=lora).state_dict()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for n, p in trained.items():
+            p.copy_(own[f"hf.{n.removeprefix('base_model.model.')}"])
+    optimizer = torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        tokens = batch(step)
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {f"hf.{n.removeprefix('base_model.model.')}": p.detach() for n, p in trained.items()}
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_adapters_train_as_by_peft_in_plain_pytorch(name: str, folder: Path, ranks: dict[str, Any]) -> None:
+    losses, weights = plain(folder, name)
+    assert losses[-1] != losses[0]
+    single = start(folder, name, 2)
+    for own_losses, own in (
+        ranks[f"{name}-2"],
+        ranks[f"{name}-3"],
+        (train(single, range(STEPS)), single.master_state()),
+    ):
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+        assert own.keys() == weights.keys()
+        for key, expected in weights.items():
+            assert normwise_error(own[key], expected) < 1e-5, key
+            assert ".lora_B." not in key or own[key].any(), key
+
+
+@pytest.mark.parametrize(("precision", "nbytes"), [("bf16", 2), ("fp8", 1)])
+def test_memory_of_a_rank_at_stage_3(precision: str, nbytes: int, folder: Path, ranks: dict[str, Any]) -> None:
+    model = build_hf(folder / "wide", lora=WIDE)
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    base = sum(p.numel() for p in model.parameters()) - adapters
+    memory, formula, num_float8 = ranks[f"memory-{precision}"]
+    assert num_float8 == (7 * 3 if precision == "fp8" else 0)
+    states = sum(memory[kind] for kind in ("compute", "main_grad", "master", "moments", "frozen"))
+    # the embedding and the head are BF16 in any case, and FP8 adds them one more byte
+    others = 0 if precision == "bf16" else 2 * VOCAB * 256
+    assert states == pytest.approx((nbytes * base + others + 18 * adapters) / WORLD, rel=0.03)
+    assert sum(formula.values()) == pytest.approx(states, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_resumed_run_has_the_same_bits(precision: str, folder: Path, ranks: dict[str, Any]) -> None:
+    losses, masters = ranks[f"never-stopped-{precision}"]
+    run = folder / f"llama-{precision}"
+    kinds = {entry.kind for entry in verify_checkpoint(next((run / "checkpoints").glob("step*"))).tensors}
+    assert kinds == {"master", "exp_avg", "exp_avg_sq"}
+    for stage in (0, 3):
+        engine = start(folder, "llama", stage, precision, reproducible=True)
+        engine.load(run)
+        assert train(engine, range(2, 4)) == losses[2:]
+        assert all(torch.equal(values, masters[name]) for name, values in engine.master_state().items())
+
+
+def test_an_adapter_that_does_not_move_is_an_error(ranks: dict[str, Any]) -> None:
+    lost, unused = ranks["faults"]
+    assert lost.startswith(f"after the first applied step '{PATH}.lora_B.default.weight' is still zero")
+    assert "(so: 1 of 6 adapters)" in lost
+    assert not unused
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_peft_loads_the_adapters_and_transformers_the_merged_model(
+    name: str, folder: Path, ranks: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from peft import PeftModel
+
+    out = export(folder / f"{name}-fp32", folder / f"{name}-adapter")
+    assert sorted(file.name for file in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / name)
+    assert (config["r"], config["lora_alpha"]) == (LORAS[name].r, LORAS[name].alpha)
+    loaded = PeftModel.from_pretrained(load_hf(config["base_model_name_or_path"]), out)
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, ranks[f"{name}-logits"])
+        base = load_hf(folder / name)(TOKENS).logits
+        assert not torch.allclose(base, ranks[f"{name}-logits"], rtol=1e-3)
+    assert main(["export", str(folder / f"{name}-fp32"), str(folder / f"{name}-merged"), "--merge"]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    merged, expected = load_hf(folder / f"{name}-merged"), loaded.merge_and_unload()
+    for (key, own), (other, values) in zip(merged.named_parameters(), expected.named_parameters(), strict=True):
+        assert key == other
+        assert torch.allclose(own, values, rtol=1e-6, atol=1e-8), key
+    with torch.no_grad():
+        assert torch.allclose(merged(TOKENS).logits, ranks[f"{name}-logits"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_merge_starts_from_the_unrounded_folder(folder: Path, ranks: dict[str, Any], tmp_path: Path) -> None:
+    """Though the run computed with weights in FP8; rounded to BF16 once, at the end."""
+    from safetensors.torch import load_file
+
+    out = export(folder / "llama-fp8", tmp_path / "merged", dtype="bf16", merge=True)
+    own, base = (load_file(path / "model.safetensors") for path in (out, folder / "llama"))
+    assert own.keys() == base.keys()
+    changed = {key for key, values in base.items() if not torch.equal(own[key], values.bfloat16())}
+    assert changed == {f"{key}.weight" for key in _targets(folder)}
+    key = "model.layers.1.mlp.down_proj"
+    adapter = load_file(export(folder / "llama-fp8", tmp_path / "adapter") / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{key}.lora_{matrix}.weight"] for matrix in "AB")
+    assert torch.equal(own[f"{key}.weight"], (base[f"{key}.weight"] + 2.0 * (b @ a)).bfloat16())
+
+
+def _targets(folder: Path) -> list[str]:
+    names = dict(build_hf(folder / "llama", lora=LORAS["llama"]).named_parameters())
+    return [name.removeprefix("hf.").partition(".lora_B.")[0] for name in names if ".lora_B." in name]
+
+
+def test_exports_that_are_refused(folder: Path, ranks: dict[str, Any], tmp_path: Path) -> None:
+    for name, change in (("other", save_hf(tmp_path / "other", "llama", vocab_size=VOCAB + 1)),):
+        with pytest.raises(CheckpointError, match=rf"was trained over the frozen weights of .*llama \(sha256 .*{name}"):
+            export(folder / "llama-fp32", tmp_path / "out", base=change, merge=True)
+    moved = export(folder / "llama-fp32", tmp_path / "out", base=tmp_path / "other")
+    assert json.loads((moved / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "other")
+    # random frozen weights are in no folder: only the whole model can be written
+    config = model_config(folder / "llama", lora=LORAS["llama"], weights="random")
+    engine = dtrain.initialize(build_model(config, VOCAB, seed=3), precision="fp32", seed=0)
+    engine.save(tmp_path / "run" / "checkpoints", config={"model": asdict(config)})
+    with pytest.raises(CheckpointError, match="holds frozen weights of its own, .* --merge"):
+        export(tmp_path / "run", tmp_path / "adapter")
+    merged = load_hf(export(tmp_path / "run", tmp_path / "merged", merge=True))
+    plain_config = model_config(folder / "llama", weights="random")
+    with torch.no_grad():
+        expected = build_model(plain_config, VOCAB, seed=3)(TOKENS).logits  # adapters begin as zeros
+        assert torch.equal(merged(TOKENS).logits, expected)
+    engine = dtrain.initialize(build_model(plain_config, VOCAB, seed=3), precision="fp32", seed=0)
+    engine.save(tmp_path / "full" / "checkpoints", config={"model": asdict(plain_config)})
+    with pytest.raises(ConfigError, match="has no adapters to merge"):
+        export(tmp_path / "full", tmp_path / "no", merge=True)

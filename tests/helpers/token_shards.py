@@ -1,0 +1,68 @@
+"""Token shards in memory, with the interface of those in files, and small ones in files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtrain.data.packing import pack_documents, write_plan
+from dtrain.data.shards.reader import TokenShards
+
+Int64 = NDArray[np.int64]
+
+
+class Ends:
+    """Ends of documents in the stream of tokens."""
+
+    def __init__(self, ends: Int64) -> None:
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, key: int | slice) -> Any:
+        return self._ends[key]
+
+    def search(self, positions: Int64) -> Int64:
+        return np.searchsorted(self._ends, positions, side="right").astype(np.int64)
+
+
+class MemoryShards:
+    """Documents of these lengths; each token is its own number in the stream, plus 1."""
+
+    end_id = 0
+
+    def __init__(
+        self, lengths: list[int] | Int64, *, vocab_size: int = 70_000, tokenizer_file: Path | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.tokenizer_file = tokenizer_file
+        self.fingerprint = hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()
+        ends = np.cumsum(np.asarray(lengths, np.int64))
+        self.document_ends = Ends(ends)
+        self.num_documents = len(ends)
+        self.num_tokens = int(ends[-1])
+        self.stream = np.arange(1, self.num_tokens + 1).astype(np.uint16)
+
+    def read(self, starts: Int64, length: int) -> Int64:
+        assert starts.min() >= 0
+        assert starts.max() + length <= self.num_tokens
+        return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)
+
+
+def write_shards(folder: Path, lengths: list[int], *, vocab_size: int = 97, seed: int = 0, packed: int = 0) -> Path:
+    """Writes shards of random tokens in documents of these lengths, and a plan for samples of ``packed`` tokens."""
+    folder.mkdir(parents=True)
+    ends = np.cumsum(lengths)
+    np.random.default_rng(seed).integers(1, vocab_size, ends[-1], dtype=np.uint16).tofile(folder / "t.bin")
+    np.save(folder / "ends.npy", ends)
+    (folder / "meta.json").write_text(json.dumps({"vocab": vocab_size}))
+    if packed:
+        shards = TokenShards.open(folder)
+        write_plan(folder, pack_documents(shards.document_ends[:], packed), packed, shards.fingerprint)
+    return folder

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtrain.data.packing import Packing, assign_samples, pack_documents, plan_folder, read_plan, write_plan
+from dtrain.errors import ConfigError
+
+LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=60)
+SHARDS = "a" * 64
+
+
+def pack(lengths: list[int], seq_len: int) -> Packing:
+    return pack_documents(np.cumsum(np.array(lengths, np.int64)), seq_len)
+
+
+@given(LENGTHS, st.integers(1, 17))
+def test_each_pair_of_neighbors_in_a_document_is_in_one_sample_once(lengths: list[int], seq_len: int) -> None:
+    packing = pack(lengths, seq_len)
+    packed = sorted(
+        token
+        for start, length in zip(packing.starts.tolist(), packing.lengths.tolist(), strict=True)
+        for token in range(start + 1, start + 1 + length)
+    )
+    begins = np.cumsum([0, *lengths]).tolist()
+    targets = [t for begin, length in zip(begins, lengths, strict=False) for t in range(begin + 1, begin + length)]
+    assert packed == targets
+    assert packing.num_targets == len(targets)
+
+
+@given(LENGTHS, st.integers(1, 17))
+def test_no_sample_is_too_full_and_only_documents_longer_than_a_sample_are_cut(
+    lengths: list[int], seq_len: int
+) -> None:
+    packing = pack(lengths, seq_len)
+    assert packing.bounds[0] == 0
+    assert packing.bounds[-1] == len(packing.starts)
+    assert (np.diff(packing.bounds) > 0).all()
+    for first, last in zip(packing.bounds[:-1], packing.bounds[1:], strict=True):
+        assert 0 < packing.lengths[first:last].sum() <= seq_len
+    assert len(packing.starts) == sum(-(-max(0, length - 1) // seq_len) for length in lengths)
+
+
+@given(st.lists(st.integers(1, 16), max_size=80), st.just(16) | st.integers(16, 30))
+def test_samples_are_as_full_as_those_of_best_fit_one_by_one(lengths: list[int], seq_len: int) -> None:
+    rooms: list[int] = []  # the oracle: each piece alone, longest first
+    for length in sorted(lengths, reverse=True):
+        fitting = [(room, number) for number, room in enumerate(rooms) if room >= length]
+        if fitting:
+            rooms[min(fitting)[1]] -= length
+        else:
+            rooms.append(seq_len - length)
+    samples, num_samples = assign_samples(np.array(lengths, np.int64), seq_len)
+    filled = np.bincount(samples, weights=lengths, minlength=num_samples)
+    assert sorted(seq_len - filled) == sorted(rooms)
+
+
+def test_the_plan_fills_samples_and_is_the_same_each_time() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1, 20_000).astype(np.int64)
+    packing, again = (pack_documents(np.cumsum(lengths), 1024) for _ in range(2))
+    assert packing.num_targets / (packing.num_samples * 1024) > 0.999
+    for name in ("starts", "lengths", "bounds"):
+        assert np.array_equal(getattr(packing, name), getattr(again, name))
+
+
+def test_a_plan_beside_the_shards_is_read_by_memory_map(tmp_path: Path) -> None:
+    packing = pack([5, 9, 3, 2], 6)
+    plan = write_plan(tmp_path, packing, 6, SHARDS)
+    assert plan["samples"] == packing.num_samples
+    assert plan["targets"] == 4 + 8 + 2 + 1
+    assert sorted(path.name for path in plan_folder(tmp_path, 6).iterdir()) == [
+        "bounds.npy",
+        "lengths.npy",
+        "plan.json",
+        "starts.npy",
+    ]
+    read, digest = read_plan(tmp_path, 6, SHARDS)
+    assert isinstance(read.starts, np.memmap)
+    assert read.bounds.tolist() == packing.bounds.tolist()
+    assert read.lengths.tolist() == packing.lengths.tolist()
+    assert read.starts.tolist() == packing.starts.tolist()
+    write_plan(tmp_path, packing, 6, SHARDS)
+    assert read_plan(tmp_path, 6, SHARDS)[1] == digest
+
+
+def refusal(folder: Path, shards: str = SHARDS) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_plan(folder, 6, shards)
+    message = str(caught.value)
+    assert message.endswith(f"; run dtrain data pack {folder} seq_len=6")
+    assert "\n" not in message
+    return message
+
+
+def test_a_plan_that_is_absent_damaged_or_of_other_shards_is_refused(tmp_path: Path) -> None:
+    assert "does not exist: no file plan.json" in refusal(tmp_path)
+    write_plan(tmp_path, pack([5, 9], 6), 6, SHARDS)
+    assert "is of other shards" in refusal(tmp_path, "b" * 64)
+    folder = plan_folder(tmp_path, 6)
+    file, plan = folder / "lengths.npy", folder / "plan.json"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "is damaged: lengths.npy has the sha256" in refusal(tmp_path)
+    file.unlink()
+    assert "does not exist: no file lengths.npy" in refusal(tmp_path)
+    file.write_bytes(content)
+    read_plan(tmp_path, 6, SHARDS)
+    values = json.loads(plan.read_text())
+    plan.write_text(json.dumps(values | {"version": 9}))
+    assert "has version 9, expected 1" in refusal(tmp_path)
+    for text in ("{", "[]", '{"version": 1}', json.dumps({**values, "sha256": 3})):
+        plan.write_text(text)
+        assert "is damaged: plan.json" in refusal(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "packing").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"packing/6: the plan cannot be written: Not a directory"):
+        write_plan(tmp_path, pack([5, 9], 6), 6, SHARDS)

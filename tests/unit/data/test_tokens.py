@@ -1,0 +1,179 @@
+"""Data sets of folders of token shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dtrain.config.data import TokensDataConfig
+from dtrain.data import Dataset, SampleSource, load_dataset, tokens
+from dtrain.data.packing import pack_documents, write_plan
+from dtrain.data.token_samples import IGNORE_INDEX
+from dtrain.errors import ConfigError
+from tests.helpers.token_shards import MemoryShards
+
+SEQ_LEN = 16
+SHARDS = {
+    "web": MemoryShards([40, 3, 9, 30, 12] * 40),
+    "code": MemoryShards([100, 7, 25] * 10),
+    "short": MemoryShards([9]),
+    "two": MemoryShards([2 * SEQ_LEN + 1]),
+    "other": MemoryShards([50] * 20, vocab_size=300),
+}
+
+
+@pytest.fixture(autouse=True)
+def shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, MemoryShards]:
+    """Folders by name in the working directory."""
+    found = dict(SHARDS)
+    monkeypatch.setattr(tokens.TokenShards, "open", lambda folder: found[folder.name])
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def load(**keys: Any) -> Dataset:
+    return load_dataset(TokensDataConfig(**keys), SEQ_LEN)
+
+
+def first_tokens(source: SampleSource) -> list[int]:
+    return [int(token) for token in source.batch(np.arange(source.num_samples))["tokens"][:, 0]]
+
+
+def pack(name: str) -> None:
+    shards = SHARDS[name]
+    write_plan(Path(name), pack_documents(shards.document_ends[:], SEQ_LEN), SEQ_LEN, shards.fingerprint)
+
+
+@pytest.mark.parametrize("keys", [{}, {"documents": "cross"}, {"pack": "best_fit"}])
+def test_a_share_of_the_samples_is_held_out(keys: dict[str, str]) -> None:
+    pack("web")
+    data = load(path="web", validation_percent=10, **keys)
+    num_samples = data.train.num_samples + data.validation.num_samples
+    assert data.validation.num_samples == num_samples // 10
+    batch = data.train.batch(np.arange(3))
+    assert ("positions" in batch) == (keys.get("documents") != "cross")
+    if "pack" not in keys:
+        assert sorted(first_tokens(data.train) + first_tokens(data.validation)) == list(
+            range(1, num_samples * SEQ_LEN, SEQ_LEN)
+        )
+
+
+def test_the_description_counts_targets() -> None:
+    pack("web")
+    web = SHARDS["web"]
+    data = load(path="web")
+    num_samples = (web.num_tokens - 1) // SEQ_LEN
+    counted = int((data.train.batch(np.arange(data.train.num_samples))["targets"] != IGNORE_INDEX).sum())
+    counted += int((data.validation.batch(np.arange(data.validation.num_samples))["targets"] != IGNORE_INDEX).sum())
+    assert data.description == (
+        f"data=tokens: web (3,760 tokens, 200 documents, {num_samples} samples, "
+        f"{100 * counted / num_samples / SEQ_LEN:.2f} % of the targets count); 5 % of the samples held out for "
+        "validation"
+    )
+    assert "100.00 % of the targets count" in load(path="web", documents="cross").description
+    apart = load(path="web", validation_path="code/").description
+    assert apart.endswith(
+        "; validation on code/ (1,320 tokens, 30 documents, 82 samples, 97.79 % of the targets count)"
+    )
+
+
+def test_a_mixture_takes_its_shares_also_in_validation() -> None:
+    data = load(mixture={"web": 3.0, "code": 1.0}, validation_percent=20)
+    assert "75 % from web (" in data.description
+    assert ", 25 % from code (" in data.description
+    num_samples = [(SHARDS[name].num_tokens - 1) // SEQ_LEN for name in ("web", "code")]
+    held_out = [number // 5 for number in num_samples]
+    assert held_out == [46, 16]
+    assert data.validation.num_samples == 46 + 15  # as 3 to 1
+    assert data.train.num_samples == sum(num_samples) - sum(held_out)
+
+
+def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, MemoryShards]) -> None:
+    pack("web")
+    choices: list[dict[str, Any]] = [
+        {"path": "web"},
+        {"path": "code"},
+        {"path": "web", "documents": "cross"},
+        {"path": "web", "pack": "best_fit"},
+        {"path": "web", "validation_percent": 6.0},
+        {"path": "web", "validation_path": "code"},
+        {"path": "web", "validation_path": "two"},
+        {"mixture": {"web": 1.0, "code": 1.0}},
+        {"mixture": {"web": 1.0, "code": 2.0}},
+    ]
+    fingerprints = [load(**keys).fingerprint for keys in choices]
+    assert len(set(fingerprints)) == len(choices)
+    assert fingerprints == [load(**keys).fingerprint for keys in choices]
+    shards["elsewhere"] = shards["web"]
+    assert load(path="elsewhere").fingerprint == fingerprints[0]
+
+
+def test_the_mean_context_is_that_of_attention() -> None:
+    assert load(path="web", documents="cross").mean_context is None
+    data = load(path="web", validation_percent=0)
+    positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
+    lengths = [len(run) for row in positions.tolist() for run in runs(row)]
+    assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+
+
+def runs(positions: list[int]) -> list[list[int]]:
+    found: list[list[int]] = []
+    for position in positions:
+        if position == 0:
+            found.append([])
+        found[-1].append(position)
+    return found
+
+
+def test_the_codec_opens_the_tokenizer_for_the_first_text(
+    monkeypatch: pytest.MonkeyPatch, shards: dict[str, MemoryShards], tmp_path: Path
+) -> None:
+    codec = load(path="web").codec
+    assert codec.start_token == 0
+    assert codec.decode([3, 14]) == "3 14"
+    file = tmp_path / "tokenizer.json"
+    file.write_text("not yet read")
+    shards["web"] = MemoryShards([40] * 40, tokenizer_file=file)
+    codec = load(path="web").codec
+
+    class Spelled:
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(chr(token) for token in tokens)
+
+    opened: list[Path] = []
+    monkeypatch.setattr(tokens.TokenizerFile, "load", lambda path: opened.append(path) or Spelled())
+    assert codec.decode([104, 105]) == "hi"
+    assert opened == [file]
+
+
+def refusal(**keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards], tmp_path: Path) -> None:
+    assert refusal(path="short") == (
+        "short holds 9 tokens, which give no sample of model.max_seq_len=16; add text or lower model.max_seq_len"
+    )
+    shards["one"] = MemoryShards([SEQ_LEN + 1])
+    assert refusal(path="one").startswith("one gives one sample, but training and validation need one each")
+    load(path="two")
+    load(path="one", validation_path="two")
+    assert refusal(path="web", pack="best_fit").endswith("; run dtrain data pack web seq_len=16")
+    assert refusal(mixture={"web": 1.0, "code": 1e-6}).startswith(
+        "data.mixture gives code the weight 1e-06 of 1, less than one sample in 10,000"
+    )
+    other = "other has a vocabulary of 300, but web 70000; their tokens mean other text"
+    assert refusal(mixture={"web": 1.0, "other": 1.0}).startswith(other)
+    assert refusal(path="web", validation_path="other").startswith(other)
+    for name in ("own", "another"):
+        (tmp_path / name).write_text(name)
+        shards[name] = MemoryShards([50] * 9, tokenizer_file=tmp_path / name)
+    assert refusal(mixture={"own": 1.0, "another": 1.0}).startswith("another has a tokenizer of sha256 ")
+    assert refusal(path="own", validation_path="web").startswith("web has a tokenizer of sha256 None, but own ")

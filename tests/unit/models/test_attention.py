@@ -1,0 +1,187 @@
+"""Documents that share a row: attention, positions and loss are those of each document alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dtrain.config.model import GPT2_FACTORY, ModelConfig
+from dtrain.models import attention, build_model
+from dtrain.models.attention import causal_attention, document_borders
+from dtrain.models.causal_lm import IGNORE_INDEX
+
+VOCAB = 70
+LENGTH = 24
+SMALL = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=LENGTH)
+MODELS = {
+    "transformer": SMALL,
+    "grouped": replace(SMALL, num_kv_heads=2),
+    "gpt2": replace(SMALL, factory=GPT2_FACTORY),
+}
+
+
+def positions_of(rows: list[list[int]]) -> Tensor:
+    """Returns the positions of rows of documents of these lengths."""
+    return torch.stack([torch.cat([torch.arange(length) for length in row]) for row in rows])
+
+
+def random_batch(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Returns a batch in which some targets do not count, and those across a border never do."""
+    generator = torch.Generator().manual_seed(0)
+    positions = positions_of(rows)
+    tokens, targets = torch.randint(VOCAB, (2, *positions.shape), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORE_INDEX
+    targets[:, :-1][positions[:, 1:] == 0] = IGNORE_INDEX
+    return {"tokens": tokens, "targets": targets, "positions": positions}
+
+
+def documents(batch: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields tokens [1, n] and targets [1, n] of each document."""
+    borders = document_borders(batch["positions"]).tolist()
+    for begin, end in pairwise(borders):
+        yield batch["tokens"].flatten()[None, begin:end], batch["targets"].flatten()[None, begin:end]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_batch_has_the_loss_and_gradients_of_its_documents_one_by_one(name: str) -> None:
+    model = build_model(MODELS[name], VOCAB, seed=0)
+    batch = random_batch([[1, 10, 3, 10], [LENGTH], [23, 1], [2, 1, 1, 20]])
+    packed = model(**batch)
+    packed.loss.backward()
+    got = gradients(model)
+    counted = (batch["targets"] != IGNORE_INDEX).sum()
+    total = torch.zeros(())
+    logits = []
+    for tokens, targets in documents(batch):
+        alone = model(tokens, targets)
+        total = total + alone.loss * (targets != IGNORE_INDEX).sum() / counted
+        logits.append(alone.logits[0])
+    total.backward()
+    torch.testing.assert_close(packed.logits.flatten(0, 1), torch.cat(logits), rtol=0, atol=1e-6)
+    torch.testing.assert_close(packed.loss, total, rtol=1e-6, atol=0)
+    want = gradients(model)
+    for parameter, gradient in got.items():
+        torch.testing.assert_close(gradient, want[parameter], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_document_does_not_depend_on_its_neighbors(name: str) -> None:
+    model = build_model(MODELS[name], VOCAB, seed=0)
+    batch = random_batch([[7, 9, 8], [LENGTH]])
+    changed = batch["tokens"].clone()
+    changed[0, :7] = (changed[0, :7] + 1) % VOCAB
+    changed[0, 16:] = (changed[0, 16:] + 1) % VOCAB
+    with torch.no_grad():
+        before = model(batch["tokens"], positions=batch["positions"]).logits
+        after = model(changed, positions=batch["positions"]).logits
+        unmasked = model(changed).logits
+    assert torch.equal(before[0, 7:16], after[0, 7:16])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0, :7], after[0, :7])
+    assert not torch.allclose(unmasked[0, 7:16], after[0, 7:16], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_of_one_document_has_the_logits_without_positions(name: str) -> None:
+    model = build_model(MODELS[name], VOCAB, seed=0)
+    batch = random_batch([[LENGTH], [LENGTH]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, model(batch["tokens"]).logits, rtol=0, atol=1e-6)
+
+
+@given(st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_borders_are_where_documents_and_rows_begin(rows: list[list[int]]) -> None:
+    longest = max(sum(row) for row in rows)
+    rows = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
+    positions = positions_of(rows)
+    borders = document_borders(positions)
+    assert borders.dtype == torch.int32
+    assert borders.tolist() == [0, *np.cumsum([length for row in rows for length in row]).tolist()]
+    assert borders.diff().max() <= longest
+
+
+def test_a_row_begins_a_document_also_if_its_positions_do_not_start_at_0() -> None:
+    assert document_borders(torch.tensor([[5, 6, 0, 1], [3, 4, 5, 6]])).tolist() == [0, 2, 4, 8]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_attention_within_documents_is_that_of_a_block_mask(kv_heads: int) -> None:
+    positions = positions_of([[3, 1, 6], [10]])
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads))
+    numbers = (positions == 0).cumsum(1)
+    mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & torch.ones(10, 10, dtype=torch.bool).tril()
+    transposed = [x.transpose(1, 2) for x in (queries, keys, values)]
+    want = F.scaled_dot_product_attention(*transposed, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(-2)
+    got = causal_attention(queries, keys, values, 0.0, document_borders(positions))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_the_kernel_for_all_documents_gets_their_borders(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    """A written-out kernel stands in for the GPU's, with its signature."""
+
+    def varlen_attn(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        assert query.dim() == key.dim() == value.dim() == 3
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        assert window_size == (-1, 0)
+        assert enable_gqa == (kv_heads != 4)
+        out = torch.full_like(query, float("nan"))
+        for first, last in pairwise(cu_seq_q.tolist()):
+            assert last - first <= max_q == max_k
+            q, k, v = (x[first:last].transpose(0, 1).double() for x in (query, key, value))
+            k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+            scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(torch.ones(q.shape[1], q.shape[1]).triu(1) > 0, -1e9)
+            out[first:last] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
+        return out
+
+    positions = positions_of([[3, 1, 6], [4, 6]])
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
+    want = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, dropout: True)
+    got = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
+    torch.testing.assert_close(got, want)
+
+
+def test_the_kernel_for_all_documents_is_for_gpus_in_low_precision() -> None:
+    assert not attention.has_varlen_kernel(torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16), 0.0)
+
+
+def test_compiled_blocks_take_any_documents() -> None:
+    model = build_model(SMALL, VOCAB, seed=0)
+    batches = [random_batch(rows) for rows in ([[LENGTH]], [[10, 14]], [[8, 8, 8]], [[2, 2, 20]])]
+    want = [model(**batch).loss for batch in batches]
+    torch.compiler.reset()
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
+        got = [model(**batch).loss for batch in batches]
+    torch.testing.assert_close(got, want)

@@ -1,0 +1,192 @@
+"""``model=hf``: tiny random models of transformers compute, train and are refused as they should."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dtrain
+from dtrain.errors import ConfigError
+from dtrain.models import hf as hf_module
+from dtrain.models import train_flops_per_token, vocabulary
+from dtrain.parameters.groups import decayed_names, find_units
+from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
+
+INPUTS, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_hf(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_network(monkeypatch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, folders: dict[str, Path]) -> None:
+    theirs = load_hf(folders[family])
+    model = build_hf(folders[family])
+    for name, parameter in theirs.named_parameters():  # FP32, although config.json says BF16
+        assert torch.equal(model.get_parameter(f"hf.{name}"), parameter), name
+    engine = dtrain.initialize(model, precision="fp32")
+    with engine.eval():
+        output = engine(INPUTS, targets=TARGETS)
+    with torch.no_grad():
+        logits = theirs(INPUTS).logits
+    assert torch.equal(output.logits, logits)
+    assert output.loss == F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum") / TARGETS.numel()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_do_not_see_each_other(family: str, folders: dict[str, Path]) -> None:
+    model = build_hf(folders[family]).eval()
+    lengths = (5, 8, 3)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    with torch.no_grad():
+        packed = model(INPUTS, positions=positions).logits
+        alone = torch.cat([model(part).logits for part in INPUTS.split(lengths, dim=1)], dim=1)
+        across = model(INPUTS).logits
+    torch.testing.assert_close(packed, alone, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(packed, across, rtol=1e-2, atol=1e-2)
+
+
+def test_a_model_that_carries_a_state_across_documents_is_refused(folders: dict[str, Path]) -> None:
+    model = build_hf(folders["qwen3"])
+    model.hf.config.layer_types = ["full_attention", "linear_attention"]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"layers of the type linear_attention; train it with data\.documents=cross"):
+        model(INPUTS, positions=torch.arange(16).expand(2, -1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_layer_is_a_unit_and_norms_and_routers_are_fp32(family: str, folders: dict[str, Path]) -> None:
+    model = build_hf(folders[family])
+    layers = "hf.transformer.h" if family == "gpt2" else "hf.model.layers"
+    assert find_units(model, "auto") == [f"{layers}.0", f"{layers}.1"]
+    engine = dtrain.initialize(model, precision="bf16", zero_stage=3)
+    kept = {name.rpartition(".")[0] for name, dtype in engine.contract.replica_dtypes.items() if dtype is torch.float32}
+    assert kept == {
+        name
+        for name, module in model.named_modules()
+        if "norm" in type(module).__name__.lower() or "Router" in type(module).__name__
+    }
+    decayed = {name.rpartition(".")[0].rpartition(".")[2] for name in decayed_names(model)}
+    assert family != "mixtral" or "gate" in decayed  # a router's weight is a matrix
+    for tokens in engine.accumulate([TOKENS]):
+        output = engine(tokens[:, :-1], targets=tokens[:, 1:])
+        assert output.logits.dtype == torch.float32
+        engine.backward(output)
+    assert engine.step().applied
+
+
+def test_random_weights_follow_the_seed_and_the_replaced_entries(folders: dict[str, Path]) -> None:
+    changes: dict[str, Any] = {"weights": "random", "args": {"num_hidden_layers": 1, "intermediate_size": 48}}
+    first, again = (build_hf(folders["qwen3"], **changes) for _ in range(2))
+    weights = dict(first.named_parameters())
+    assert all(torch.equal(weights[name], p) for name, p in again.named_parameters())
+    assert find_units(first, "auto") == ["hf.model.layers.0"]
+    assert first.get_parameter("hf.model.layers.0.mlp.up_proj.weight").shape == (48, 32)
+    assert {p.dtype for p in first.parameters()} == {torch.float32}
+
+
+def test_flops_count_the_products(folders: dict[str, Path]) -> None:
+    attention = 6 * 2 * 32 * 16  # layers, width, length
+    for family in ("llama", "qwen3"):  # one is tied
+        layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64
+        expected = 6 * (2 * layer + VOCAB * 32) + attention
+        assert train_flops_per_token(model_config(folders[family]), VOCAB, 16) == expected
+    expected = 6 * (2 * 12 * 32 * 32 + VOCAB * 32) + attention
+    assert train_flops_per_token(model_config(folders["gpt2"]), VOCAB, 16) == expected
+    assert train_flops_per_token(model_config(folders["mixtral"]), VOCAB, 16) is None
+
+
+def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        change(values)
+        (folder / "config.json").write_text(json.dumps(values))
+
+    return edit
+
+
+def _drop_a_weight(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _to_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "changes", "message"),
+    [
+        (None, {"path": "/nowhere/llama"}, "/nowhere/llama is not a directory"),
+        (lambda folder: (folder / "config.json").unlink(), {}, r"config\.json: missing"),
+        (lambda folder: (folder / "config.json").write_text("{"), {}, r"config\.json"),
+        (
+            _edit(lambda c: c.update(model_type="mine", auto_map={})),
+            {},
+            "has no model_type 'mine'; its own Python files",
+        ),
+        (
+            _edit(lambda c: c.update(model_type="t5")),
+            {"weights": "random"},
+            "model_type t5 is no causal language model",
+        ),
+        (_edit(lambda c: c.update(quantization_config={"bits": 4})), {}, r"quantized \(quantization_config\)"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), {}, "holds an adapter"),
+        (None, {"max_seq_len": 33}, r"model\.max_seq_len=33 is more than the 32 positions"),
+        (None, {"weights": "random", "args": {"num_layers": 2}}, r"model\.args\.num_layers is no entry .*num_hidden"),
+        (
+            None,
+            {"weights": "random", "args": {"hidden_size": 33}},
+            r"model\.path=.*(config\.json is not valid|cannot build the model)",
+        ),
+        (_drop_a_weight, {}, r"its weights lack 'model\.norm\.weight' \(in all 1\) of LlamaForCausalLM"),
+        (_to_pickle, {}, r"cannot build the model: OSError.*no file named model\.safetensors"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    damage: Callable[[Path], None] | None, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_hf(tmp_path / "llama", "llama")
+    if damage is not None:
+        damage(folder)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_hf(**({"folder": folder} | ({"folder": changes.pop("path")} if "path" in changes else {})), **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_vocabulary_is_the_models_own(folders: dict[str, Path]) -> None:
+    config = model_config(folders["llama"])
+    assert vocabulary(config, 100) == VOCAB
+    with pytest.raises(ConfigError, match=rf"has {VOCAB} tokens, fewer than the data's 257; tokenize"):
+        vocabulary(config, 257)
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=64 and the vocabulary of .* of 128 tokens differ"):
+        vocabulary(model_config(folders["llama"], vocab_size=64), 10)
+
+
+def test_without_transformers_the_pip_line_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'dtrain[hf]'")):
+        build_hf(folders["llama"])
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    hf_module._transformers.cache_clear()
+    with pytest.raises(ConfigError, match=re.escape("pip install 'dtrain[hf]'")):
+        build_hf(folders["llama"])
