@@ -23,16 +23,15 @@ _FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_")
 def whole_copy(engine: StateEngine) -> nn.Module:
     """Returns a copy of the engine's model in eval mode that owns its weights, in their compute dtypes.
 
-    Trained weights whose compute dtype is FP8 are FP32. Weights are gathered one flat buffer at a time; all ranks call.
+    Trained weights whose compute dtype is FP8 are FP32. All are gathered one flat buffer at a time; all ranks call.
     """
     model, dtypes = engine.module, engine.contract.replica_dtypes
     engine.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
     engine.open_weights(())
     parameters = dict(model.named_parameters())
     whole = {id(parameters[name]): _parameter(values, dtypes[name]) for name, values in engine.full_state(MASTER)}
-    # a frozen FP8 weight has no master: its values fit the compute dtype, and each cast gives them again
-    frozen = engine.contract.parameter_dtype
-    whole |= {id(parameters[name]): _parameter(values, frozen(name)) for name, values in engine.full_frozen()}
+    own = engine.contract.parameter_dtype  # BF16 has the values of frozen FP8 weights exactly
+    whole |= {id(parameters[name]): _parameter(values, own(name)) for name, values in engine.full_frozen()}
     memo: dict[int, Any] = dict(whole)
     shells = []
     for module in model.modules():

@@ -89,6 +89,10 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
         first = start(folder, "llama", 3, precision, reproducible=True)
         losses = train(first, range(2))
         save(first, folder, f"llama-{precision}")
+        with first.eval():
+            logits = first(TOKENS).logits
+        with first.full_model() as model:
+            assert torch.equal(model(TOKENS).logits, logits)
         found[f"never-stopped-{precision}"] = losses + train(first, range(2, 4)), first.master_state()
     return found | {"faults": faults(folder)}
 
@@ -161,11 +165,8 @@ def test_adapters_train_as_by_peft_in_plain_pytorch(name: str, folder: Path, ran
     losses, weights = plain(folder, name)
     assert losses[-1] != losses[0]
     single = start(folder, name, 2)
-    for own_losses, own in (
-        ranks[f"{name}-2"],
-        ranks[f"{name}-3"],
-        (train(single, range(STEPS)), single.master_state()),
-    ):
+    alone = train(single, range(STEPS)), single.master_state()
+    for own_losses, own in (ranks[f"{name}-2"], ranks[f"{name}-3"], alone):
         assert own_losses == pytest.approx(losses, rel=1e-5)
         assert own.keys() == weights.keys()
         for key, expected in weights.items():
