@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.data.packing import plan_folder
 from dtrain.data.shards.format import MANIFEST, Manifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.tools.tables import Table, show
@@ -15,7 +16,6 @@ from dtrain.tools.tables import Table, show
 _ANY_TOKEN = 1 << 32
 _PERCENTILES = (10, 50, 90, 99)
 _LISTED = 50  # shards
-_PACKING = "packing"
 
 
 def run(values: Mapping[str, Any]) -> int:
@@ -46,10 +46,14 @@ def tables(folder: Path, vocab_size: int | None) -> list[Table]:
             "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
         }
     facts |= _lengths(shards)
-    plans = sorted(int(path.name) for path in (folder / _PACKING).glob("*") if path.name.isdigit())
-    facts["packing plans"] = ", ".join(f"{length:,} tokens" for length in plans) or "none"
+    facts["packing plans"] = ", ".join(f"{length:,} tokens" for length in packed_lengths(folder)) or "none"
     facts["fingerprint"] = shards.fingerprint
     return [Table(str(folder), ("what", "value"), list(facts.items())), _shard_table(shards, manifest)]
+
+
+def packed_lengths(folder: Path) -> list[int]:
+    """Returns the lengths of samples for which a folder has plans of best-fit packing."""
+    return sorted(int(path.name) for path in plan_folder(folder, 0).parent.glob("*") if path.name.isdigit())
 
 
 def _end_token(manifest: Manifest) -> str:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dtrain.data.shards.format import MANIFEST, MAX_SHARDS, Manifest, dtype_name
 from dtrain.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, TokenizerFile
 from dtrain.errors import ConfigError, DataError, disk_fault, is_disk_fault
@@ -111,8 +113,6 @@ def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
 
 def _write_shards(options: TokenizeOptions, tokenizer: TokenizerFile, units: list[list[Source]]) -> dict[int, Finished]:
     """Returns every shard: those that an interrupted command has finished, and those that the workers now write."""
-    import numpy as np
-
     out = options.out
     job = TokenizeJob(
         out=str(out),

@@ -10,10 +10,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from dtrain.data.packing import read_plan
 from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, Manifest, sha256_of, shard_file
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
+from dtrain.tools.data.info import packed_lengths
 from dtrain.tools.data.progress import WorkProgress
 from dtrain.tools.tables import plural
 
@@ -25,8 +27,9 @@ def run(values: Mapping[str, Any]) -> int:
     folder: Path = values["folder"]
     if not (folder / MANIFEST).is_file():
         return _verify_foreign(folder, values["vocab_size"])
+    content = (folder / MANIFEST).read_bytes()
     try:
-        manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+        manifest = Manifest.from_bytes(content, str(folder / MANIFEST))
     except DataError as error:
         print(f"BAD {error}")
         return 1
@@ -35,6 +38,12 @@ def run(values: Mapping[str, Any]) -> int:
     with WorkProgress("verify", total) as progress:
         for problem in problems(folder, manifest, progress):
             print(f"BAD {problem}", flush=True)
+            num_bad += 1
+    for seq_len in packed_lengths(folder):
+        try:
+            read_plan(folder, seq_len, hashlib.sha256(content).hexdigest())
+        except ConfigError as error:
+            print(f"BAD {error}")
             num_bad += 1
     if num_bad:
         return 1

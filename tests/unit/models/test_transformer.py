@@ -304,17 +304,20 @@ def test_arguments_of_another_factory_are_refused() -> None:
         build(replace(SMALL, args={"depth": 3}))
 
 
-def test_flops_agree_with_torchs_counter() -> None:
+@pytest.mark.parametrize("lengths", [(16,), (10, 2, 4)])
+def test_flops_agree_with_torchs_counter(lengths: tuple[int, ...]) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     config = replace(SMALL, num_kv_heads=2, ffn_dim=48)
     model = build(config, vocab_size=128)
     tokens = random_tokens(2, 16)
+    positions = None if lengths == (16,) else torch.cat([torch.arange(length) for length in lengths]).repeat(2, 1)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens, tokens).loss.backward()
-    full_attention = 12 * 2 * 32 * 16  # the counter knows no causality: it counts the other half too
-    expected = train_flops_per_token(config, 128, 16) + full_attention // 2
+        model(tokens, tokens, positions).loss.backward()
+    context = sum(length**2 for length in lengths) / 16
+    full_attention = 12 * 2 * 32 * context  # the counter knows no causality: it counts the other half too
+    expected = train_flops_per_token(config, 128, context) + full_attention / 2
     assert counter.get_total_flops() / tokens.numel() == expected
 
 
