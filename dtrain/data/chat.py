@@ -26,11 +26,10 @@ from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.text import Document, content_hash, document_text, glob_documents, is_held_out
 from dtrain.data.token_samples import PackedDocuments
-from dtrain.data.tokenizer import TokenizerFile
+from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
 from dtrain.errors import ConfigError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks what the assistant says
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 Int64 = NDArray[np.int64]
 Messages = list[dict[str, Any]]
@@ -74,7 +73,7 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
     notes += [f"{num_cut} cut at {seq_len} tokens"] if num_cut else []
     notes += [f"{num_empty} without an answer left out"] if num_empty else []
     files = hashlib.sha256(content_hash(documents).encode())
-    for name in _TOKENIZER_FILES:
+    for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             files.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
     return Dataset(
@@ -84,6 +83,7 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
         f"data=chat: {len(train) + len(held_out):,} conversations in {len(documents)} files, {', '.join(notes)}",
         tokenizer.vocab_size,
         tokenizer,
+        tokenizer.path,
     )
 
 

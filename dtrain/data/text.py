@@ -104,7 +104,7 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
     if tokenizer is None:
         return Dataset(train, validation, fingerprint, description, VOCAB_SIZE, ByteCodec())
     fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.sha256}".encode()).hexdigest()
-    return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer)
+    return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer, tokenizer.path)
 
 
 def _stdlib_documents() -> list[Document]:

@@ -69,7 +69,7 @@ class ShardWindows(SampleSource):
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(SampleSource):
-    """The samples of a plan: pieces of documents, each with its own positions, then padding that does not count."""
+    """The samples of a plan: fragments of documents, each with its own positions, then padding that does not count."""
 
     stream: TokenStream
     packing: Packing
@@ -83,16 +83,16 @@ class PackedDocuments(SampleSource):
         bounds = self.packing.bounds
         counts = bounds[sample_ids + 1] - bounds[sample_ids]
         ends = np.cumsum(counts)
-        pieces = np.arange(ends[-1]) + np.repeat(bounds[sample_ids] - ends + counts, counts)
+        fragments = np.arange(ends[-1]) + np.repeat(bounds[sample_ids] - ends + counts, counts)
         rows = np.repeat(np.arange(len(sample_ids)), counts)
-        lengths = self.packing.lengths[pieces].astype(np.int64)
+        lengths = self.packing.lengths[fragments].astype(np.int64)
         places = np.cumsum(lengths) - lengths  # among the pairs of the batch
         columns = places - places[ends - counts][rows]
         used = np.add.reduceat(lengths, ends - counts)
 
-        stream = read_ranges(self.stream, self.packing.starts[pieces], lengths + 1)
+        stream = read_ranges(self.stream, self.packing.starts[fragments], lengths + 1)
         is_input = np.ones(len(stream), dtype=np.bool_)
-        is_input[np.cumsum(lengths + 1) - 1] = False  # the last token of a piece is a target only
+        is_input[np.cumsum(lengths + 1) - 1] = False  # the last token of a fragment is a target only
         filled = np.arange(self.seq_len) < used[:, None]
         tokens = np.zeros(filled.shape, np.int64)
         targets = np.full(filled.shape, IGNORE_INDEX, np.int64)

@@ -55,6 +55,7 @@ def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
         f"data=tokens: {', '.join(parts)}; {how}",
         shards.vocab_size,
         ShardCodec(shards),
+        shards.tokenizer_file,
         _mean_context(source) if config.documents == "mask" else None,
     )
 

@@ -22,7 +22,7 @@ def run(values: Mapping[str, Any]) -> int:
     plan = write_plan(folder, packing, seq_len, shards.fingerprint)
     print(
         f"wrote {plan_folder(folder, seq_len)}: {plan['samples']:,} samples of {seq_len:,} tokens, "
-        f"{plan['fill_percent']:g} % filled, from {plan['pieces']:,} documents and pieces"
+        f"{plan['fill_percent']:g} % filled, from {plan['fragments']:,} documents and fragments"
     )
     print(f"train with data=tokens data.path={folder} data.pack=best_fit model.max_seq_len={seq_len}")
     return 0

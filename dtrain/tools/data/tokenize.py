@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.shards.format import MANIFEST, MAX_SHARDS, Manifest, dtype_name
+from dtrain.data.shards.format import MANIFEST, MAX_SHARDS, ShardManifest, dtype_name
 from dtrain.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, TokenizerFile
 from dtrain.errors import ConfigError, DataError, disk_fault, is_disk_fault
 from dtrain.tools.data import unfinished
@@ -59,7 +59,7 @@ def run(values: Mapping[str, Any]) -> int:
     return 0
 
 
-def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
+def tokenize(options: TokenizeOptions) -> tuple[ShardManifest, int]:
     """Writes the shards of ``options`` and their manifest; returns it and the number of empty documents left out.
 
     Raises:
@@ -95,7 +95,7 @@ def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
         shards = _write_shards(options, tokenizer, units)
         if unfinished.describe_files(files) != inputs:
             raise DataError(f"a file of files={options.files} has changed while it was read; remove {out}, start again")
-        manifest = Manifest(
+        manifest = ShardManifest(
             dtype=dtype_name(tokenizer.vocab_size),
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,

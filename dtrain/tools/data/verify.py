@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dtrain.data.packing import read_plan
-from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, Manifest, sha256_of, shard_file
+from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, ShardManifest, sha256_of, shard_file
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
@@ -29,7 +29,7 @@ def run(values: Mapping[str, Any]) -> int:
         return _verify_foreign(folder, values["vocab_size"])
     content = (folder / MANIFEST).read_bytes()
     try:
-        manifest = Manifest.from_bytes(content, str(folder / MANIFEST))
+        manifest = ShardManifest.from_bytes(content, str(folder / MANIFEST))
     except DataError as error:
         print(f"BAD {error}")
         return 1
@@ -75,7 +75,7 @@ def _verify_foreign(folder: Path, vocab_size: int | None) -> int:
     return 1 if num_bad else 0
 
 
-def problems(folder: Path, manifest: Manifest, progress: WorkProgress) -> Iterator[str]:
+def problems(folder: Path, manifest: ShardManifest, progress: WorkProgress) -> Iterator[str]:
     """Yields the file and what is wrong with it, for each bad file."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
@@ -133,7 +133,9 @@ def _first_bad_end(data: bytes, num_tokens: int) -> str:
     return ""
 
 
-def _bad_block(path: Path, manifest: Manifest, digest: str, crc: bytes | None, progress: WorkProgress) -> str | None:
+def _bad_block(
+    path: Path, manifest: ShardManifest, digest: str, crc: bytes | None, progress: WorkProgress
+) -> str | None:
     """Reads a whole ``.bin``; returns what is wrong with it, by its checksums and by the largest token."""
     found = hashlib.sha256()
     checksums = None if crc is None else np.frombuffer(crc, dtype="<u4")

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dtrain.__main__ import main
-from dtrain.data.shards.format import MANIFEST, Manifest
+from dtrain.data.shards.format import MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError, DataError, StorageError
@@ -61,7 +61,7 @@ def test_1_and_4_workers_give_the_tokens_of_the_library_in_order(
     assert shards.document_ends[:].tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
     tokens = shards.read(np.array([0]), shards.num_tokens)[0]
     assert tokens.tolist() == [token for ids in expected for token in ids]
-    manifest = Manifest.from_bytes((tmp_path / "out1" / MANIFEST).read_bytes(), MANIFEST)
+    manifest = ShardManifest.from_bytes((tmp_path / "out1" / MANIFEST).read_bytes(), MANIFEST)
     assert manifest.shards[0].sources[0] == "a.txt"
     assert (manifest.vocab_size, manifest.dtype, manifest.end_id, manifest.append_end) == (512, "uint16", end, True)
     assert (tmp_path / "out1" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
