@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -59,6 +60,7 @@ class Dataset:
         description: one line about the source and the validation split.
         vocab_size: number of tokens that the data may contain.
         codec: text of its tokens.
+        tokenizer_file: the ``tokenizer.json`` of its tokens, if there is one.
         mean_context: mean over tokens of the length of their document in their sample; None: the whole sample.
     """
 
@@ -68,4 +70,5 @@ class Dataset:
     description: str
     vocab_size: int
     codec: Codec
+    tokenizer_file: Path | None = None
     mean_context: float | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dtrain.config.data import DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.data.chat import load_chat
 from dtrain.data.dataset import Dataset
 from dtrain.data.text import load_text
 from dtrain.data.tokens import load_tokens
@@ -19,4 +20,6 @@ def load_dataset(config: DataConfig, seq_len: int) -> Dataset:
         return load_text(config, seq_len)
     if isinstance(config, TokensDataConfig):
         return load_tokens(config, seq_len)
+    if isinstance(config, ChatDataConfig):
+        return load_chat(config, seq_len)
     raise ConfigError(f"data={config.name} is no source of data")

@@ -101,7 +101,7 @@ class Mixture(Concatenation):
         self.shares = shares(weights)
 
     def order(self, seed: int, indices: Indices) -> Indices:
-        places = sampling.sample_ids(seed, indices, BLOCK)  # within the block, permuted anew in each
+        places = sampling.sample_ids(seed, indices, BLOCK)  # within the block, permuted differently in each
         ends = np.cumsum(self.shares)
         owners = np.searchsorted(ends, places, side="right")
         ids = np.empty_like(indices)

@@ -2,8 +2,8 @@
 
 Documents are placed longest first, each into the fullest sample that has room for it (Ding et al., "Fewer Truncations
 Improve Language Modeling", 2024, arXiv 2404.10830). A document of n tokens has n - 1 pairs of input and target; one of
-more pairs than a sample has room for is cut into pieces. The plan is computed once and lies beside the shards, so that
-a sample stays a function of its number.
+more pairs than a sample has room for is cut into fragments. The plan is computed once and lies beside the shards, so
+that a sample stays a function of its number.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packing:
-    """Pieces of documents, in the order of the samples that they share.
+    """Fragments of documents, in the order of the samples that they share.
 
     Attributes:
-        starts: int64 [pieces], first token of each piece, counted over all shards.
-        lengths: int32 [pieces], number of its pairs of input and target.
-        bounds: int64 [samples + 1]; sample ``i`` has the pieces from ``bounds[i]`` to ``bounds[i + 1]``, exclusive.
+        starts: int64 [fragments], first token of each fragment, counted over all shards.
+        lengths: int32 [fragments], number of its pairs of input and target.
+        bounds: int64 [samples + 1]; sample ``i`` has the fragments from ``bounds[i]`` to ``bounds[i + 1]``, exclusive.
     """
 
     starts: NDArray[np.int64]
@@ -66,20 +66,20 @@ def pack_documents(document_ends: Int64, seq_len: int) -> Packing:
 
 
 def _cut(document_ends: Int64, seq_len: int) -> tuple[Int64, Int64]:
-    """Returns first token and number of pairs of each piece, in the order of the stream."""
+    """Returns first token and number of pairs of each fragment, in the order of the stream."""
     begins = np.concatenate(([0], document_ends[:-1]))
     pairs = np.maximum(document_ends - begins - 1, 0)
-    pieces = -(-pairs // seq_len)
-    before = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    fragments = -(-pairs // seq_len)
+    before = np.repeat(np.cumsum(fragments) - fragments, fragments)
     offsets = (np.arange(len(before)) - before) * seq_len  # within the document
-    return np.repeat(begins, pieces) + offsets, np.minimum(np.repeat(pairs, pieces) - offsets, seq_len)
+    return np.repeat(begins, fragments) + offsets, np.minimum(np.repeat(pairs, fragments) - offsets, seq_len)
 
 
 def assign_samples(lengths: Int64, seq_len: int) -> tuple[Int64, int]:
-    """Returns the sample of each piece, and the number of samples, by best-fit decreasing.
+    """Returns the sample of each fragment, and the number of samples, by best-fit decreasing.
 
-    All pieces of one length are placed together. Each of the fullest samples with room takes as many as fit, because
-    after one piece it is the fullest with room still.
+    All fragments of one length are placed together. Each of the fullest samples with room takes as many as fit, because
+    after one fragment it is the fullest with room still.
     """
     samples = np.empty(len(lengths), np.int64)
     by_length = np.argsort(lengths.astype(np.min_scalar_type(seq_len)), kind="stable")  # 16 bits: a radix sort
@@ -87,14 +87,14 @@ def assign_samples(lengths: Int64, seq_len: int) -> tuple[Int64, int]:
     ends = np.cumsum(counts)
     open_samples = _OpenSamples(seq_len)
     for length in np.flatnonzero(counts)[::-1].tolist():
-        pieces = by_length[ends[length] - counts[length] : ends[length]]
-        while len(pieces):
-            found, room = open_samples.take(length, len(pieces))
+        fragments = by_length[ends[length] - counts[length] : ends[length]]
+        while len(fragments):
+            found, room = open_samples.take(length, len(fragments))
             fit = room // length
-            num_placed = min(len(pieces), len(found) * fit)
+            num_placed = min(len(fragments), len(found) * fit)
             full, rest = divmod(num_placed, fit)
-            samples[pieces[:num_placed]] = np.repeat(found, fit)[:num_placed]
-            pieces = pieces[num_placed:]
+            samples[fragments[:num_placed]] = np.repeat(found, fit)[:num_placed]
+            fragments = fragments[num_placed:]
             open_samples.put(found[:full], room - fit * length)
             open_samples.put(found[full : full + 1] if rest else found[:0], room - rest * length)
             open_samples.put(found[full + (rest > 0) :], room, first=True)
@@ -110,12 +110,12 @@ class _OpenSamples:
         self._by_room: defaultdict[int, deque[Int64]] = defaultdict(deque)
         self._rooms: list[int] = []  # that have samples, ascending
 
-    def take(self, length: int, num_pieces: int) -> tuple[Int64, int]:
+    def take(self, length: int, num_fragments: int) -> tuple[Int64, int]:
         """Returns some of the fullest samples with room for ``length``, and their room; new ones if there are none."""
         place = bisect_left(self._rooms, length)
         if place == len(self._rooms):
             first = self.total
-            self.total += -(-num_pieces // (self._seq_len // length))
+            self.total += -(-num_fragments // (self._seq_len // length))
             return np.arange(first, self.total), self._seq_len
         room = self._rooms[place]
         found = self._by_room[room].popleft()
@@ -158,7 +158,7 @@ def write_plan(folder: Path, packing: Packing, seq_len: int, fingerprint: str) -
             "seq_len": seq_len,
             "shards": fingerprint,
             "samples": packing.num_samples,
-            "pieces": len(packing.starts),
+            "fragments": len(packing.starts),
             "targets": packing.num_targets,
             "fill_percent": round(100 * packing.num_targets / max(1, packing.num_samples * seq_len), 3),
             "sha256": {name: _sha256(target / f"{name}.npy") for name in _ARRAYS},

@@ -1,6 +1,6 @@
-"""Text data as byte tokens, from the running Python's standard library or from any files by glob.
+"""Text data in memory, from the running Python's standard library or from any files by glob.
 
-A token is a byte (0..255) or ``END_OF_DOCUMENT`` (256), which follows every file, so no tokenizer is needed. A hash of
+Without a tokenizer, a token is a byte (0..255) or ``END_OF_DOCUMENT`` (256), which follows every file. A hash of
 its relative path assigns each file to training or validation, so that adding a file never moves another one.
 """
 
@@ -12,7 +12,9 @@ import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from torch import Tensor
 from dtrain.config.data import StdlibDataConfig, TextDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.sampling import Indices
+from dtrain.data.shards.format import dtype_name
+from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
 
 END_OF_DOCUMENT = 256
@@ -29,7 +33,7 @@ VOCAB_SIZE = 257
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
-Tokens = NDArray[np.uint16]
+Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,29 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
     Raises:
         ConfigError: no file matches, a file cannot be read, or the text is too short for two windows.
     """
+    tokenizer = None
     if isinstance(config, TextDataConfig):
-        documents, label = _glob_documents(config.files), f"data.files={config.files}"
+        documents, label = glob_documents(config.files), f"data.files={config.files}"
+        if config.tokenizer is not None:
+            tokenizer = TokenizerFile(Path(os.path.expandvars(config.tokenizer)).expanduser())
     else:
         documents, label = _stdlib_documents(), "data=stdlib"
-    held_out = [_held_out(document.name, config.validation_percent) for document in documents]
-    train = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if not out]), seq_len)
-    validation = TokenWindows(_tokenize([d for d, out in zip(documents, held_out, strict=True) if out]), seq_len)
+    tokenize = _to_bytes if tokenizer is None else partial(_encode, tokenizer)
+    held_out = [is_held_out(document.name, config.validation_percent) for document in documents]
+    train = TokenWindows(tokenize([d for d, out in zip(documents, held_out, strict=True) if not out]), seq_len)
+    validation = TokenWindows(tokenize([d for d, out in zip(documents, held_out, strict=True) if out]), seq_len)
     how = f"{sum(held_out)} of them held out for validation"
     if train.num_samples == 0 or validation.num_samples == 0:
-        train, validation = _hold_out_tail(_tokenize(documents), config.validation_percent, seq_len, label)
+        train, validation = _hold_out_tail(tokenize(documents), config.validation_percent, seq_len, label)
         share = 100 * len(validation.tokens) / (len(train.tokens) + len(validation.tokens))
         how = f"the last {share:.1f} % of the text held out for validation"
     size = sum(len(document.content) for document in documents) / 1e6
     description = f"{label}: {len(documents)} files, {size:.1f} MB, {how}"
-    return Dataset(train, validation, _fingerprint(documents), description, VOCAB_SIZE, ByteCodec())
+    fingerprint = content_hash(documents)
+    if tokenizer is None:
+        return Dataset(train, validation, fingerprint, description, VOCAB_SIZE, ByteCodec())
+    fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.sha256}".encode()).hexdigest()
+    return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer, tokenizer.path)
 
 
 def _stdlib_documents() -> list[Document]:
@@ -112,7 +124,7 @@ def _stdlib_documents() -> list[Document]:
     return documents
 
 
-def _glob_documents(pattern: str) -> list[Document]:
+def glob_documents(pattern: str) -> list[Document]:
     expanded = os.path.expandvars(os.path.expanduser(pattern))
     paths = [Path(found) for found in glob.glob(expanded, recursive=True) if os.path.isfile(found)]
     if not paths:
@@ -137,12 +149,31 @@ def _fixed_prefix(pattern: str) -> Path:
     return folder
 
 
-def _held_out(name: str, percent: float) -> bool:
+def is_held_out(name: str, percent: float) -> bool:
+    """Returns whether what has this name is for validation, by the hash of the name."""
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()  # names need not be UTF-8
     return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
 
 
-def _tokenize(documents: list[Document]) -> Tokens:
+def _encode(tokenizer: TokenizerFile, documents: list[Document]) -> Tokens:
+    texts = [document_text(document) for document in documents]
+    dtype = np.dtype(dtype_name(tokenizer.vocab_size))
+    ends = [] if tokenizer.end_id is None else [tokenizer.end_id]
+    parts = [np.array([*tokens, *ends], dtype=dtype) for tokens in tokenizer.encode_batch(texts)]
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def document_text(document: Document) -> str:
+    """Returns the text of a file; raises ``ConfigError`` if it is not UTF-8."""
+    try:
+        return document.content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{document.name} is not UTF-8 at byte {error.start}, so it cannot be tokenized; convert it or leave it out"
+        ) from None
+
+
+def _to_bytes(documents: list[Document]) -> Tokens:
     tokens = np.full(sum(len(document.content) + 1 for document in documents), END_OF_DOCUMENT, dtype=np.uint16)
     start = 0
     for document in documents:
@@ -165,7 +196,7 @@ def _hold_out_tail(tokens: Tokens, percent: float, seq_len: int, label: str) -> 
     return TokenWindows(tokens[:-tail], seq_len), TokenWindows(tokens[-tail:], seq_len)
 
 
-def _fingerprint(documents: list[Document]) -> str:
+def content_hash(documents: list[Document]) -> str:
     digest = hashlib.sha256()
     for document in documents:
         name = document.name.encode(errors="surrogateescape")

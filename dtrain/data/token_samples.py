@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from dtrain.data.shards.reader import TokenShards
 
 Int64 = NDArray[np.int64]
+
+
+class TokenStream(Protocol):
+    """Tokens that are read by their position, such as :class:`dtrain.data.shards.reader.TokenShards`."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def read(self, starts: Int64, length: int) -> Int64:
+        """Returns int64 [n, length]: the tokens from each of ``starts`` [n]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +69,9 @@ class ShardWindows(SampleSource):
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments(SampleSource):
-    """The samples of a plan: pieces of documents, each with its own positions, then padding that does not count."""
+    """The samples of a plan: fragments of documents, each with its own positions, then padding that does not count."""
 
-    shards: TokenShards
+    stream: TokenStream
     packing: Packing
     seq_len: int
 
@@ -73,16 +83,16 @@ class PackedDocuments(SampleSource):
         bounds = self.packing.bounds
         counts = bounds[sample_ids + 1] - bounds[sample_ids]
         ends = np.cumsum(counts)
-        pieces = np.arange(ends[-1]) + np.repeat(bounds[sample_ids] - ends + counts, counts)
+        fragments = np.arange(ends[-1]) + np.repeat(bounds[sample_ids] - ends + counts, counts)
         rows = np.repeat(np.arange(len(sample_ids)), counts)
-        lengths = self.packing.lengths[pieces].astype(np.int64)
+        lengths = self.packing.lengths[fragments].astype(np.int64)
         places = np.cumsum(lengths) - lengths  # among the pairs of the batch
         columns = places - places[ends - counts][rows]
         used = np.add.reduceat(lengths, ends - counts)
 
-        stream = read_ranges(self.shards, self.packing.starts[pieces], lengths + 1)
+        stream = read_ranges(self.stream, self.packing.starts[fragments], lengths + 1)
         is_input = np.ones(len(stream), dtype=np.bool_)
-        is_input[np.cumsum(lengths + 1) - 1] = False  # the last token of a piece is a target only
+        is_input[np.cumsum(lengths + 1) - 1] = False  # the last token of a fragment is a target only
         filled = np.arange(self.seq_len) < used[:, None]
         tokens = np.zeros(filled.shape, np.int64)
         targets = np.full(filled.shape, IGNORE_INDEX, np.int64)
@@ -100,19 +110,19 @@ def _batch(tokens: Int64, targets: Int64, rows: Int64, columns: Int64) -> dict[s
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def read_ranges(shards: TokenShards, starts: Int64, lengths: Int64) -> Int64:
+def read_ranges(tokens: TokenStream, starts: Int64, lengths: Int64) -> Int64:
     """Returns the tokens of ranges of different lengths, one after another.
 
     Ranges of similar length are read at once, as wide as the next power of two.
     """
     stream = np.empty(int(lengths.sum()), np.int64)
     places = np.cumsum(lengths) - lengths
-    widths = np.minimum(1 << np.ceil(np.log2(lengths)).astype(np.int64), shards.num_tokens)
+    widths = np.minimum(1 << np.ceil(np.log2(lengths)).astype(np.int64), tokens.num_tokens)
     for width in np.unique(widths).tolist():
         own = np.flatnonzero(widths == width)
-        begins = np.minimum(starts[own], shards.num_tokens - width)
+        begins = np.minimum(starts[own], tokens.num_tokens - width)
         skipped = (starts[own] - begins)[:, None]
         columns = np.arange(width) - skipped
         wanted = (columns >= 0) & (columns < lengths[own, None])
-        stream[(places[own, None] + columns)[wanted]] = shards.read(begins, width)[wanted]
+        stream[(places[own, None] + columns)[wanted]] = tokens.read(begins, width)[wanted]
     return stream

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (TOKENIZER, TOKENIZER_CONFIG, "chat_template.jinja", "special_tokens_map.json")
 NEEDS_TOKENIZERS = "needs the library tokenizers; install it with pip install 'dtrain[data]'"
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
@@ -90,3 +91,22 @@ class TokenizerFile:
             for known, run in runs
         )
         return "".join(texts)
+
+
+def copy_tokenizer(file: Path, end_id: int, folder: Path) -> None:
+    """Copies a ``tokenizer.json``, and the files of transformers beside it, to a folder that transformers loads.
+
+    Args:
+        end_id: token that ends a document; named in ``tokenizer_config.json`` if there is none beside the file.
+    """
+    folder.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        source = file if name == TOKENIZER else file.parent / name
+        if source.is_file():
+            (folder / name).write_bytes(source.read_bytes())
+    if not (folder / TOKENIZER_CONFIG).is_file():
+        added = json.loads((folder / TOKENIZER).read_text(encoding="utf-8")).get("added_tokens", [])
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        names = [token["content"] for token in added if token["id"] == end_id]
+        config |= {"eos_token": names[0]} if names else {}
+        (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

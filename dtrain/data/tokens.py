@@ -55,6 +55,7 @@ def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
         f"data=tokens: {', '.join(parts)}; {how}",
         shards.vocab_size,
         ShardCodec(shards),
+        shards.tokenizer_file,
         _mean_context(source) if config.documents == "mask" else None,
     )
 
@@ -78,7 +79,7 @@ class _Folder:
     @classmethod
     def open(cls, name: str, config: TokensDataConfig, seq_len: int) -> _Folder:
         path = Path(os.path.expandvars(name)).expanduser()
-        shards = TokenShards.open(path)
+        shards = TokenShards.open(path, config.vocab_size)
         plan, counted = "", 1.0
         if config.pack == "best_fit":
             packing, plan = read_plan(path, seq_len, shards.fingerprint)

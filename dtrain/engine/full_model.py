@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.precision.float8.cast import E4M3
 
 _LIBRARIES = ("torch.distributed.", "deepspeed.")
 """Modules whose hooks communicate; hooks of dtrain do nothing in a copy, and hooks of the user's are copied."""
@@ -22,14 +23,15 @@ _FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_")
 def whole_copy(engine: StateEngine) -> nn.Module:
     """Returns a copy of the engine's model in eval mode that owns its weights, in their compute dtypes.
 
-    The weights are gathered one flat buffer at a time; all ranks call.
+    Trained weights whose compute dtype is FP8 are FP32. All are gathered one flat buffer at a time; all ranks call.
     """
-    model, dtypes = engine.module, engine.contract.parameter_dtype
+    model, dtypes = engine.module, engine.contract.replica_dtypes
     engine.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
     engine.open_weights(())
     parameters = dict(model.named_parameters())
-    whole = {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_state(MASTER)}
-    whole |= {id(parameters[name]): _parameter(values, dtypes(name)) for name, values in engine.full_frozen()}
+    whole = {id(parameters[name]): _parameter(values, dtypes[name]) for name, values in engine.full_state(MASTER)}
+    own = engine.contract.parameter_dtype  # BF16 has the values of frozen FP8 weights exactly
+    whole |= {id(parameters[name]): _parameter(values, own(name)) for name, values in engine.full_frozen()}
     memo: dict[int, Any] = dict(whole)
     shells = []
     for module in model.modules():
@@ -50,6 +52,8 @@ def whole_copy(engine: StateEngine) -> nn.Module:
 
 
 def _parameter(values: Tensor, dtype: torch.dtype) -> nn.Parameter:
+    # an FP8 Linear casts its weight in each forward, to the engine's replica if it has the master
+    dtype = values.dtype if dtype == E4M3 else dtype
     return nn.Parameter(values.detach().to(dtype, copy=True), requires_grad=False)
 
 

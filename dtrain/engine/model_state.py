@@ -87,6 +87,8 @@ class StateEngine(Engine):
         self.shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters() if p.requires_grad}
         self.num_parameters = sum(map(math.prod, self.shapes.values()))
         self.frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
+        dtypes = self.contract.replica_dtypes
+        self._frozen_bytes = sum(p.numel() * dtypes[name].itemsize for name, p in self.frozen.items())
         self.frozen_source = request.frozen_source
         self._is_unobserved = True  # no forward since set-up or load has been checked against the contract
 
@@ -131,8 +133,7 @@ class StateEngine(Engine):
     @property
     def frozen_bytes(self) -> int:
         """Bytes of all frozen parameters, whole."""
-        dtypes = self.contract.replica_dtypes
-        return sum(p.numel() * dtypes[name].itemsize for name, p in self.frozen.items())
+        return self._frozen_bytes
 
     def full_state(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor) of ``master``, ``main_grad`` or a state of those that have it; all ranks call."""

@@ -43,13 +43,12 @@ class Float8Views(ParameterViews):
         keeps_operands: bool = True,
     ) -> None:
         self.num_copies = table.num_copies
-        transposes = transposes or TransposeSet()
-        self._weights = {
-            name: QuantizedWeight(
-                recipe, Bound(name, parameters[name], table.scales_of(name), transposes, keeps_operands)
-            )
-            for name in (slot.spec.name for slot in layout.slots)
-        }
+        shared = transposes or TransposeSet()
+        self._weights = {}
+        for name in (slot.spec.name for slot in layout.slots):
+            transposes = shared if keeps_operands else TransposeSet()  # each is made when its product needs it
+            bound = Bound(name, parameters[name], table.scales_of(name), transposes, keeps_operands)
+            self._weights[name] = QuantizedWeight(recipe, bound)
         super().__init__(layout, parameters, recipe.out_dtype)
 
     def attach(self, model: nn.Module) -> None:

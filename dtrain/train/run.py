@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from dtrain.checkpoint.huggingface.folder import TOKENIZER_FOLDER
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset, validation_batches
+from dtrain.data.tokenizer import copy_tokenizer
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.launch_env import LaunchEnv
@@ -159,7 +161,7 @@ def _train(
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads)
-    sinks = _open_sinks(config, engine, run_dir)
+    sinks = _open_sinks(config, engine, dataset, run_dir)
     exit_code = EXIT_FAILED
     try:
         with watch.ending():
@@ -214,13 +216,15 @@ def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
         logger.info(line)
 
 
-def _open_sinks(config: RunConfig, engine: Engine, run_dir: RunDir) -> list[Sink]:
+def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> list[Sink]:
     sinks: list[Sink] = []
     step = engine.attempted_steps
 
     def open_all() -> None:
         write_config(run_dir, config, step)
         write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
+        if dataset.tokenizer_file is not None:
+            copy_tokenizer(dataset.tokenizer_file, dataset.codec.start_token, run_dir.path / TOKENIZER_FOLDER)
         if engine.library_config is not None:
             write_json(run_dir.path / f"{engine.name}.json", engine.library_config, indent=2)
         sinks.append(MetricsFile(run_dir.path, step))

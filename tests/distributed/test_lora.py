@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import dtrain
 from dtrain.checkpoint import export
 from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.config.model import Lora
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, ConfigError, ContractError
 from dtrain.models import build_model
 from dtrain.tools.checkpoint.cli import main
@@ -36,21 +38,29 @@ WIDE = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
 OPTIMIZER = dtrain.AdamW(lr=LR, weight_decay=0.1)
 
 
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
 def batch(step: int) -> Tensor:
     """The tokens [WORLD, 9] of one step, a row for each micro-batch."""
     return torch.randint(VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(step))
 
 
-def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> NativeEngine:
+def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> StepEngine:
     engine = dtrain.initialize(
         build_hf(folder / name, lora=LORAS.get(name, WIDE)), precision=precision, zero_stage=stage, seed=0, audit=2,
         optimizer=OPTIMIZER, max_grad_norm=1.0, frozen_source=dtrain.FrozenSource(str(folder / name)), **options,
     )  # fmt: skip
-    assert isinstance(engine, NativeEngine)
+    assert isinstance(engine, StepEngine)
     return engine
 
 
-def train(engine: NativeEngine, steps: range) -> list[float]:
+def train(engine: StepEngine, steps: range) -> list[float]:
     check, losses = AdapterCheck(engine), []
     for step in steps:
         rows = batch(step).split(1)
@@ -62,7 +72,7 @@ def train(engine: NativeEngine, steps: range) -> list[float]:
     return losses
 
 
-def save(engine: NativeEngine, folder: Path, run: str) -> None:
+def save(engine: StepEngine, folder: Path, run: str) -> None:
     name = run.partition("-")[0]
     config = {"model": asdict(model_config(folder / name, lora=LORAS.get(name, WIDE)))}
     engine.save(folder / run / "checkpoints", config=config)
@@ -89,7 +99,15 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
         first = start(folder, "llama", 3, precision, reproducible=True)
         losses = train(first, range(2))
         save(first, folder, f"llama-{precision}")
+        with first.eval():
+            logits = first(TOKENS).logits
+        with first.full_model() as model:
+            assert torch.equal(model(TOKENS).logits, logits)
         found[f"never-stopped-{precision}"] = losses + train(first, range(2, 4)), first.master_state()
+    for name, stage in OTHERS if find_spec("deepspeed") else OTHERS[:2]:
+        engine = start(folder, "llama", stage, "bf16", engine=name)
+        found[name] = train(engine, range(2))
+        save(engine, folder, f"llama-{name}")
     return found | {"faults": faults(folder)}
 
 
@@ -111,6 +129,7 @@ def faults(folder: Path) -> list[str]:
 
 
 PATH = "hf.model.layers.1.self_attn.v_proj"
+OTHERS = (("ddp", 0), ("fsdp2", 3), ("deepspeed", 3))
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +180,8 @@ def test_adapters_train_as_by_peft_in_plain_pytorch(name: str, folder: Path, ran
     losses, weights = plain(folder, name)
     assert losses[-1] != losses[0]
     single = start(folder, name, 2)
-    for own_losses, own in (
-        ranks[f"{name}-2"],
-        ranks[f"{name}-3"],
-        (train(single, range(STEPS)), single.master_state()),
-    ):
+    alone = train(single, range(STEPS)), single.master_state()
+    for own_losses, own in (ranks[f"{name}-2"], ranks[f"{name}-3"], alone):
         assert own_losses == pytest.approx(losses, rel=1e-5)
         assert own.keys() == weights.keys()
         for key, expected in weights.items():
@@ -198,6 +214,16 @@ def test_a_resumed_run_has_the_same_bits(precision: str, folder: Path, ranks: di
         engine.load(run)
         assert train(engine, range(2, 4)) == losses[2:]
         assert all(torch.equal(values, masters[name]) for name, values in engine.master_state().items())
+
+
+@pytest.mark.parametrize("name", [name for name, _ in OTHERS if name != "deepspeed" or find_spec("deepspeed")])
+def test_every_engine_trains_adapters_over_a_bf16_base(name: str, folder: Path, ranks: dict[str, Any]) -> None:
+    """FP32 masters beside BF16 frozen weights, in checkpoints without these, which any engine loads."""
+    losses, _ = ranks["never-stopped-bf16"]
+    assert ranks[name] == pytest.approx(losses[:2], rel=5e-3)
+    engine = start(folder, "llama", 2, "bf16")
+    engine.load(folder / f"llama-{name}")
+    assert train(engine, range(2, 3)) == pytest.approx(losses[2:3], rel=5e-3)
 
 
 def test_an_adapter_that_does_not_move_is_an_error(ranks: dict[str, Any]) -> None:
@@ -266,7 +292,7 @@ def test_exports_that_are_refused(folder: Path, ranks: dict[str, Any], tmp_path:
     config = model_config(folder / "llama", lora=LORAS["llama"], weights="random")
     engine = dtrain.initialize(build_model(config, VOCAB, seed=3), precision="fp32", seed=0)
     engine.save(tmp_path / "run" / "checkpoints", config={"model": asdict(config)})
-    with pytest.raises(CheckpointError, match="holds frozen weights of its own, .* --merge"):
+    with pytest.raises(CheckpointError, match=r"holds frozen weights of its own, .* --merge"):
         export(tmp_path / "run", tmp_path / "adapter")
     merged = load_hf(export(tmp_path / "run", tmp_path / "merged", merge=True))
     plain_config = model_config(folder / "llama", weights="random")

@@ -16,7 +16,8 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+WIDTH = 16  # the least that FP8 takes
+X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
 ENGINES = [("native", 0), ("native", 2), ("native", 3), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3), ("deepspeed", 3)]
 
 
@@ -34,9 +35,9 @@ class Net(nn.Module):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)])
-            self.frozen = nn.Linear(4, 4).requires_grad_(False)
-            self.head, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)])
+            self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.head, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.head.weight
         self.register_buffer("shift", torch.tensor([0.5]))
 
@@ -52,37 +53,35 @@ def _step(engine: Any) -> None:
     engine.step(lr=1e-2)
 
 
-def _lasting(engine: Any) -> dict[str, int]:
-    """Returns the memory without unsharded weights, which FSDP2 keeps between uses at stage 2."""
-    return {kind: size for kind, size in engine.memory().items() if kind != "unsharded"}
-
-
 def _computes_alone(rank: int, world: int, precision: str) -> None:
     for name, stage in ENGINES:
+        if (name, precision) == ("deepspeed", "fp8"):  # DeepSpeed refuses it
+            continue
         engine = dtrain.initialize(Net(), engine=name, precision=precision, zero_stage=stage)
         _step(engine)
         with engine.eval():
             expected = engine(X)
         case = f"{name} stage {stage}"
-        before = _lasting(engine)
+        before = engine.memory()
         with engine.full_model() as model:
             assert not model.training, case
             assert model.last.weight is model.head.weight, case
             for _ in range(1 + 2 * rank):  # ranks that communicated here would wait for each other
                 y = model(X)
                 assert not y.requires_grad, case
-            dtype = torch.bfloat16 if precision == "bf16" and name != "ddp" else torch.float32
+            dtype = torch.float32 if precision == "fp32" or name == "ddp" else torch.bfloat16
             assert {p.dtype for p in model.blocks[0].parameters()} == {dtype}, case
             assert torch.equal(y.float(), expected), case
             with pytest.raises(UsageError, match=r"ema|full_model|average"), engine.ema():
                 pass
-        assert _lasting(engine) == before, case
+        after = engine.memory()  # caches, and weights that FSDP2 keeps between uses, may be gone
+        assert all(after[kind] <= before[kind] for kind in before), case
         _step(engine)  # the copy leaves the engine as it was
         with engine.eval():
             assert not torch.equal(engine(X), expected), case
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_each_rank_runs_a_whole_copy_alone(precision: str) -> None:
     run_ranks(2, _computes_alone, precision)
 

@@ -68,7 +68,8 @@ def on_fake_device(model: nn.Module) -> nn.Module:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if parameter not in moved:
-                    moved[parameter] = nn.Parameter(torch.empty(parameter.shape, device=DEVICE))
+                    values = torch.empty(parameter.shape, device=DEVICE)
+                    moved[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 module._parameters[name] = moved[parameter]
     return model
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dtrain
 from dtrain.config.precision import Float8
 from dtrain.engine.vote.record import NUM_FIELDS
+from dtrain.models import build_model
 from dtrain.sharding.placement import STAGES, memory_formula
 from tests.fake.collectives import Collective
 from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
@@ -132,7 +134,20 @@ def check_memory(rank: FakeRank, precision: str, stage: int, ranks: int) -> None
     assert held["unsharded"] == held["buffers"] == 0
 
 
+def frozen_blocks() -> nn.Module:
+    """The default model, of which the embedding and the norms are trained."""
+    model = build_model(CONFIG, VOCAB, seed=0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("blocks." not in name or "norm" in name)
+    return model
+
+
+ROWWISE = {"precision": "fp8", "float8": Float8("rowwise", choice="all")}
 OPTIONS: dict[str, dict[str, Any]] = {
+    "frozen, fp8": {"precision": "fp8", "model": frozen_blocks},
+    "frozen, fp8, sharded": {"precision": "fp8", "model": frozen_blocks, "zero_stage": 3},
+    "frozen, row-wise": {**ROWWISE, "model": frozen_blocks},
+    "frozen, row-wise, sharded": {**ROWWISE, "model": frozen_blocks, "zero_stage": 3},
     "reproducible": {"reproducible": True},
     "reproducible without shards": {"reproducible": True, "zero_stage": 0},
     "fp32": {"precision": "fp32"},
@@ -140,8 +155,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sums sent in bf16": {"reduce_dtype": "bf16", "zero_stage": 1},
     "kept after the forward": {"zero_stage": 3, "reshard_after_forward": False},
     "two groups ahead": {"zero_stage": 3, "prefetch": 2},
-    "row-wise": {"precision": "fp8", "float8": Float8("rowwise", choice="all")},
-    "row-wise, sharded": {"precision": "fp8", "float8": Float8("rowwise", choice="all"), "zero_stage": 3},
+    "row-wise": ROWWISE,
+    "row-wise, sharded": {**ROWWISE, "zero_stage": 3},
     "calibrated": {"precision": "fp16", "loss_scale": dtrain.LossScale("calibrated", calibration_steps=2)},
     "ddp": {"engine": "ddp", "zero_stage": 0, "world_size": 1},
     "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},

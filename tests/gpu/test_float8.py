@@ -213,6 +213,29 @@ def make_engine(options: Float8 | None, engine: str = "native", stage: int = 2, 
     )
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+def test_frozen_weights_take_a_byte_and_train_near_bf16(options: Float8) -> None:
+    """The same bits sharded or not; each product has its own transposes, which are freed."""
+
+    def make(options: Float8 | None, stage: int) -> Any:
+        model = build_model(CONFIG, VOCAB, seed=0)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks." not in name or "norm" in name)
+        policy = PrecisionPolicy.named("bf16" if options is None else "fp8")
+        policy = policy if options is None else replace(policy, float8=options)
+        return dtrain.initialize(
+            model.to(DEVICE), optimizer=ADAMW, zero_stage=stage, precision=policy, seed=0, reproducible=True
+        )
+
+    whole, sharded, low = make(options, 0), make(options, 3), make(None, 0)
+    losses = [[outcome.loss for outcome in train(engine, 8)] for engine in (whole, sharded, low)]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], rel=0.02)
+    frozen = sum(p.numel() for name, p in whole.frozen.items())
+    assert frozen <= whole.memory()["frozen"] <= 1.15 * frozen
+    assert low.memory()["frozen"] == 2 * frozen
+
+
 def float8_linears(engine: Any) -> list[Float8Linear]:
     return [module for module in engine.module.modules() if isinstance(module, Float8Linear)]
 

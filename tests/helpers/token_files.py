@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dtrain.data.shards.format import BLOCK, MANIFEST, Manifest, ShardEntry, dtype_name
+from dtrain.data.shards.format import BLOCK, MANIFEST, ShardEntry, ShardManifest, dtype_name
 
 
 def write_shards(
@@ -37,7 +37,7 @@ def write_shards(
         largest = int(tokens.max(initial=-1))
         entries.append(ShardEntry(len(tokens), len(documents), largest, hashes, (f"part {number}",)))
     digest = hashlib.sha256(b"{}").hexdigest()
-    manifest = Manifest(dtype, vocab_size, end_id, end_id is not None, digest, {"dtrain": "test"}, tuple(entries))
+    manifest = ShardManifest(dtype, vocab_size, end_id, end_id is not None, digest, {"dtrain": "test"}, tuple(entries))
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
 
 

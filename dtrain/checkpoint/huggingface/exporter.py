@@ -142,11 +142,13 @@ def _plan(
     if adapters is not None:
         folder = base_folder(values, base, str(checkpoint))
         merged = MergedReader(adapters, reader, folder)
-        return _Plan(same_config(values, folder), "dtype", tuple(merged.parts()), copied_files(folder), merged)
+        return _Plan(
+            same_config(values, folder), "dtype", tuple(merged.parts()), copied_files(checkpoint, folder), merged
+        )
     if values["factory"] == HF_FACTORY:
         folder = base_folder(values, base, str(checkpoint))
         parts = same_tensors(weights, manifest, str(checkpoint))
-        return _Plan(same_config(values, folder), "dtype", parts, copied_files(folder))
+        return _Plan(same_config(values, folder), "dtype", parts, copied_files(checkpoint, folder))
     if base is not None:
         raise ConfigError(f"{checkpoint} is of {values['factory']}, which has no folder; --base is for model=hf")
     return _built_in(values, weights, checkpoint)
@@ -171,7 +173,7 @@ def _built_in(values: Mapping[str, Any], weights: Mapping[str, TensorEntry], che
             raise CheckpointError(
                 f"{checkpoint}: '{name}' is {_size(got)}, expected {_size(expected)} for its configured model"
             )
-    return _Plan(to_hf(model), "torch_dtype", mapping.parts)
+    return _Plan(to_hf(model), "torch_dtype", mapping.parts, copied_files(checkpoint))
 
 
 def _size(shape: Sequence[int] | None) -> str:

@@ -28,6 +28,8 @@ from dtrain.errors import CheckpointError
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of a run directory with the tokenizer of its data, in the form of transformers."""
 
 _FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors", re.ASCII)
 _JSON_LIMIT = 64 << 20  # bytes

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
-from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
+from dtrain.checkpoint.huggingface.folder import CONFIG, TOKENIZER_FOLDER, read_config
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, same_tensor
 from dtrain.errors import CheckpointError
 
@@ -78,9 +78,19 @@ def replaced(config: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def copied_files(base: Path) -> list[Path]:
-    """Returns the files of ``base`` that an export copies: of the tokenizer, its chat template and generation."""
-    return sorted({path for pattern in _COPIED for path in base.glob(pattern) if path.is_file()})
+def copied_files(checkpoint: Path, base: Path | None = None) -> list[Path]:
+    """Returns the files that an export copies: of the tokenizer, its chat template and generation.
+
+    They are those of the folder ``base`` of the model, and, if it has no tokenizer, those of the data of the run.
+    """
+    found = {path.name: path for path in _matching(base)} if base is not None else {}
+    if not any(name.startswith("tokenizer") for name in found):
+        found |= {path.name: path for path in _matching(checkpoint.parent.parent / TOKENIZER_FOLDER)}
+    return sorted(found.values())
+
+
+def _matching(folder: Path) -> set[Path]:
+    return {path for pattern in _COPIED for path in folder.glob(pattern) if path.is_file()}
 
 
 def dtype_of(part: TensorMapping, dtype: torch.dtype) -> torch.dtype:

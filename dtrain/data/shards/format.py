@@ -55,7 +55,7 @@ class ShardEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     """Content of ``manifest.json``.
 
     Attributes:
@@ -86,7 +86,7 @@ class Manifest:
         return _canonical_json({**content, "sha256": _digest(content)})
 
     @classmethod
-    def from_bytes(cls, data: bytes, file: str) -> Manifest:
+    def from_bytes(cls, data: bytes, file: str) -> ShardManifest:
         """Parses and checks a manifest; raises ``DataError`` that names ``file``."""
         from dtrain.checkpoint.format.safetensors_file import DamageError, parse_json  # imports torch
 

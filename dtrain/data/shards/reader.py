@@ -11,7 +11,7 @@ from typing import Any, overload
 import numpy as np
 
 from dtrain.data.shards.foreign import open_foreign
-from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, Manifest, sha256_of, shard_file
+from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, ShardManifest, sha256_of, shard_file
 from dtrain.data.shards.shard import Int64, Shard, mapped
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
@@ -84,7 +84,7 @@ class TokenShards:
     @classmethod
     def _open_own(cls, folder: Path) -> TokenShards:
         content = (folder / MANIFEST).read_bytes()
-        manifest = Manifest.from_bytes(content, str(folder / MANIFEST))
+        manifest = ShardManifest.from_bytes(content, str(folder / MANIFEST))
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file() and sha256_of(tokenizer) != manifest.tokenizer_sha256:
             raise DataError(f"{tokenizer} is not the tokenizer of these shards, whose SHA-256 is in {MANIFEST}")
@@ -165,7 +165,7 @@ class DocumentEnds:
         return out
 
 
-def open_shard(folder: Path, number: int, manifest: Manifest) -> Shard:
+def open_shard(folder: Path, number: int, manifest: ShardManifest) -> Shard:
     """Opens one shard of a manifest; raises ``DataError`` if its files are not those that were written."""
     entry, dtype = manifest.shards[number], manifest.numpy_dtype
     paths = {kind: shard_file(folder, number, kind) for kind in KINDS}

@@ -139,14 +139,14 @@ class QuantizedWeight:
         cached = self._operands.get(key)
         if cached is None:
             # an address identifies stored copies only: other memory may be reused for another weight
-            is_kept = not isinstance(self.cache, Bound) or self.cache.keeps_operands
-            is_stored = is_kept and any(copy.values.data_ptr() == key[0] for copy in self._copies)
+            is_stored = any(copy.values.data_ptr() == key[0] for copy in self._copies)
+            is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
             kernels = uses_kernels(values.device, compiled=self._recipe.compile)
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
                 self.cache.transposes.prepare()
-                return self._operands[key]
+                return self._operands[key] if is_kept else self._operands.pop(key)
             cached = operand(values, emulate=emulate, transposed=key[1])
-            if is_stored:
+            if is_kept:
                 self._operands[key] = cached
         return cached.t() if transposed and emulate else cached
 

@@ -50,6 +50,13 @@ COMMANDS = {
         (_VOCAB_SIZE,),
         folder=True,
     ),
+    "pack": Command(
+        "plan samples of whole documents, for data.pack=best_fit",
+        "tokens/ seq_len=1024",
+        f"{_PACKAGE}.pack:run",
+        (Option("seq_len", read_count, REQUIRED, "tokens in a sample: model.max_seq_len"), _VOCAB_SIZE),
+        folder=True,
+    ),
     "train-tokenizer": Command(
         "train a byte-level BPE tokenizer with <|endoftext|>",
         "files='corpus/**/*.txt' out=tokenizer.json vocab_size=8192",

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.shards.format import MANIFEST, Manifest
+from dtrain.data.packing import plan_folder
+from dtrain.data.shards.format import MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.tools.tables import Table, show
 
 _ANY_TOKEN = 1 << 32
 _PERCENTILES = (10, 50, 90, 99)
 _LISTED = 50  # shards
-_PACKING = "packing"
 
 
 def run(values: Mapping[str, Any]) -> int:
@@ -28,7 +28,9 @@ def run(values: Mapping[str, Any]) -> int:
 def tables(folder: Path, vocab_size: int | None) -> list[Table]:
     """Returns the tables of a folder; raises as :meth:`TokenShards.open`."""
     manifest_file = folder / MANIFEST
-    manifest = Manifest.from_bytes(manifest_file.read_bytes(), str(manifest_file)) if manifest_file.is_file() else None
+    manifest = (
+        ShardManifest.from_bytes(manifest_file.read_bytes(), str(manifest_file)) if manifest_file.is_file() else None
+    )
     shards = TokenShards.open(folder, vocab_size if manifest else vocab_size or _ANY_TOKEN)
     facts = {
         "tokens": f"{shards.num_tokens:,}",
@@ -46,13 +48,17 @@ def tables(folder: Path, vocab_size: int | None) -> list[Table]:
             "written by": ", ".join(f"{name} {number}" for name, number in manifest.versions.items()),
         }
     facts |= _lengths(shards)
-    plans = sorted(int(path.name) for path in (folder / _PACKING).glob("*") if path.name.isdigit())
-    facts["packing plans"] = ", ".join(f"{length:,} tokens" for length in plans) or "none"
+    facts["packing plans"] = ", ".join(f"{length:,} tokens" for length in packed_lengths(folder)) or "none"
     facts["fingerprint"] = shards.fingerprint
     return [Table(str(folder), ("what", "value"), list(facts.items())), _shard_table(shards, manifest)]
 
 
-def _end_token(manifest: Manifest) -> str:
+def packed_lengths(folder: Path) -> list[int]:
+    """Returns the lengths of samples for which a folder has plans of best-fit packing."""
+    return sorted(int(path.name) for path in plan_folder(folder, 0).parent.glob("*") if path.name.isdigit())
+
+
+def _end_token(manifest: ShardManifest) -> str:
     if manifest.end_id is None:
         return "none"
     return f"{manifest.end_id}{'' if manifest.append_end else ', not appended to documents'}"
@@ -68,7 +74,7 @@ def _lengths(shards: TokenShards) -> dict[str, str]:
     return {"mean length": f"{lengths.mean():,.1f}", "lengths": f"{names}, longest: {int(lengths.max()):,}"}
 
 
-def _shard_table(shards: TokenShards, manifest: Manifest | None) -> Table:
+def _shard_table(shards: TokenShards, manifest: ShardManifest | None) -> Table:
     sources = [_short(shard.sources) for shard in manifest.shards] if manifest else [""] * len(shards.shards)
     rows = [
         (shard.path.name, f"{shard.num_tokens:,}", f"{len(shard.ends):,}", source)

@@ -19,8 +19,8 @@ from dtrain.errors import ConfigError, nearest
 JSONL = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 NEEDS_PYARROW = "needs the library pyarrow; install it with pip install 'dtrain[data]'"
-MIN_UNIT_BYTES, MAX_UNIT_BYTES = 64 << 20, 256 << 20
-_FINE_UNITS = 256  # units are of the least size until there are that many
+MIN_UNIT_BYTES, MAX_UNIT_BYTES = 16 << 20, 256 << 20
+_FINE_UNITS = 256  # units have the least size until there are that many, so that all cores are busy also on little text
 
 _LISTED = 20  # keys in a message
 _SPECIAL = re.compile(r"[*?\[{]")

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.shards.format import MANIFEST, MAX_SHARDS, Manifest, dtype_name
+import numpy as np
+
+from dtrain.data.shards.format import MANIFEST, MAX_SHARDS, ShardManifest, dtype_name
 from dtrain.data.tokenizer import TOKENIZER, TOKENIZER_CONFIG, TokenizerFile
 from dtrain.errors import ConfigError, DataError, disk_fault, is_disk_fault
 from dtrain.tools.data import unfinished
@@ -57,7 +59,7 @@ def run(values: Mapping[str, Any]) -> int:
     return 0
 
 
-def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
+def tokenize(options: TokenizeOptions) -> tuple[ShardManifest, int]:
     """Writes the shards of ``options`` and their manifest; returns it and the number of empty documents left out.
 
     Raises:
@@ -93,7 +95,7 @@ def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
         shards = _write_shards(options, tokenizer, units)
         if unfinished.describe_files(files) != inputs:
             raise DataError(f"a file of files={options.files} has changed while it was read; remove {out}, start again")
-        manifest = Manifest(
+        manifest = ShardManifest(
             dtype=dtype_name(tokenizer.vocab_size),
             vocab_size=tokenizer.vocab_size,
             end_id=tokenizer.end_id,
@@ -111,8 +113,6 @@ def tokenize(options: TokenizeOptions) -> tuple[Manifest, int]:
 
 def _write_shards(options: TokenizeOptions, tokenizer: TokenizerFile, units: list[list[Source]]) -> dict[int, Finished]:
     """Returns every shard: those that an interrupted command has finished, and those that the workers now write."""
-    import numpy as np
-
     out = options.out
     job = TokenizeJob(
         out=str(out),

@@ -10,10 +10,12 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, Manifest, sha256_of, shard_file
+from dtrain.data.packing import read_plan
+from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, ShardManifest, sha256_of, shard_file
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
+from dtrain.tools.data.info import packed_lengths
 from dtrain.tools.data.progress import WorkProgress
 from dtrain.tools.tables import plural
 
@@ -25,8 +27,9 @@ def run(values: Mapping[str, Any]) -> int:
     folder: Path = values["folder"]
     if not (folder / MANIFEST).is_file():
         return _verify_foreign(folder, values["vocab_size"])
+    content = (folder / MANIFEST).read_bytes()
     try:
-        manifest = Manifest.from_bytes((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+        manifest = ShardManifest.from_bytes(content, str(folder / MANIFEST))
     except DataError as error:
         print(f"BAD {error}")
         return 1
@@ -35,6 +38,12 @@ def run(values: Mapping[str, Any]) -> int:
     with WorkProgress("verify", total) as progress:
         for problem in problems(folder, manifest, progress):
             print(f"BAD {problem}", flush=True)
+            num_bad += 1
+    for seq_len in packed_lengths(folder):
+        try:
+            read_plan(folder, seq_len, hashlib.sha256(content).hexdigest())
+        except ConfigError as error:
+            print(f"BAD {error}")
             num_bad += 1
     if num_bad:
         return 1
@@ -66,7 +75,7 @@ def _verify_foreign(folder: Path, vocab_size: int | None) -> int:
     return 1 if num_bad else 0
 
 
-def problems(folder: Path, manifest: Manifest, progress: WorkProgress) -> Iterator[str]:
+def problems(folder: Path, manifest: ShardManifest, progress: WorkProgress) -> Iterator[str]:
     """Yields the file and what is wrong with it, for each bad file."""
     tokenizer = folder / TOKENIZER
     if not tokenizer.is_file():
@@ -124,7 +133,9 @@ def _first_bad_end(data: bytes, num_tokens: int) -> str:
     return ""
 
 
-def _bad_block(path: Path, manifest: Manifest, digest: str, crc: bytes | None, progress: WorkProgress) -> str | None:
+def _bad_block(
+    path: Path, manifest: ShardManifest, digest: str, crc: bytes | None, progress: WorkProgress
+) -> str | None:
     """Reads a whole ``.bin``; returns what is wrong with it, by its checksums and by the largest token."""
     found = hashlib.sha256()
     checksums = None if crc is None else np.frombuffer(crc, dtype="<u4")

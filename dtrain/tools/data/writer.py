@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -41,8 +42,8 @@ class ShardWriter:
     scratch: Path
     tokens: int = 0
     max_token: int = -1
-    _ends: list[int] = field(default_factory=list)
-    _checksums: list[int] = field(default_factory=list)
+    _ends: array[int] = field(default_factory=lambda: array("Q"))
+    _checksums: array[int] = field(default_factory=lambda: array("I"))
     _rest: bytearray = field(default_factory=bytearray)
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class ShardWriter:
         data = bytes(self._rest[:num_bytes])
         del self._rest[:num_bytes]
         view = memoryview(data)
-        self._checksums += [zlib.crc32(view[start : start + BLOCK]) for start in range(0, num_bytes, BLOCK)]
+        self._checksums.extend(zlib.crc32(view[start : start + BLOCK]) for start in range(0, num_bytes, BLOCK))
         self._digest.update(data)
         self._file.write(data)
 

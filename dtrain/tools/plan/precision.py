@@ -85,7 +85,9 @@ def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[
     for name, parameter in model.named_parameters():
         numel[format_name(contract.replica_dtypes[name])] += parameter.numel()
     weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
-    return [*lines, f"compute weights: {weights}; masters, moments and main gradients: fp32"]
+    num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
+    return [*lines, f"compute weights: {weights}{frozen}; masters, moments and main gradients: fp32"]
 
 
 def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:

@@ -48,7 +48,7 @@ def test_no_sample_is_too_full_and_only_documents_longer_than_a_sample_are_cut(
 
 @given(st.lists(st.integers(1, 16), max_size=80), st.just(16) | st.integers(16, 30))
 def test_samples_are_as_full_as_those_of_best_fit_one_by_one(lengths: list[int], seq_len: int) -> None:
-    rooms: list[int] = []  # the oracle: each piece alone, longest first
+    rooms: list[int] = []  # the oracle: each fragment alone, longest first
     for length in sorted(lengths, reverse=True):
         fitting = [(room, number) for number, room in enumerate(rooms) if room >= length]
         if fitting:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.shards.format import BLOCK, MANIFEST, Manifest
+from dtrain.data.shards.format import BLOCK, MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
 from tests.helpers.token_files import rewrite_manifest, write_shards
@@ -126,7 +126,7 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, old: str, new: str, expecte
 def test_a_manifest_is_canonical(tmp_path: Path) -> None:
     write_shards(tmp_path, [documents([5, 6])], 1000)
     content = (tmp_path / MANIFEST).read_bytes()
-    assert Manifest.from_bytes(content, "m").to_bytes() == content
+    assert ShardManifest.from_bytes(content, "m").to_bytes() == content
     assert TokenShards.open(tmp_path).fingerprint == hashlib.sha256(content).hexdigest()
 
 

@@ -97,8 +97,8 @@ def test_a_packed_sample_is_pieces_with_positions_of_their_own_then_padding(
     for row, number in enumerate(ids.tolist()):
         tokens: list[int] = []
         positions: list[int] = []
-        for piece in range(packing.bounds[number], packing.bounds[number + 1]):
-            start, length = int(packing.starts[piece]), int(packing.lengths[piece])
+        for fragment in range(packing.bounds[number], packing.bounds[number + 1]):
+            start, length = int(packing.starts[fragment]), int(packing.lengths[fragment])
             tokens += range(start + 1, start + 1 + length)
             positions += range(length)
         rest = seq_len - len(tokens)

@@ -29,7 +29,7 @@ SHARDS = {
 def shards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, MemoryShards]:
     """Folders by name in the working directory."""
     found = dict(SHARDS)
-    monkeypatch.setattr(tokens.TokenShards, "open", lambda folder: found[folder.name])
+    monkeypatch.setattr(tokens.TokenShards, "open", lambda folder, vocab_size: found[folder.name])
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -144,7 +144,7 @@ def test_the_codec_opens_the_tokenizer_for_the_first_text(
             return "".join(chr(token) for token in tokens)
 
     opened: list[Path] = []
-    monkeypatch.setattr(tokens.TokenizerFile, "load", lambda path: opened.append(path) or Spelled())
+    monkeypatch.setattr(tokens, "TokenizerFile", lambda path: opened.append(path) or Spelled())
     assert codec.decode([104, 105]) == "hi"
     assert opened == [file]
 

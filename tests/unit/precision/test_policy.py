@@ -95,6 +95,12 @@ class LlamaRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(4))
 
 
+class MixtralTopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 4))
+
+
 class PreNorm(nn.Module):
     """The common name of a block that normalizes and then does something else."""
 
@@ -116,6 +122,7 @@ class PreNorm(nn.Module):
         (nn.InstanceNorm3d(4), True),
         (nn.GroupNorm(2, 4), True),
         (LlamaRMSNorm(), True),
+        (MixtralTopKRouter(), True),
         (nn.Softmax(-1), True),
         (nn.LogSoftmax(-1), True),
         (nn.CrossEntropyLoss(), True),

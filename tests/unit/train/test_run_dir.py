@@ -19,7 +19,7 @@ import yaml
 from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease_file import Holder, path_of
-from dtrain.config.model import ModelConfig
+from dtrain.config.model import HF_FACTORY, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import make_communicator
@@ -169,6 +169,16 @@ def test_another_model_is_refused_and_other_changes_are_logged(caplog: pytest.Lo
     ]
     with pytest.raises(ConfigError, match=r"holds another model: model.hidden_dim=256 \(now 512\)"):
         compare_configs(before, redacted(RunConfig(model=ModelConfig(hidden_dim=512))), 7)
+
+
+def test_the_folder_of_a_model_may_move(caplog: pytest.LogCaptureFixture) -> None:
+    before, now = (
+        redacted(RunConfig(model=ModelConfig(factory=HF_FACTORY, path=path), launch=LaunchConfig(device="cpu")))
+        for path in ("/old/llama", "/new/llama")
+    )
+    with caplog.at_level(logging.INFO):
+        compare_configs(before, now, 7)
+    assert caplog.messages == ["changed since the checkpoint at step 7: model.path=/new/llama (was /old/llama)"]
 
 
 def test_another_vocabulary_is_another_model() -> None:

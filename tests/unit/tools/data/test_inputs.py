@@ -149,3 +149,8 @@ def test_dictionaries_and_large_texts_are_text(tmp_path: Path) -> None:
         parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
         ((source,),) = plan_units(find_files(f"{tmp_path}/*"), "text")
         assert [text for text, _ in documents(source, "text")] == ["a", "b", "a"]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.txt: No such file or directory; make it readable or"):
+        plan_units({"gone.txt": tmp_path / "gone.txt"}, "text")

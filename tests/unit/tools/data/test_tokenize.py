@@ -17,11 +17,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from dtrain.__main__ import main
-from dtrain.data.shards.format import MANIFEST, Manifest
+from dtrain.data.shards.format import MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError, DataError, StorageError
-from dtrain.tools.data import inputs, writer
+from dtrain.tools.data import inputs, unfinished, writer
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
 from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl
@@ -61,7 +61,7 @@ def test_1_and_4_workers_give_the_tokens_of_the_library_in_order(
     assert shards.document_ends[:].tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
     tokens = shards.read(np.array([0]), shards.num_tokens)[0]
     assert tokens.tolist() == [token for ids in expected for token in ids]
-    manifest = Manifest.from_bytes((tmp_path / "out1" / MANIFEST).read_bytes(), MANIFEST)
+    manifest = ShardManifest.from_bytes((tmp_path / "out1" / MANIFEST).read_bytes(), MANIFEST)
     assert manifest.shards[0].sources[0] == "a.txt"
     assert (manifest.vocab_size, manifest.dtype, manifest.end_id, manifest.append_end) == (512, "uint16", end, True)
     assert (tmp_path / "out1" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
@@ -98,7 +98,8 @@ def test_a_killed_command_resumes(tmp_path: Path, tokenizer: Path, small_units: 
     assert not (out / MANIFEST).exists()
     with pytest.raises(ConfigError, match="was interrupted; the same command finishes it"):
         TokenShards.open(out)
-    written = {path: path.stat().st_mtime_ns for path in out.glob("*.bin")}
+    recorded = [out / f"{path.stem}.bin" for path in out.glob("unfinished/0*.json")]
+    written = {path: path.stat().st_mtime_ns for path in recorded}
     assert len(written) >= 3
 
     (tmp_path / "other.jsonl").write_text('{"text": "x"}')
@@ -255,8 +256,8 @@ def test_a_full_disk_takes_one_line(tmp_path: Path, tokenizer: Path, monkeypatch
     assert not (tmp_path / "00000.bin").exists()
 
 
-def test_memory_is_bounded(tmp_path: Path, tokenizer: Path) -> None:
-    """Text is tokenized in batches; the tokens of a unit are never together in memory."""
+def test_text_is_tokenized_in_batches(tmp_path: Path, tokenizer: Path) -> None:
+    """Memory stays bounded, whatever a unit holds."""
     path = tmp_path / "a.jsonl"
     line = json.dumps({"text": stdlib_texts()[0][:1000]}) + "\n"
     path.write_text(line * 2000)
@@ -280,3 +281,24 @@ def test_an_interrupt_takes_one_line(
     (tmp_path / "a.txt").write_text("text")
     assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 130
     assert capsys.readouterr().err == "interrupted; the same command resumes\n"
+
+
+def test_two_commands_never_write_to_one_folder(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    with unfinished.open_out(tmp_path / "out"):
+        assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
+    assert "another dtrain data tokenize writes to out=" in capsys.readouterr().err
+
+
+def test_a_kill_while_the_records_are_removed_leaves_finished_shards(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    (out / "unfinished").mkdir(parents=True)
+    (out / "unfinished" / "00000.json").write_text("{}")
+    (out / MANIFEST).write_text("{}")
+    (tmp_path / "a.txt").write_text("text")
+    assert tokenize(f"{tmp_path}/a.txt", tokenizer, out) == 2
+    assert "holds finished token shards" in capsys.readouterr().err

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.data.shards.format import BLOCK
-from tests.helpers.token_files import write_shards
+from dtrain.data.packing import pack_documents, plan_folder, write_plan
+from dtrain.data.shards.format import BLOCK, MANIFEST
+from dtrain.data.shards.reader import TokenShards
+from tests.helpers.token_files import rewrite_manifest, write_shards
 
 
 @pytest.fixture
@@ -75,9 +77,6 @@ def test_each_bad_file_has_its_line(folder: Path, capsys: pytest.CaptureFixture[
 def test_wrong_content_with_right_hashes_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The hashes are those of the files, but a token is beyond the vocabulary, and a document is empty."""
     write_shards(tmp_path, [[np.array([1, 2, 3]), np.array([], np.int64), np.array([9])]], 10)
-    from dtrain.data.shards.format import MANIFEST
-    from tests.helpers.token_files import rewrite_manifest
-
     rewrite_manifest(
         tmp_path,
         (tmp_path / MANIFEST)
@@ -107,3 +106,16 @@ def test_shards_of_llmc(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert "| not stated" in shown
     assert "| x.bin" in shown
+
+
+def test_plans_of_packing_are_checked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = TokenShards.open(folder)
+    write_plan(folder, pack_documents(shards.document_ends[:], 64), 64, shards.fingerprint)
+    assert verify(folder, capsys)[0] == 0
+    assert main(["data", "info", str(folder)]) == 0
+    assert "64 tokens" in capsys.readouterr().out
+    flip(plan_folder(folder, 64) / "starts.npy", 200)
+    code, lines = verify(folder, capsys)
+    assert code == 1
+    assert len(lines) == 1
+    assert f"BAD data.pack=best_fit: the plan {folder}/packing/64 is damaged: starts.npy" in lines[0]

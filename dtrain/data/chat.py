@@ -1,0 +1,231 @@
+"""Conversations as training data: the tokenizer's chat template, and loss on what the assistant says.
+
+A line of a file is ``{"messages": [{"role": ..., "content": ...}, ...]}`` or ``{"prompt": ..., "completion": ...}``.
+Each conversation is a document; they are packed side by side and do not see each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtrain.config.data import ChatDataConfig
+from dtrain.data.dataset import IGNORE_INDEX, Dataset, SampleSource
+from dtrain.data.packing import pack_documents
+from dtrain.data.sampling import Indices
+from dtrain.data.text import Document, content_hash, document_text, glob_documents, is_held_out
+from dtrain.data.token_samples import PackedDocuments
+from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
+from dtrain.errors import ConfigError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks what the assistant says
+
+Int64 = NDArray[np.int64]
+Messages = list[dict[str, Any]]
+
+
+def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
+    """Reads conversations and packs them into samples of ``seq_len`` pairs of input and target.
+
+    A conversation is held out for validation by the hash of its line. One longer than a sample is cut; one without
+    anything of the assistant in the rest is left out.
+
+    Raises:
+        ConfigError: a file or the tokenizer's folder is missing, a line is no conversation, the template rejects it or
+            does not show what the assistant says, or too few conversations are left.
+    """
+    assert config.tokenizer is not None
+    folder = Path(os.path.expandvars(config.tokenizer)).expanduser()
+    if not folder.is_dir():  # a name would be looked up on a hub
+        raise ConfigError(f"data.tokenizer={folder} is not a folder; expected one with tokenizer.json")
+    tokenizer, template = TokenizerFile(folder), ChatTemplate(folder)
+    documents = glob_documents(config.files)
+    sides: tuple[list[Int64], list[Int64]] = ([], [])  # training, validation
+    num_cut = num_empty = 0
+    for where, line in _lines(documents):
+        tokens = template.encode(_messages(line, where), where)
+        num_cut += len(tokens) > seq_len + 1
+        tokens = tokens[: seq_len + 1]
+        if (tokens[1:] < 0).all():
+            num_empty += 1
+        else:
+            sides[is_held_out(line, config.validation_percent)].append(tokens)
+    train, held_out = sides
+    if not held_out and len(train) > 1:
+        held_out.append(train.pop())
+    if not train or not held_out:
+        raise ConfigError(
+            f"data.files={config.files} gives {len(train) + len(held_out)} conversations with an answer in the first "
+            f"{seq_len} tokens ({num_empty} without one); training and validation need one each"
+        )
+    notes = [f"{len(held_out)} of them held out for validation"]
+    notes += [f"{num_cut} cut at {seq_len} tokens"] if num_cut else []
+    notes += [f"{num_empty} without an answer left out"] if num_empty else []
+    files = hashlib.sha256(content_hash(documents).encode())
+    for name in TOKENIZER_FILES:
+        if (folder / name).is_file():
+            files.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+    return Dataset(
+        _pack(train, seq_len),
+        _pack(held_out, seq_len),
+        files.hexdigest(),
+        f"data=chat: {len(train) + len(held_out):,} conversations in {len(documents)} files, {', '.join(notes)}",
+        tokenizer.vocab_size,
+        tokenizer,
+        tokenizer.path,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerSamples(SampleSource):
+    """Packed conversations whose tokens that do not count as targets are stored inverted, ``~token``."""
+
+    packed: PackedDocuments
+
+    @property
+    def num_samples(self) -> int:
+        return self.packed.num_samples
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        batch = self.packed.batch(sample_ids)
+        tokens, targets = batch["tokens"], batch["targets"]
+        return {
+            **batch,
+            "tokens": torch.where(tokens < 0, ~tokens, tokens),
+            "targets": targets.masked_fill(targets < 0, IGNORE_INDEX),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryTokens:
+    """A stream of tokens in memory."""
+
+    tokens: Int64
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def read(self, starts: Int64, length: int) -> Int64:
+        """Returns int64 [n, length]: the tokens from each of ``starts`` [n]."""
+        rows: Int64 = np.lib.stride_tricks.sliding_window_view(self.tokens, length)[starts]
+        return rows
+
+
+def _pack(conversations: Sequence[Int64], seq_len: int) -> AnswerSamples:
+    ends = np.cumsum([len(tokens) for tokens in conversations], dtype=np.int64)
+    stream = MemoryTokens(np.concatenate(conversations))
+    return AnswerSamples(PackedDocuments(stream, pack_documents(ends, seq_len), seq_len))
+
+
+class ChatTemplate:
+    """The tokenizer of a folder, with its chat template."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the folder; raises ``ConfigError`` if it is none of a tokenizer with a chat template."""
+        try:
+            from transformers import AutoTokenizer
+        except ImportError:
+            raise ConfigError("data=chat needs transformers, for the chat template; pip install 'dtrain[hf]'") from None
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # the library raises many kinds
+            raise ConfigError(f"data.tokenizer={folder} cannot be read: {_line(error)}") from None
+        source = self._tokenizer.chat_template
+        if not isinstance(source, str):
+            raise ConfigError(
+                f"data.tokenizer={folder} has no chat template; save one with the tokenizer, or as chat_template.jinja"
+            )
+        self._folder = folder
+        self._marks_answers = _GENERATION.search(source) is not None
+
+    def encode(self, messages: Messages, where: str) -> Int64:
+        """Returns the tokens of a conversation; those that are not the assistant's are inverted, ``~token``."""
+        if self._marks_answers:
+            found = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            tokens, counts = found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
+        else:
+            text, spans = self._spans(messages, where)
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            tokens, starts = found["input_ids"], np.array(found["offset_mapping"]).reshape(-1, 2)[:, 0]
+            counts = np.zeros(len(starts), dtype=bool)
+            for begin, end in spans:
+                counts |= (starts >= begin) & (starts < end)
+        ids = np.array(tokens, dtype=np.int64)
+        return np.where(counts, ids, ~ids)
+
+    def _spans(self, messages: Messages, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and where the assistant's parts begin and end in it.
+
+        A part is what the text of the conversation up to it has more than that before it.
+        """
+        text = self._apply(messages, where, tokenize=False)
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._apply(messages[:number], where, tokenize=False, add_generation_prompt=True) if number else ""
+            after = self._apply(messages[: number + 1], where, tokenize=False)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise ConfigError(
+                    f"{where}: the chat template of {self._folder} writes message {number + 1} of this conversation in "
+                    "another way where more messages follow, so the assistant's part is not known; mark it in the "
+                    "template with {% generation %} and {% endgeneration %}"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # of the template's own code
+            raise ConfigError(
+                f"{where}: the chat template of {self._folder} rejects the conversation: {_line(error)}"
+            ) from None
+
+
+def _lines(documents: Sequence[Document]) -> Iterator[tuple[str, str]]:
+    """Yields file and line number, and the line, of each line that is not blank."""
+    for document in documents:
+        for number, line in enumerate(document_text(document).split("\n"), 1):
+            if line.strip():
+                yield f"{document.name}:{number}", line
+
+
+def _messages(line: str, where: str) -> Messages:
+    """Returns the messages of a line of JSON."""
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if isinstance(value, dict) and {"prompt", "completion"} <= value.keys():
+        pairs = (("user", value["prompt"]), ("assistant", value["completion"]))
+        value = {"messages": [{"role": role, "content": content} for role, content in pairs]}
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not messages:
+        keys = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else f"a {type(value).__name__}"
+        raise ConfigError(
+            f'{where} has {keys}; expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}, or prompt and '
+            "completion"
+        )
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ConfigError(f"{where}: message {number} is {message!r:.80}; expected role and content as texts")
+    return messages
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

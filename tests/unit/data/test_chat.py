@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtrain.config.data import ChatDataConfig, TextDataConfig
+from dtrain.data import Dataset, load_dataset
+from dtrain.data.dataset import IGNORE_INDEX
+from dtrain.data.tokenizer import TokenizerFile
+from dtrain.errors import ConfigError
+from tests.helpers.hf_models import block_network
+
+MARKED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+PLAIN = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+LAST_ONLY = (  # drops the thoughts of all answers but the last, as templates of reasoning models do
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and loop.last %}<think>{% endif %}"
+    "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_network(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> str:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["what is two plus two, and who is there?"], trainer)
+    return str(tokenizer.to_str())
+
+
+@pytest.fixture
+def make_folder(tmp_path: Path, tokenizer_json: str) -> Any:
+    def make(template: str | None) -> Path:
+        folder = tmp_path / "tokenizer"
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer.json").write_text(tokenizer_json)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+        config |= {} if template is None else {"chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        return folder
+
+    return make
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+LONG = [turn("system", "be brief"), turn("user", "two plus two?"), turn("assistant", "four é")]
+TALK = [*LONG, turn("user", "and who is there?"), turn("assistant", "nobody")]
+
+
+def load(tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64, **keys: Any) -> Dataset:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (tmp_path / "talks.jsonl").write_text(text, encoding="utf-8")
+    files = str(tmp_path / "*.jsonl")
+    return load_dataset(ChatDataConfig(files=files, tokenizer=str(folder), **keys), seq_len)
+
+
+def shown(data: Dataset) -> list[tuple[str, str]]:
+    """Text and counted text of each training document."""
+    found = []
+    batch = data.train.batch(np.arange(data.train.num_samples))
+    for tokens, targets, positions in zip(*(batch[name] for name in ("tokens", "targets", "positions")), strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
+        for start, stop in pairwise(starts):
+            own = targets[start:stop]
+            if (own != IGNORE_INDEX).any():
+                # the last counted target is one ahead of the inputs
+                text = data.codec.decode(tokens[start:stop])
+                found.append((text, data.codec.decode(own[own != IGNORE_INDEX])))
+    return found
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_only_the_answers_count(tmp_path: Path, make_folder: Any, template: str) -> None:
+    other = {"prompt": "who?", "completion": "me"}
+    data = load(tmp_path, make_folder(template), [{"messages": TALK}, other, {"messages": LONG}], validation_percent=0)
+    # none is held out by its hash, so the last conversation is
+    assert sorted(counted for _, counted in shown(data)) == ["four é<|end|>nobody<|end|>", "me<|end|>"]
+    by_answer = {counted: text for text, counted in shown(data)}
+    talk = "<|system|>be brief<|end|><|user|>two plus two?<|end|><|assistant|>four é<|end|>"
+    assert by_answer["four é<|end|>nobody<|end|>"].startswith(talk)
+    assert data.validation.num_samples == 1
+    assert "3 conversations in 1 files, 1 of them held out for validation" in data.description
+
+
+def test_both_kinds_of_template_give_the_same_samples(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"messages": TALK}, {"messages": LONG}] * 5
+    ids = np.arange(3)
+    marked = load(tmp_path, make_folder(MARKED), lines)
+    expected = marked.train.batch(ids % marked.train.num_samples)
+    plain = load(tmp_path, make_folder(PLAIN), lines)
+    found = plain.train.batch(ids % plain.train.num_samples)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert plain.fingerprint != marked.fingerprint  # of another template
+    assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines[1:]).fingerprint
+
+
+def test_samples_are_packed_and_padded(tmp_path: Path, make_folder: Any) -> None:
+    data = load(tmp_path, make_folder(PLAIN), [{"messages": LONG}] * 9, validation_percent=0)
+    batch = data.train.batch(np.arange(data.train.num_samples))
+    assert {name: (str(v.dtype), v.shape[1]) for name, v in batch.items()} == dict.fromkeys(
+        ("tokens", "targets", "positions"), ("torch.int64", 64)
+    )
+    assert (batch["tokens"] >= 0).all()
+    assert len(shown(data)) == 8
+
+
+def test_long_conversations_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, make_folder: Any) -> None:
+    never = {"messages": [turn("user", "who is there? " * 40), turn("assistant", "me")]}
+    partly = {"messages": [turn("user", "who?"), turn("assistant", "a b c d " * 40)]}
+    silent = {"messages": [turn("user", "who?")]}
+    lines = [never, partly, silent, {"messages": LONG}, {"messages": LONG}]
+    data = load(tmp_path, make_folder(MARKED), lines, seq_len=32, validation_percent=0)
+    assert "1 of them held out for validation, 2 cut at 32 tokens, 2 without an answer left out" in data.description
+    assert any(counted.startswith("a b c d a") and "<|end|>" not in counted for _, counted in shown(data))
+
+
+def refusal(tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, folder, lines, seq_len)
+    message = str(caught.value)
+    assert "\n" not in message, message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"messages": [}', "talks.jsonl:2 is not JSON"),
+        ({"text": "x", "id": 1}, "talks.jsonl:2 has the keys text, id; expected"),
+        ([1], "talks.jsonl:2 has a list; expected"),
+        ({"messages": []}, "talks.jsonl:2 has the keys messages; expected"),
+        ({"messages": [{"role": "user"}]}, "talks.jsonl:2: message 1 is {'role': 'user'}; expected role and content"),
+        ({"prompt": 3, "completion": "x"}, "talks.jsonl:2: message 1 is"),
+        ({"messages": [turn("tool", "x")]}, "rejects the conversation: TemplateError: no tools here"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, make_folder: Any, line: Any, expected: str) -> None:
+    assert expected in refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, line])
+
+
+def test_mistakes_of_the_tokenizer(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"messages": TALK}] * 3
+    assert "none is not a folder; expected one with tokenizer.json" in refusal(tmp_path, tmp_path / "none", lines)
+    assert "has no chat template; save one with the tokenizer" in refusal(tmp_path, make_folder(None), lines)
+    assert "talks.jsonl:1: the chat template" in (found := refusal(tmp_path, make_folder(LAST_ONLY), lines))
+    assert "mark it in the template with {% generation %}" in found
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty/tokenizer.json cannot be read: No such file" in refusal(tmp_path, empty, lines)
+
+
+def test_too_few_conversations(tmp_path: Path, make_folder: Any) -> None:
+    found = refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, {"messages": [turn("user", "x")]}])
+    assert "gives 1 conversations with an answer in the first 64 tokens (1 without one)" in found
+
+
+def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:
+    folder = make_folder(None)
+    for number in range(30):
+        (tmp_path / f"{number}.txt").write_text(f"what is two plus {number}? é", encoding="utf-8")
+    keys: dict[str, Any] = {"files": str(tmp_path / "*.txt"), "validation_percent": 20.0}
+    data = load_dataset(TextDataConfig(tokenizer=str(folder / "tokenizer.json"), **keys), 8)
+    tokenizer = TokenizerFile(folder)
+    assert (data.vocab_size, data.codec.start_token) == (tokenizer.vocab_size, tokenizer.end_id)
+    batch = data.train.batch(np.arange(data.train.num_samples))
+    text = data.codec.decode(batch["tokens"].flatten())
+    assert "<|end|>what is two plus " in text
+    assert "? é<|end|>" in text
+    bytes_only = load_dataset(TextDataConfig(**keys), 8)
+    assert bytes_only.vocab_size == 257
+    assert bytes_only.fingerprint != data.fingerprint
+    (tmp_path / "bad.txt").write_bytes(b"abc\xff")
+    with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 at byte 3, so it cannot be tokenized"):
+        load_dataset(TextDataConfig(tokenizer=str(folder), **keys), 8)
+    with pytest.raises(ConfigError, match=r"the tokenizer .*gone\.json cannot be read: No such file"):
+        load_dataset(TextDataConfig(tokenizer=str(tmp_path / "gone.json"), **keys), 8)

@@ -1,0 +1,188 @@
+"""``model.lora``: which modules get adapters, what is trained, in which format, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.checkpoint.format.integrity import verify_checkpoint
+from dtrain.cli.resolve import compose
+from dtrain.config.model import Lora
+from dtrain.config.precision import Float8
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import ConfigError
+from dtrain.models import build_model, train_flops_per_token
+from dtrain.parameters.groups import find_units
+from dtrain.precision.contract import resolve
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.tools.checkpoint.cli import main
+from dtrain.tools.plan.precision import show_plan
+from dtrain.train.run import run_training
+from tests.helpers.hf_models import TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
+
+LORA = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: save_hf(root / family, family) for family in ("qwen3", "gpt2")}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_network(monkeypatch)
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_adapters_are_fp32_beside_a_frozen_base_that_computes_as_before(folders: dict[str, Path]) -> None:
+    model, again = (build_hf(folders["qwen3"], lora=LORA) for _ in range(2))
+    plain = load_hf(folders["qwen3"])
+    assert set(trained(model)) == {
+        f"hf.model.layers.{layer}.self_attn.{target}_proj.lora_{matrix}.default.weight"
+        for layer in range(2) for target in "qv" for matrix in "AB"
+    }  # fmt: skip
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, again.get_parameter(name)), "the seed decides"
+        if not parameter.requires_grad:
+            own = name.removeprefix("hf.").replace(".base_layer", "")
+            assert torch.equal(parameter, plain.get_parameter(own))
+        assert parameter.requires_grad == (".lora_" in name)
+        assert (".lora_B." in name) == (not parameter.any())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, plain(TOKENS).logits)
+    assert find_units(model, "auto") == ["hf.model.layers.0", "hf.model.layers.1"]
+
+
+def test_formats_of_base_and_adapters(folders: dict[str, Path]) -> None:
+    """An FP8 rule for a layer is not for its adapters; the contract, so the plan too, is the same on ``meta``."""
+    policies = [
+        PrecisionPolicy.named("fp8"),
+        PrecisionPolicy.named("bf16", rules={"hf.model.layers.*": "fp8"}, float8=Float8("rowwise")),
+    ]
+    for policy in policies:
+        engine = dtrain.initialize(build_hf(folders["qwen3"], lora=LORA), precision=policy)
+        formats = {module.name: (module.format, module.reason) for module in engine.contract.modules}
+        layer = "hf.model.layers.0.self_attn.q_proj"
+        assert formats[f"{layer}.base_layer"][0] == formats["hf.model.layers.1.mlp.up_proj"][0] == "fp8"
+        for matrix in "AB":
+            assert formats[f"{layer}.lora_{matrix}.default"] == (
+                "bf16", "an adapter: small products, which FP8 would not make faster"
+            )  # fmt: skip
+        with torch.device("meta"):
+            model = build_hf(folders["qwen3"], lora=LORA)
+        planned = resolve(policy.on(torch.device("cpu")), model, "quantized", engine.contract.decisions)
+        assert {m.name: m.format for m in planned.modules} == {m.name: m.format for m in engine.contract.modules}
+    named = PrecisionPolicy.named("bf16", rules={f"{layer}.lora_A.default": "fp8"})
+    contract = resolve(named.on(torch.device("cpu")), model, "quantized")
+    assert contract.float8_modules == (f"{layer}.lora_A.default",)
+
+
+def test_a_transposed_weight_is_adapted(folders: dict[str, Path], recwarn: pytest.WarningsRecorder) -> None:
+    model = build_hf(folders["gpt2"], lora=Lora(r=2, targets=["c_attn"]))
+    assert {tuple(p.shape) for p in trained(model).values()} == {(2, 32), (96, 2)}
+    assert not any("fan_in_fan_out" in str(warning.message) for warning in recwarn)
+
+
+def test_a_frozen_weight_costs_two_products(folders: dict[str, Path]) -> None:
+    own = train_flops_per_token(model_config(folders["qwen3"]), VOCAB, 16)
+    with_adapters = train_flops_per_token(model_config(folders["qwen3"], lora=LORA), VOCAB, 16)
+    matmuls = VOCAB * 32 + 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64)
+    adapters = 2 * 16 * (32 + 32 + 32 + 16)
+    assert own is not None
+    assert with_adapters == own - 2 * matmuls + 6 * adapters
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "message"),
+    [
+        ("qwen3", ["q_proj", "vproj"], r"'vproj' is the name of no Linear of Qwen3ForCausalLM; did you mean 'v_proj'?"),
+        ("qwen3", ["xyz"], "'xyz' is the name of no Linear of Qwen3ForCausalLM; valid: down_proj, gate_proj, k_proj"),
+        ("qwen3", ["embed_tokens"], "'embed_tokens' is the name of no Linear"),
+        ("qwen3", ["proj"], "'proj' is the name of no Linear"),  # not the end of a word
+        ("qwen3", ["lm_head"], "the weight of 'lm_head' is tied to that of another module"),
+        ("gpt2", ["q_proj"], "did you mean 'c_proj'?"),
+    ],
+)
+def test_a_wrong_target_is_one_line(family: str, targets: list[str], message: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        build_hf(folders[family], lora=Lora(r=2, targets=targets))
+    assert "\n" not in str(caught.value)
+
+
+def test_without_peft_the_pip_line_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'dtrain[hf]'")):
+        build_hf(folders["qwen3"], lora=LORA)
+
+
+def test_a_skip_is_explained_beside_frozen_float8_weights(folders: dict[str, Path]) -> None:
+    engine = dtrain.initialize(build_hf(folders["qwen3"], lora=LORA), precision="fp8", zero_stage=3, seed=0)
+    assert isinstance(engine, NativeEngine)
+    with engine.modify_weights("*.layers.1.mlp.down_proj"):
+        weight = engine.module.get_parameter("hf.model.layers.1.mlp.down_proj.weight")
+        weight[0, 0] = torch.inf
+    engine.explain_skips = True
+    for tokens in engine.accumulate(TOKENS.split(1)):
+        engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]))
+    outcome = engine.step()
+    assert (outcome.applied, outcome.reason) == (False, "nonfinite_loss")
+    assert outcome.culprit is not None
+    assert outcome.culprit.origin is not None
+    assert outcome.culprit.origin.module == "hf.model.layers.1.mlp.down_proj"
+
+
+def test_a_run_trains_resumes_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_hf(tmp_path / "base", "llama", vocab_size=300)
+    (tmp_path / "text.txt").write_text("import this\n" * 200)
+
+    def keys(steps: int, run: str, **changes: Any) -> list[str]:
+        return [
+            "data=text", f"data.files={tmp_path}/text.txt", "model=hf", f"model.path={folder}", "model.max_seq_len=16",
+            "model.lora={r: 4, alpha: 8, targets: [q_proj, v_proj]}", "precision=fp8", "engine.reproducible=true",
+            "schedule=constant", "supervise.enabled=false", f"train.steps={steps}", "train.save_every=2",
+            "train.global_batch_size=2", "train.micro_batch_size=1", "train.sample_tokens=0", "train.eval_batches=1",
+            f"run_dir={tmp_path / run}", *(f"{name}={value}" for name, value in changes.items()),
+        ]  # fmt: skip
+
+    config = compose(keys(4, "whole"))
+    show_plan(config, folded=True)
+    shown = capsys.readouterr().out
+    assert re.search(r"q_proj\.base_layer +\| Linear +\| 32x32 +\| fp8", shown)
+    assert re.search(r"in fp32; .* of them frozen, without masters", shown)
+    assert run_training(config) == 0
+    assert run_training(compose(keys(2, "parts"))) == 0
+    moved = folder.rename(tmp_path / "moved")
+    assert run_training(compose([*keys(4, "parts"), f"model.path={moved}"])) == 0
+    found = []
+    for run in ("whole", "parts"):
+        manifest = verify_checkpoint(tmp_path / run / "checkpoints" / "step-00000004")
+        assert {entry.kind for entry in manifest.tensors} == {"master", "exp_avg", "exp_avg_sq"}
+        found.append({(entry.kind, entry.name): entry.fingerprint for entry in manifest.tensors})
+    assert found[0] == found[1]
+    with pytest.raises(ConfigError, match=r"holds another model: model\.lora\.alpha=8\.0 \(now 16\.0\)"):
+        run_training(compose([*keys(6, "parts"), f"model.path={moved}", "model.lora.alpha=16"]))
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["num_parameters"] == 2 * 4 * (32 + 32 + 32 + 16)
+
+    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "adapter")]) == 0
+    config_file = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config_file["base_model_name_or_path"] == str(moved)
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "merged"), "--merge"]) == 2
+    assert "holds no config.json (any more)" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "merged"), "--merge"]) == 0
+    model = build_model(model_config(tmp_path / "merged"), 300, seed=0)
+    assert not any(".lora_" in name for name, _ in model.named_parameters())
+    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "b"), "--merge", "--base", str(tmp_path)]) == 2
+    assert "holds no *.safetensors" in capsys.readouterr().err
