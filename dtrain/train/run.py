@@ -155,12 +155,13 @@ def _train(
     held.enter_context(counted_attempt(config, comm, run_dir))
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
+    num_parameters = sum(p.numel() for p in model.parameters())  # now, because engines may shard them
     engine = make_engine(config, model, comm, run_dir.contract)
     engine.busy.every = config.telemetry.busy_every
     engine.explain_skips = config.telemetry.precision_every > 0
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
     tokens = _resume(config, engine, run_dir, dataset)
-    _describe(config, engine, threads)
+    _describe(config, engine, threads, num_parameters)
     sinks = _open_sinks(config, engine, dataset, run_dir)
     exit_code = EXIT_FAILED
     try:
@@ -205,12 +206,13 @@ def tokens_per_step(config: RunConfig) -> int:
     return config.train.global_batch_size * config.model.max_seq_len
 
 
-def _describe(config: RunConfig, engine: Engine, threads: int) -> None:
+def _describe(config: RunConfig, engine: Engine, threads: int, num_parameters: int) -> None:
     if engine.rank != 0:
         return
     ranks = f"{engine.world_size} rank{'s' if engine.world_size > 1 else ''}"
     where = f"{device_name(engine.device)}, {threads} thread{'s' if threads > 1 else ''} each"
-    logger.info("model %s: %s parameters", config.model.name, compact(engine.num_parameters))
+    trained = f", {compact(engine.num_parameters)} of them trained" if num_parameters > engine.num_parameters else ""
+    logger.info("model %s: %s parameters%s", config.model.name, compact(num_parameters), trained)
     logger.info("engine %s: %s on %s", engine.name, ranks, where)
     for line in memory_lines(engine.memory(), engine.memory_formula()):
         logger.info(line)
