@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from dtrain.data.dataset import IGNORE_INDEX, Dataset, SampleSource
 from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.text import Document, content_hash, document_text, glob_documents, is_held_out
-from dtrain.data.token_samples import PackedDocuments
+from dtrain.data.token_samples import PackedDocuments, mean_context
 from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
 from dtrain.errors import ConfigError
 
@@ -55,6 +56,7 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
     num_cut = num_empty = 0
     for where, line in _lines(documents):
         tokens = template.encode(_messages(line, where), where)
+        template.check_vocabulary(tokens, tokenizer.vocab_size, where)
         num_cut += len(tokens) > seq_len + 1
         tokens = tokens[: seq_len + 1]
         if (tokens[1:] < 0).all():
@@ -76,14 +78,16 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             files.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+    source = _pack(train, seq_len)
     return Dataset(
-        _pack(train, seq_len),
+        source,
         _pack(held_out, seq_len),
         files.hexdigest(),
         f"data=chat: {len(train) + len(held_out):,} conversations in {len(documents)} files, {', '.join(notes)}",
         tokenizer.vocab_size,
         tokenizer,
         tokenizer.path,
+        mean_context(source),
     )
 
 
@@ -150,35 +154,56 @@ class ChatTemplate:
                 f"data.tokenizer={folder} has no chat template; save one with the tokenizer, or as chat_template.jinja"
             )
         self._folder = folder
-        self._marks_answers = _GENERATION.search(source) is not None
+        self._source = source
 
     def encode(self, messages: Messages, where: str) -> Int64:
         """Returns the tokens of a conversation; those that are not the assistant's are inverted, ``~token``."""
-        if self._marks_answers:
-            found = self._apply(messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-            tokens, counts = found["input_ids"], np.array(found["assistant_masks"], dtype=bool)
-        else:
-            text, spans = self._spans(messages, where)
-            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            tokens, starts = found["input_ids"], np.array(found["offset_mapping"]).reshape(-1, 2)[:, 0]
-            counts = np.zeros(len(starts), dtype=bool)
-            for begin, end in spans:
-                counts |= (starts >= begin) & (starts < end)
-        ids = np.array(tokens, dtype=np.int64)
+        marked = _GENERATION.search(self._source)
+        text, spans = (self._marked_spans if marked else self._spans)(messages, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where} has {text[error.start]!r}, half of a character; repair the text") from None
+        # transformers' own mask misses tokens: the last of a character of several, and all if a space begins the part
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = np.array(found["offset_mapping"]).reshape(-1, 2)[:, 0]
+        counts = np.zeros(len(starts), dtype=bool)
+        for begin, end in spans:
+            counts |= (starts >= begin) & (starts < end)
+        ids = np.array(found["input_ids"], dtype=np.int64)
         return np.where(counts, ids, ~ids)
+
+    def check_vocabulary(self, tokens: Int64, vocab_size: int, where: str) -> None:
+        """Raises ``ConfigError`` if one of these, from :meth:`encode`, is none of the ``vocab_size`` of the file."""
+        ids = np.where(tokens < 0, ~tokens, tokens)
+        if len(ids) and (largest := int(ids.max())) >= vocab_size:
+            raise ConfigError(
+                f"{where} needs the token {self._tokenizer.convert_ids_to_tokens(largest)!r}, which only "
+                f"tokenizer_config.json of {self._folder} adds; add it to tokenizer.json, which has {vocab_size} tokens"
+            )
+
+    def _marked_spans(self, messages: Messages, where: str) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and where the parts that the template marks begin and end in it."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self._tokenizer.special_tokens_map, "chat_template": self._source}
+        with self._rejections(where):
+            found: Any = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+        (text,), (spans,) = found  # the library's annotation, one str, is wrong
+        return text, spans
 
     def _spans(self, messages: Messages, where: str) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation, and where the assistant's parts begin and end in it.
 
         A part is what the text of the conversation up to it has more than that before it.
         """
-        text = self._apply(messages, where, tokenize=False)
+        text = self._apply(messages, where)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._apply(messages[:number], where, tokenize=False, add_generation_prompt=True) if number else ""
-            after = self._apply(messages[: number + 1], where, tokenize=False)
+            before = self._apply(messages[:number], where, add_generation_prompt=True) if number else ""
+            after = self._apply(messages[: number + 1], where)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ConfigError(
                     f"{where}: the chat template of {self._folder} writes message {number + 1} of this conversation in "
@@ -188,9 +213,17 @@ class ChatTemplate:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _apply(self, messages: Messages, where: str, **options: Any) -> Any:
+    def _apply(self, messages: Messages, where: str, add_generation_prompt: bool = False) -> str:
+        with self._rejections(where):
+            text: str = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        return text
+
+    @contextmanager
+    def _rejections(self, where: str) -> Iterator[None]:
         try:
-            return self._tokenizer.apply_chat_template(messages, **options)
+            yield
         except Exception as error:  # of the template's own code
             raise ConfigError(
                 f"{where}: the chat template of {self._folder} rejects the conversation: {_line(error)}"
@@ -209,7 +242,7 @@ def _messages(line: str, where: str) -> Messages:
     """Returns the messages of a line of JSON."""
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     if isinstance(value, dict) and {"prompt", "completion"} <= value.keys():
         pairs = (("user", value["prompt"]), ("assistant", value["completion"]))

@@ -17,6 +17,8 @@ from dtrain.data.sampling import Indices
 if TYPE_CHECKING:
     from dtrain.data.shards.reader import TokenShards
 
+_SAMPLES_OF_CONTEXT = 256
+
 Int64 = NDArray[np.int64]
 
 
@@ -108,6 +110,13 @@ def _batch(tokens: Int64, targets: Int64, rows: Int64, columns: Int64) -> dict[s
     positions = np.arange(tokens.shape[1]) - np.maximum.accumulate(begins, axis=1)
     arrays = {"tokens": tokens, "targets": targets, "positions": positions}
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def mean_context(source: SampleSource) -> float:
+    """Returns the mean over tokens of the length of their document in their sample, from some of the samples."""
+    indices = np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))
+    positions = source.batch(source.order(0, indices))["positions"]
+    return float((2 * positions + 1).double().mean())  # over a document of n tokens, the sum is n x n
 
 
 def read_ranges(tokens: TokenStream, starts: Int64, lengths: Int64) -> Int64:

@@ -17,11 +17,9 @@ from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.mixture import BLOCK, Concatenation, HeldOut, Mixture, NotHeldOut
 from dtrain.data.packing import read_plan
 from dtrain.data.shards.reader import TokenShards
-from dtrain.data.token_samples import PackedDocuments, ShardWindows
+from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
-
-_SAMPLES_OF_CONTEXT = 256
 
 
 def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
@@ -56,7 +54,7 @@ def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
         shards.vocab_size,
         ShardCodec(shards),
         shards.tokenizer_file,
-        _mean_context(source) if config.documents == "mask" else None,
+        mean_context(source) if config.documents == "mask" else None,
     )
 
 
@@ -168,13 +166,6 @@ def _fingerprint(config: TokensDataConfig, folders: Sequence[_Folder], apart: _F
         "validation": [apart.shards.fingerprint, apart.plan] if apart else config.validation_percent,
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _mean_context(source: SampleSource) -> float:
-    """Returns the mean over tokens of the length of their document in their sample, from some of the samples."""
-    indices = np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))
-    positions = source.batch(source.order(0, indices))["positions"]
-    return float((2 * positions + 1).double().mean())  # over a document of n tokens, the sum is n x n
 
 
 class ShardCodec:

@@ -68,8 +68,8 @@ def _check_masks_documents(hf: Any) -> None:
     if others or not hf._supports_attention_backend or "position_ids" not in signature(hf.forward).parameters:
         reason = f"has layers of the type {min(others)}" if others else "does not take masks from transformers"
         raise ConfigError(
-            f"model_type {config.model_type} cannot keep packed documents apart, because it {reason}; train it with "
-            "data.documents=cross"
+            f"model_type {config.model_type} cannot keep packed documents apart, because it {reason}; train it on "
+            "data=tokens data.documents=cross"
         )
 
 

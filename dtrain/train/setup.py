@@ -139,7 +139,7 @@ def check_inputs(model: nn.Module, dataset: Dataset) -> None:
     if "positions" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(
             f"the data keeps the documents of a sample apart by positions, but {type(model).__name__}.forward takes "
-            f"only ({', '.join(parameters)}); set data.documents=cross, or add positions to forward"
+            f"only ({', '.join(parameters)}); add positions to forward, or train it on data=tokens data.documents=cross"
         )
 
 

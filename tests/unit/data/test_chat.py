@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from dtrain.cli.resolve import compose
 from dtrain.config.data import ChatDataConfig, TextDataConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.data.dataset import IGNORE_INDEX
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
+from dtrain.telemetry.metrics import read_metrics
+from dtrain.train.run import run_training
 from tests.helpers.hf_models import block_network
 
 MARKED = (
@@ -29,7 +32,30 @@ LAST_ONLY = (  # drops the thoughts of all answers but the last, as templates of
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and loop.last %}<think>{% endif %}"
     "{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+UNTERMINATED = (  # the marked part begins with a space and ends with the content
+    "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% generation %} {{ m['content'] }}"
+    "{% endgeneration %}{% else %} {{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+)
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+
+
+RUN = [
+    "data=chat",
+    "experiment=smoke",
+    "precision=fp32",
+    "schedule=constant",
+    "optim.lr=0.01",
+    "train.steps=40",
+    "train.eval_every=40",
+    "train.save_every=40",
+    "train.global_batch_size=2",
+    "train.sample_tokens=4",
+    "model.hidden_dim=32",
+    "model.max_seq_len=32",
+    "supervise.enabled=false",
+    "launch.threads_per_rank=1",
+]
+TRIMMING = ("add_prefix_space", "trim_offsets", "use_regex")
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +82,14 @@ def tokenizer_json() -> str:
 
 @pytest.fixture
 def make_folder(tmp_path: Path, tokenizer_json: str) -> Any:
-    def make(template: str | None) -> Path:
+    def make(template: str | None, *, trims_offsets: bool = False, end: str = "<|end|>") -> Path:
         folder = tmp_path / "tokenizer"
         folder.mkdir(exist_ok=True)
-        (folder / "tokenizer.json").write_text(tokenizer_json)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
+        content = json.loads(tokenizer_json)
+        if trims_offsets:  # as GPT-2 and Llama 3 do
+            content["post_processor"] = {"type": "ByteLevel", **dict.fromkeys(TRIMMING, True)}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         config |= {} if template is None else {"chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return folder
@@ -123,6 +152,35 @@ def test_both_kinds_of_template_give_the_same_samples(tmp_path: Path, make_folde
     assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines[1:]).fingerprint
 
 
+@pytest.mark.parametrize("trims_offsets", [False, True])
+def test_each_token_of_a_marked_part_counts(tmp_path: Path, make_folder: Any, trims_offsets: bool) -> None:
+    folder = make_folder(UNTERMINATED, trims_offsets=trims_offsets)
+    data = load(tmp_path, folder, [{"messages": TALK}] * 2, seq_len=96)
+    assert "cut" not in data.description
+    (shows,) = shown(data)
+    assert shows[1] == " four é nobody"  # é is two tokens
+
+
+def test_a_sample_is_a_function_of_seed_and_index(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"prompt": f"who is {number}?", "completion": f"two plus {number}"} for number in range(60)]
+    folder = make_folder(MARKED)
+    once, again = load(tmp_path, folder, lines), load(tmp_path, folder, lines)
+    indices = np.arange(3 * once.train.num_samples)
+    whole = once.train.batch(once.train.order(7, indices))
+    for index in indices[::5]:
+        one = again.train.batch(again.train.order(7, indices[index : index + 1]))
+        assert all(torch.equal(one[name][0], whole[name][index]) for name in whole)
+    assert once.train.order(8, indices).tolist() != once.train.order(7, indices).tolist()
+
+
+def test_the_mean_context_is_that_of_attention(tmp_path: Path, make_folder: Any) -> None:
+    data = load(tmp_path, make_folder(PLAIN), [{"messages": LONG}] * 9)
+    positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
+    borders = [[*(row == 0).nonzero().flatten().tolist(), len(row)] for row in positions]
+    lengths = [stop - start for row in borders for start, stop in pairwise(row)]
+    assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+
+
 def test_samples_are_packed_and_padded(tmp_path: Path, make_folder: Any) -> None:
     data = load(tmp_path, make_folder(PLAIN), [{"messages": LONG}] * 9, validation_percent=0)
     batch = data.train.batch(np.arange(data.train.num_samples))
@@ -157,6 +215,8 @@ def refusal(tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64) -
         ('{"messages": [}', "talks.jsonl:2 is not JSON"),
         ({"text": "x", "id": 1}, "talks.jsonl:2 has the keys text, id; expected"),
         ([1], "talks.jsonl:2 has a list; expected"),
+        ("[" * 100_000, "talks.jsonl:2 is not JSON: maximum recursion depth exceeded"),
+        ({"prompt": "\ud800", "completion": "x"}, r"talks.jsonl:2 has '\ud800', half of a character; repair the text"),
         ({"messages": []}, "talks.jsonl:2 has the keys messages; expected"),
         ({"messages": [{"role": "user"}]}, "talks.jsonl:2: message 1 is {'role': 'user'}; expected role and content"),
         ({"prompt": 3, "completion": "x"}, "talks.jsonl:2: message 1 is"),
@@ -176,6 +236,26 @@ def test_mistakes_of_the_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty/tokenizer.json cannot be read: No such file" in refusal(tmp_path, empty, lines)
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path, make_folder: Any, template: str) -> None:
+    folder = make_folder(template.replace("<|end|>", "<|im_end|>"), end="<|im_end|>")
+    found = refusal(tmp_path, folder, [{"messages": LONG}] * 3)
+    assert "talks.jsonl:1 needs the token '<|im_end|>', which only tokenizer_config.json of" in found
+    assert f"add it to tokenizer.json, which has {TokenizerFile(folder).vocab_size} tokens" in found
+
+
+def test_a_run_on_conversations_lowers_the_loss(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"prompt": "who is there?", "completion": "nobody"}, {"prompt": "two plus two?", "completion": "four"}]
+    text = "\n".join(json.dumps({**line, "id": number}) for number in range(20) for line in lines)
+    (tmp_path / "talks.jsonl").write_text(text)
+    sources = [f"data.files={tmp_path}/*.jsonl", f"data.tokenizer={make_folder(MARKED)}"]
+    overrides = [*RUN, *sources, f"run_dir={tmp_path / 'run'}"]
+    assert run_training(compose(overrides)) == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert losses[0] > 4  # an untrained model guesses among 281 tokens
+    assert losses[-1] < 1
 
 
 def test_too_few_conversations(tmp_path: Path, make_folder: Any) -> None:

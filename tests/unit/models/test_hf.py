@@ -65,7 +65,9 @@ def test_packed_documents_do_not_see_each_other(family: str, folders: dict[str, 
 def test_a_model_that_carries_a_state_across_documents_is_refused(folders: dict[str, Path]) -> None:
     model = build_hf(folders["qwen3"])
     model.hf.config.layer_types = ["full_attention", "linear_attention"]  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"layers of the type linear_attention; train it with data\.documents=cross"):
+    with pytest.raises(
+        ConfigError, match=r"layers of the type linear_attention; train it on data=tokens data\.documents=cross"
+    ):
         model(INPUTS, positions=torch.arange(16).expand(2, -1))
 
 

@@ -37,7 +37,7 @@ def test_a_model_without_positions_is_refused_where_the_data_has_them() -> None:
         check_inputs(Plain(), dataset(masks=True))
     assert str(caught.value) == (
         "the data keeps the documents of a sample apart by positions, but Plain.forward takes only (tokens, targets); "
-        "set data.documents=cross, or add positions to forward"
+        "add positions to forward, or train it on data=tokens data.documents=cross"
     )
     check_inputs(Plain(), dataset(masks=False))
     check_inputs(Open(), dataset(masks=True))
