@@ -57,6 +57,10 @@ class MemoryShards:
         assert starts.max() + length <= self.num_tokens
         return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)
 
+    def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
+        ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+        return np.concatenate([self.stream[start : start + length] for start, length in ranges]).astype(np.int64)
+
 
 def write_packed_shards(folder: Path, lengths: list[int], seq_len: int) -> Path:
     """Writes two shards of random tokens in documents of these lengths, and the plan for samples of ``seq_len``."""
