@@ -117,14 +117,10 @@ class MemoryTokens:
 
     tokens: Int64
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-    def read(self, starts: Int64, length: int) -> Int64:
-        """Returns int64 [n, length]: the tokens from each of ``starts`` [n]."""
-        rows: Int64 = np.lib.stride_tricks.sliding_window_view(self.tokens, length)[starts]
-        return rows
+    def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
+        """Returns the tokens of ranges of different lengths, one after another."""
+        ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+        return np.concatenate([self.tokens[start : start + length] for start, length in ranges])
 
 
 def _pack(conversations: Sequence[Int64], seq_len: int) -> AnswerSamples:

@@ -25,11 +25,8 @@ Int64 = NDArray[np.int64]
 class TokenStream(Protocol):
     """Tokens that are read by their position, such as :class:`dtrain.data.shards.reader.TokenShards`."""
 
-    @property
-    def num_tokens(self) -> int: ...
-
-    def read(self, starts: Int64, length: int) -> Int64:
-        """Returns int64 [n, length]: the tokens from each of ``starts`` [n]."""
+    def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
+        """Returns the tokens of ranges of different lengths, one after another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +61,8 @@ class ShardWindows(SampleSource):
         ends = self.shards.document_ends
         documents = ends.search(np.concatenate((begins, begins + self.seq_len)))
         first, last = documents[: len(begins)], documents[len(begins) :]
-        borders = [ends[begin:end] for begin, end in zip(first.tolist(), last.tolist(), strict=True)]
         rows = np.repeat(np.arange(len(begins)), last - first)
-        return rows, np.concatenate(borders) - begins[rows]
+        return rows, ends.take(_ranges(first, last - first)) - begins[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,14 +81,14 @@ class PackedDocuments(SampleSource):
         bounds = self.packing.bounds
         counts = bounds[sample_ids + 1] - bounds[sample_ids]
         ends = np.cumsum(counts)
-        fragments = np.arange(ends[-1]) + np.repeat(bounds[sample_ids] - ends + counts, counts)
+        fragments = _ranges(bounds[sample_ids], counts)
         rows = np.repeat(np.arange(len(sample_ids)), counts)
         lengths = self.packing.lengths[fragments].astype(np.int64)
         places = np.cumsum(lengths) - lengths  # among the pairs of the batch
         columns = places - places[ends - counts][rows]
         used = np.add.reduceat(lengths, ends - counts)
 
-        stream = read_ranges(self.stream, self.packing.starts[fragments], lengths + 1)
+        stream = self.stream.read_ranges(self.packing.starts[fragments], lengths + 1)
         is_input = np.ones(len(stream), dtype=np.bool_)
         is_input[np.cumsum(lengths + 1) - 1] = False  # the last token of a fragment is a target only
         filled = np.arange(self.seq_len) < used[:, None]
@@ -101,6 +97,12 @@ class PackedDocuments(SampleSource):
         tokens[filled], targets[filled] = stream[is_input], stream[1:][is_input[:-1]]
         padded = np.flatnonzero(used < self.seq_len)
         return _batch(tokens, targets, np.concatenate((rows, padded)), np.concatenate((columns, used[padded])))
+
+
+def _ranges(starts: Int64, counts: Int64) -> Int64:
+    """Returns ``counts`` numbers from each of ``starts``, one range after another."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
 
 
 def _batch(tokens: Int64, targets: Int64, rows: Int64, columns: Int64) -> dict[str, Tensor]:
@@ -117,21 +119,3 @@ def mean_context(source: SampleSource) -> float:
     indices = np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))
     positions = source.batch(source.order(0, indices))["positions"]
     return float((2 * positions + 1).double().mean())  # over a document of n tokens, the sum is n x n
-
-
-def read_ranges(tokens: TokenStream, starts: Int64, lengths: Int64) -> Int64:
-    """Returns the tokens of ranges of different lengths, one after another.
-
-    Ranges of similar length are read at once, as wide as the next power of two.
-    """
-    stream = np.empty(int(lengths.sum()), np.int64)
-    places = np.cumsum(lengths) - lengths
-    widths = np.minimum(1 << np.ceil(np.log2(lengths)).astype(np.int64), tokens.num_tokens)
-    for width in np.unique(widths).tolist():
-        own = np.flatnonzero(widths == width)
-        begins = np.minimum(starts[own], tokens.num_tokens - width)
-        skipped = (starts[own] - begins)[:, None]
-        columns = np.arange(width) - skipped
-        wanted = (columns >= 0) & (columns < lengths[own, None])
-        stream[(places[own, None] + columns)[wanted]] = tokens.read(begins, width)[wanted]
-    return stream

@@ -21,7 +21,7 @@ from tests.helpers.launch import (
     write_samples,
 )
 from tests.helpers.mishap import Mishap, recording, sample_name
-from tests.helpers.token_shards import write_shards
+from tests.helpers.token_shards import write_packed_shards
 
 pytestmark = pytest.mark.processes
 
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, d
 def test_token_shards_give_the_same_samples_on_other_ranks_after_a_kill(tmp_path: Path) -> None:
     """Packed documents of a mixture: four ranks, one is killed; then three."""
     lengths = [40, 7, 90, 12, 33, 5, 61] * 20
-    folders = {str(write_shards(tmp_path / name, lengths, packed=SEQ_LEN)): weight for name, weight in WEIGHTS.items()}
+    folders = {str(write_packed_shards(tmp_path / name, lengths, SEQ_LEN)): weight for name, weight in WEIGHTS.items()}
     mixture = ", ".join(f"{folder}: {weight}" for folder, weight in folders.items())
     command = [
         *(word for word in SMALL if not word.startswith(("data=", "train.steps=", "train.global_batch_size="))),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from dtrain.data.packing import pack_documents, write_plan
 from dtrain.data.shards.reader import TokenShards
+from tests.helpers.token_files import write_shards
 
 Int64 = NDArray[np.int64]
 
@@ -27,6 +27,9 @@ class Ends:
 
     def __getitem__(self, key: int | slice) -> Any:
         return self._ends[key]
+
+    def take(self, documents: Int64) -> Int64:
+        return self._ends[documents]
 
     def search(self, positions: Int64) -> Int64:
         return np.searchsorted(self._ends, positions, side="right").astype(np.int64)
@@ -54,15 +57,17 @@ class MemoryShards:
         assert starts.max() + length <= self.num_tokens
         return self.stream[starts[:, None] + np.arange(length)].astype(np.int64)
 
+    def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
+        ranges = zip(starts.tolist(), lengths.tolist(), strict=True)
+        return np.concatenate([self.stream[start : start + length] for start, length in ranges]).astype(np.int64)
 
-def write_shards(folder: Path, lengths: list[int], *, vocab_size: int = 97, seed: int = 0, packed: int = 0) -> Path:
-    """Writes shards of random tokens in documents of these lengths, and a plan for samples of ``packed`` tokens."""
-    folder.mkdir(parents=True)
-    ends = np.cumsum(lengths)
-    np.random.default_rng(seed).integers(1, vocab_size, ends[-1], dtype=np.uint16).tofile(folder / "t.bin")
-    np.save(folder / "ends.npy", ends)
-    (folder / "meta.json").write_text(json.dumps({"vocab": vocab_size}))
-    if packed:
-        shards = TokenShards.open(folder)
-        write_plan(folder, pack_documents(shards.document_ends[:], packed), packed, shards.fingerprint)
+
+def write_packed_shards(folder: Path, lengths: list[int], seq_len: int) -> Path:
+    """Writes two shards of random tokens in documents of these lengths, and the plan for samples of ``seq_len``."""
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(1, 97, length) for length in lengths]
+    half = len(documents) // 2
+    write_shards(folder, [documents[:half], documents[half:]], vocab_size=97)
+    shards = TokenShards.open(folder)
+    write_plan(folder, pack_documents(shards.document_ends[:], seq_len), seq_len, shards.fingerprint)
     return folder

@@ -53,7 +53,7 @@ class Shard:
             DataError: a block has another checksum than when it was written, or a token is beyond the vocabulary.
         """
         if self.checksums is not None:
-            self._check_blocks(starts, length)
+            self.check_blocks(starts, length)
         rows: NDArray[Any] = np.lib.stride_tricks.sliding_window_view(self.tokens, length)[starts]
         if self.checksums is None and rows.size and int(rows.max()) >= self.vocab_size:
             row, column = np.argwhere(rows >= self.vocab_size)[0].tolist()
@@ -63,7 +63,8 @@ class Shard:
             )
         return rows
 
-    def _check_blocks(self, starts: Int64, length: int) -> None:
+    def check_blocks(self, starts: Int64, length: int | Int64) -> None:
+        """Checks the blocks of ranges that have not been read before; raises as :meth:`check_block`."""
         size = self.dtype.itemsize
         first, last = starts * size // BLOCK, ((starts + length) * size - 1) // BLOCK
         for step in range(int((last - first).max(initial=-1)) + 1):

@@ -57,6 +57,10 @@ def test_the_stream_is_the_concatenation_of_all_documents(
         starts = np.array(data.draw(st.lists(st.integers(0, len(stream) - window), max_size=8)), dtype=np.int64)
         expected = [stream[start : start + window].tolist() for start in starts]
         assert shards.read(starts, window).tolist() == expected
+        lengths_of_ranges = np.array([1 + (7 * number) % window for number in range(len(starts))], dtype=np.int64)
+        ranges = zip(starts.tolist(), lengths_of_ranges.tolist(), strict=True)
+        flat_ranges = [token for start, length in ranges for token in stream[start : start + length].tolist()]
+        assert shards.read_ranges(starts, lengths_of_ranges).tolist() == flat_ranges
 
 
 def test_a_flipped_byte_is_found_when_its_block_is_read(tmp_path: Path) -> None:
@@ -72,6 +76,8 @@ def test_a_flipped_byte_is_found_when_its_block_is_read(tmp_path: Path) -> None:
     for start in (100_000 + per_block, 100_000 + 2 * per_block - 1, 100_000 + per_block - 1):
         with pytest.raises(DataError, match=rf"00001\.bin: bytes {BLOCK} to {2 * BLOCK} have the CRC-32"):
             shards.read(np.array([start]), 2)
+        with pytest.raises(DataError, match=rf"00001\.bin: bytes {BLOCK} to {2 * BLOCK} have the CRC-32"):
+            shards.read_ranges(np.array([0, start]), np.array([5, 2]))
 
 
 @pytest.mark.parametrize(
@@ -200,6 +206,9 @@ def test_shards_of_llmc(tmp_path: Path, magic: int) -> None:
     assert shards.document_ends[:].tolist() == [900, 2000]
     with pytest.raises(DataError, match=r"web_000002.bin: token 699 at position 499 is beyond the vocabulary of 699"):
         TokenShards.open(tmp_path, 699).read(np.array([1390]), 20)
+    assert shards.read_ranges(np.array([895, 3]), np.array([10, 2])).tolist() == [*tokens[895:905].tolist(), 3, 4]
+    with pytest.raises(DataError, match=r"web_000002.bin: token 699 at position 499 is beyond the vocabulary of 699"):
+        TokenShards.open(tmp_path, 699).read_ranges(np.array([3, 1390]), np.array([4, 20]))
     llmc(tmp_path / "web_000002.bin", tokens[900:][::-1], magic)
     assert TokenShards.open(tmp_path, 700).fingerprint != shards.fingerprint
     (tmp_path / "web_000002.bin").write_bytes((tmp_path / "web_000002.bin").read_bytes()[:-2])

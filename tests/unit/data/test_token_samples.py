@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.data.packing import pack_documents
-from dtrain.data.token_samples import IGNORE_INDEX, PackedDocuments, ShardWindows, read_ranges
+from dtrain.data.token_samples import IGNORE_INDEX, PackedDocuments, ShardWindows
 from dtrain.models import build_model
 from tests.helpers.token_shards import MemoryShards
 
@@ -105,15 +105,6 @@ def test_a_packed_sample_is_pieces_with_positions_of_their_own_then_padding(
         assert batch["tokens"][row].tolist() == tokens + [0] * rest
         assert batch["targets"][row].tolist() == [token + 1 for token in tokens] + [IGNORE_INDEX] * rest
         assert batch["positions"][row].tolist() == positions + list(range(rest))
-
-
-@given(LENGTHS, st.data())
-def test_ranges_of_any_length_are_read_in_their_order(lengths: list[int], data: st.DataObject) -> None:
-    shards = MemoryShards(lengths)
-    starts = data.draw(st.lists(st.integers(0, shards.num_tokens - 1), min_size=1, max_size=9))
-    ranges = [(start, data.draw(st.integers(1, shards.num_tokens - start))) for start in starts]
-    got = read_ranges(shards, *np.array(ranges).T)
-    assert got.tolist() == [token for start, length in ranges for token in range(start + 1, start + length + 1)]
 
 
 @pytest.mark.parametrize("factory", [ModelConfig.factory, GPT2_FACTORY])
