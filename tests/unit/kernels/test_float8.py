@@ -140,7 +140,9 @@ def test_one_launch_makes_the_transposes_of_a_set(device: torch.device, launched
             weight.bind([copy])
             assert not weight.cached()
         for weight, copy in zip(weights, copies, strict=True):
-            assert_same(weight.backward(copy, scale).values, operand(copy, emulate=False, transposed=True))
+            transposed, factor = weight.backward(copy, scale)
+            assert_same(transposed.values, operand(copy, emulate=False, transposed=True))
+            assert factor is None
         assert [tensor.nbytes for weight in weights for tensor in weight.cached()] == [48 * 80, 48 * 32]
     assert launched == ["_transpose"] * 2
 
