@@ -12,6 +12,7 @@ from dtrain.config.tool_schema import (
     AcceptConfig,
     CheckpointSuiteConfig,
     CollectivesSuiteConfig,
+    DataSuiteConfig,
     EngineSuiteConfig,
     Float8SuiteConfig,
     OptimizerSuiteConfig,
@@ -50,6 +51,7 @@ BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
 BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
 BENCH_COLLECTIVES = Primary("bench-collectives", CollectivesSuiteConfig)
 BENCH_CHECKPOINT = Primary("bench-checkpoint", CheckpointSuiteConfig)
+BENCH_DATA = Primary("bench-data", DataSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", VoteSuiteConfig)
 BENCH_TELEMETRY = Primary("bench-telemetry", TelemetrySuiteConfig)
 BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
@@ -63,6 +65,7 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_OPTIMIZER,
     BENCH_COLLECTIVES,
     BENCH_CHECKPOINT,
+    BENCH_DATA,
     BENCH_VOTE,
     BENCH_TELEMETRY,
     BENCH_FLOAT8,

@@ -137,6 +137,26 @@ class CheckpointBenchConfig(MeasurementConfig):
 
 
 @dataclass(frozen=True)
+class DataBenchConfig(CheckedRecord):
+    """Tokenizing against the library alone, reading token shards, and packing documents against padding them.
+
+    The corpus is the standard library's text, cut into documents whose lengths are log-normal.
+    """
+
+    copies: int = at_least(2, 1, "Times that the corpus holds the standard library's text, 12 MB.")
+    median_length: int = at_least(600, 2, "Median length of a document, in characters.")
+    sigma: float = at_least(1.0, 0.0, "Standard deviation of the logarithm of the length.")
+    vocab_size: int = at_least(8192, 256, "Tokens of the tokenizer that is trained for this.")
+    micro_batch_size: int = at_least(8, 1, "Samples of a batch.")
+    reads: int = at_least(64, 1, "Batches that are read in one round.")
+    documents: int = at_least(64, 1, "Documents that the model computes in one round.")
+    threads: int = at_least(1, 1, "PyTorch threads.")
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    rounds: int = at_least(5, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
 class SuiteConfig(CheckedRecord):
     """One run of a suite of ``dtrain bench`` that trains a model."""
 
@@ -186,6 +206,12 @@ class CollectivesSuiteConfig(CheckedRecord):
 @dataclass(frozen=True)
 class CheckpointSuiteConfig(CheckedRecord):
     bench: CheckpointBenchConfig = group(CheckpointBenchConfig)
+
+
+@dataclass(frozen=True)
+class DataSuiteConfig(CheckedRecord):
+    bench: DataBenchConfig = group(DataBenchConfig)
+    model: ModelConfig = group(ModelConfig)
 
 
 @dataclass(frozen=True)

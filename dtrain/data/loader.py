@@ -6,17 +6,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dtrain.data.dataset import SampleSource
-from dtrain.data.sampling import micro_batch_indices
+from dtrain.data.sampling import Indices, micro_batch_indices
 
 Batch = list[dict[str, Tensor]]
 
+_ORDERED = 4096  # samples of all ranks whose places in the order are computed at once, in the time of four calls for 8
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
 
 
@@ -35,6 +36,7 @@ class BatchLoader:
     rank: int = 0
     world_size: int = 1
     cursor: int = 0
+    _ids_ahead: deque[Indices] = field(init=False, default_factory=deque)
 
     @property
     def global_batch_size(self) -> int:
@@ -44,13 +46,27 @@ class BatchLoader:
         return self
 
     def __next__(self) -> Batch:
-        micro_batches = [self._micro_batch(micro) for micro in range(self.num_micro_batches)]
+        if not self._ids_ahead:
+            self._ids_ahead.extend(self._order_steps())
+        ids = self._ids_ahead.popleft()
         self.cursor += self.global_batch_size
-        return micro_batches
+        return [self.source.batch(micro_batch) for micro_batch in ids]
 
-    def _micro_batch(self, micro: int) -> dict[str, Tensor]:
-        indices = micro_batch_indices(self.cursor, micro, self.rank, self.world_size, self.micro_batch_size)
-        return self.source.batch(self.source.order(self.seed, indices))
+    def _order_steps(self) -> Indices:
+        """Returns the ids of this rank's samples in the next steps, [steps, micro-batches, samples]."""
+        # each epoch has keys of its own, so more samples than there are would take longer
+        steps = max(1, min(_ORDERED, self.source.num_samples) // self.global_batch_size)
+        indices = [
+            [
+                self._indices(self.cursor + step * self.global_batch_size, micro)
+                for micro in range(self.num_micro_batches)
+            ]
+            for step in range(steps)
+        ]
+        return self.source.order(self.seed, np.array(indices))
+
+    def _indices(self, cursor: int, micro: int) -> Indices:
+        return micro_batch_indices(cursor, micro, self.rank, self.world_size, self.micro_batch_size)
 
 
 class PrefetchedBatches:

@@ -88,7 +88,7 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
         if config.tokenizer is not None:
             tokenizer = TokenizerFile(Path(os.path.expandvars(config.tokenizer)).expanduser())
     else:
-        documents, label = _stdlib_documents(), "data=stdlib"
+        documents, label = stdlib_documents(), "data=stdlib"
     tokenize = _to_bytes if tokenizer is None else partial(_encode, tokenizer)
     held_out = [is_held_out(document.name, config.validation_percent) for document in documents]
     train = TokenWindows(tokenize([d for d, out in zip(documents, held_out, strict=True) if not out]), seq_len)
@@ -107,7 +107,7 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
     return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer, tokenizer.path)
 
 
-def _stdlib_documents() -> list[Document]:
+def stdlib_documents() -> list[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
     for folder, folders, files in os.walk(root):

@@ -13,6 +13,7 @@ from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import (
     BENCH_CHECKPOINT,
     BENCH_COLLECTIVES,
+    BENCH_DATA,
     BENCH_ENGINE,
     BENCH_FLOAT8,
     BENCH_OPTIMIZER,
@@ -39,6 +40,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
   optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
   collectives  each collective of a step, through sockets and through shared memory
   checkpoint   stall of training during a save and time until it is complete, against torch's
+  data         tokenizing, reading token shards, and packing documents against padding them
   vote         cost of the vote and of loss scaling in a step
   telemetry    cost of a sampled step, in which every gradient and update is measured
   report       writes the tables of results files into a document, between their markers
@@ -54,6 +56,7 @@ _SUITES: dict[str, tuple[Primary[Any], str, str]] = {
     "optimizer": (BENCH_OPTIMIZER, "operations.optimizer", "run_optimizer_suite"),
     "collectives": (BENCH_COLLECTIVES, "operations.collectives", "run_collectives_suite"),
     "checkpoint": (BENCH_CHECKPOINT, "operations.checkpoint", "run_checkpoint_suite"),
+    "data": (BENCH_DATA, "operations.data", "run_data_suite"),
 }
 """Name -> configuration, module and function. The module brings torch, so bad keys are reported before its import."""
 

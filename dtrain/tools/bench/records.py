@@ -180,6 +180,7 @@ class OperationTiming:
         nbytes: bytes that it must move; 0 if its products take longer.
         workload: the operation and its size; cases of one workload are compared.
         flops: floating-point operations of its products; 0 if it is bound by memory.
+        tokens: tokens that it writes or reads, or targets that it learns from.
     """
 
     case: str
@@ -187,12 +188,16 @@ class OperationTiming:
     ms: list[float]
     workload: str = ""
     flops: int = 0
+    tokens: int = 0
 
     def gb_per_s(self) -> list[float]:
         return [self.nbytes / value / 1e6 for value in self.ms]
 
     def tflop_per_s(self) -> list[float]:
         return [self.flops / value / 1e9 for value in self.ms]
+
+    def mtokens_per_s(self) -> list[float]:
+        return [self.tokens / value / 1e3 for value in self.ms]
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,18 @@ def no_thread_stays() -> Iterator[None]:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("global_batch_size", [8, 48, 80])  # 64 samples: in one epoch, on its border, more than one
+def test_every_step_is_the_first_one_of_a_loader_that_starts_there(global_batch_size: int) -> None:
+    source, num_micro_batches = Slow(), global_batch_size // 4
+    for rank in (0, 1):
+        loader = BatchLoader(source, 3, 2, num_micro_batches, rank, 2)
+        for step in range(20):
+            started = BatchLoader(source, 3, 2, num_micro_batches, rank, 2, cursor=step * global_batch_size)
+            first = source.order(3, step * global_batch_size + 2 * rank + np.arange(2)).tolist()
+            assert ids(next(loader)) == ids(batch := next(started))
+            assert batch[0]["ids"].tolist() == first
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_batches_prepared_ahead_are_those_prepared_in_the_step(depth: int) -> None:
     source = Slow()

@@ -21,7 +21,9 @@ def describe_operations(results: OperationResults) -> Report:
         return spread([own / other for own, other in zip(timing.gb_per_s(), reference, strict=True)], 2)
 
     def speed_up(timing: OperationTiming, name: str) -> str:
-        baseline = found[timing.workload, name]
+        baseline = found.get((timing.workload, name))
+        if baseline is None:
+            return ""
         return spread([other / own for own, other in zip(timing.ms, baseline.ms, strict=True)], 2)
 
     columns: list[Column[OperationTiming]] = [
@@ -36,6 +38,8 @@ def describe_operations(results: OperationResults) -> Report:
         columns.append((f"GB/s / {results.reference}", lambda timing: share(timing) if timing.nbytes else ""))
     if any(timing.flops for timing in results.timings):
         columns.append(("TFLOP/s", lambda timing: f"{median(timing.tflop_per_s()):.3f}" if timing.flops else ""))
+    if any(timing.tokens for timing in results.timings):
+        columns.append(("M tokens/s", lambda timing: f"{median(timing.mtokens_per_s()):.3g}"))
     for name in results.baselines:
         columns.append((f"speed-up over {name}", lambda timing, name=name: speed_up(timing, name)))  # type: ignore[misc]
     rounds = f"{len(results.timings[0].ms)} rounds; load before them {results.load:.1f}."
