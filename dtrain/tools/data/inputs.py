@@ -67,12 +67,14 @@ def find_files(pattern: str, key: str = "files") -> dict[str, Path]:
     """
     expanded = os.path.expandvars(os.path.expanduser(pattern))
     is_file = os.path.isfile(expanded)
-    patterns = [glob.escape(expanded)] if is_file else list(_without_braces(expanded))
-    root = Path(expanded if is_file else expanded[: _fixed_end(expanded)] + "x").parent
-    found = {path for one in patterns for path in glob.iglob(one, recursive=True) if os.path.isfile(path)}
+    patterns = [expanded] if is_file else [os.path.expanduser(one) for one in _without_braces(expanded)]
+    globs = [glob.escape(expanded)] if is_file else patterns
+    found = {os.path.abspath(path) for one in globs for path in glob.iglob(one, recursive=True) if os.path.isfile(path)}
     if not found:
         inside = "; it is a folder: add '/**/*.jsonl'" if os.path.isdir(expanded) else ""
         raise ConfigError(f"{key}={pattern} matches no file (working directory {os.getcwd()}){inside}")
+    fixed = (one if is_file else one[: _fixed_end(one)] + "x" for one in patterns)
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(one)) for one in fixed])
     files = {path.relative_to(root).as_posix(): path for path in map(Path, found)}
     for path in files.values():
         if hint := _UNREADABLE.get(path.suffix.lower()):
@@ -110,7 +112,7 @@ def plan_units(files: Mapping[str, Path], text_key: str) -> list[list[Source]]:
     room = 0
     for name, path in files.items():
         for source in _sources(name, path, sizes[name], target, text_key):
-            if source.size > room:
+            if not units or source.size > room:
                 units.append([])
                 room = target
             units[-1].append(source)
@@ -177,10 +179,10 @@ def _text_column(schema: Any, path: str, text_key: str) -> str:
     if text_key not in schema.names:
         raise ConfigError(f"{path} has no column '{text_key}'{key_hint(text_key, schema.names)}")
     kind = schema.field(text_key).type
-    value = getattr(kind, "value_type", kind)  # of a dictionary of texts
-    if str(value) == "null":
+    value = str(kind.value_type if str(kind).startswith("dictionary<") else kind)
+    if value == "null":
         raise ConfigError(f"{path} has only nulls in column '{text_key}'; remove it or narrow the glob")
-    if str(value) not in ("string", "large_string", "string_view") or str(kind).startswith("list"):
+    if value not in ("string", "large_string", "string_view"):
         raise ConfigError(f"{path}: column '{text_key}' has the type {kind}; expected text, so set another text_key")
     return text_key
 

@@ -27,6 +27,16 @@ def test_globs_have_stars_and_braces(tmp_path: Path) -> None:
     assert list(find_files(f"{tmp_path}/a{{b}}.txt")) == ["a{b}.txt"]  # a file of that name, and no list of choices
 
 
+def test_braces_around_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path / "web/a.txt", tmp_path / "code/x/b.txt")
+    both = ["code/x/b.txt", "web/a.txt"]
+    assert list(find_files(f"{{{tmp_path}/web,{tmp_path}/code}}/**/*.txt")) == both
+    monkeypatch.chdir(tmp_path / "web")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert list(find_files("{.,~/code}/**/*.txt")) == both
+    assert list(find_files("../{web,code/x}/*.txt")) == both
+
+
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
@@ -39,6 +49,13 @@ def test_mistakes_in_a_glob(tmp_path: Path, pattern: str, expected: str) -> None
     touch(tmp_path / "a.json")
     with pytest.raises(ConfigError, match=expected):
         find_files(f"{tmp_path}/{pattern}".rstrip("/"))
+
+
+def test_empty_files_come_first_too(tmp_path: Path) -> None:
+    for name, text in (("a.txt", ""), ("b.txt", "hello"), ("c.jsonl", "")):
+        (tmp_path / name).write_text(text)
+    (unit,) = plan_units(find_files(f"{tmp_path}/*"), "text")
+    assert [source.name for source in unit] == ["a.txt", "b.txt", "c.jsonl"]
 
 
 def test_units_are_groups_of_files_and_parts_of_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +133,17 @@ def test_mistakes_in_a_column(tmp_path: Path, texts: list[object], key: str, exp
     write_parquet(tmp_path / "x.parquet", texts, key)
     with pytest.raises(ConfigError, match=expected):
         plan_units(find_files(f"{tmp_path}/*"), "text")
+
+
+@pytest.mark.parametrize("kind", ["large_list", "fixed_size_list", "list_view"])
+def test_a_column_of_lists_is_no_text(kind: str) -> None:
+    import pyarrow
+
+    fixed = pyarrow.list_(pyarrow.string(), 1)
+    made = fixed if kind == "fixed_size_list" else getattr(pyarrow, kind)(pyarrow.string())
+    schema = pyarrow.schema([("text", made)])
+    with pytest.raises(ConfigError, match=f"column 'text' has the type {kind}<.*; expected text"):
+        inputs._text_column(schema, "x.parquet", "text")
 
 
 def test_nulls_of_a_typed_column_and_single_nulls(tmp_path: Path) -> None:
