@@ -6,7 +6,6 @@ Each conversation is a document; they are packed side by side and do not see eac
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,8 @@ from dtrain.config.data import ChatDataConfig
 from dtrain.data.dataset import IGNORE_INDEX, Dataset, SampleSource
 from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
-from dtrain.data.text import Document, content_hash, document_text, glob_documents, is_held_out
+from dtrain.data.shards.format import sha256_of
+from dtrain.data.text import Document, document_text, fingerprint_of, glob_documents, is_held_out
 from dtrain.data.token_samples import PackedDocuments, mean_context
 from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
 from dtrain.errors import ConfigError
@@ -74,15 +74,12 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
     notes = [f"{len(held_out)} of them held out for validation"]
     notes += [f"{num_cut} cut at {seq_len} tokens"] if num_cut else []
     notes += [f"{num_empty} without an answer left out"] if num_empty else []
-    files = hashlib.sha256(content_hash(documents).encode())
-    for name in TOKENIZER_FILES:
-        if (folder / name).is_file():
-            files.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
+    files = {name: sha256_of(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     source = _pack(train, seq_len)
     return Dataset(
         source,
         _pack(held_out, seq_len),
-        files.hexdigest(),
+        fingerprint_of(documents, [config.validation_percent, files]),
         f"data=chat: {len(train) + len(held_out):,} conversations in {len(documents)} files, {', '.join(notes)}",
         tokenizer.vocab_size,
         tokenizer,

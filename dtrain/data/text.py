@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable
@@ -100,10 +101,10 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
         how = f"the last {share:.1f} % of the text held out for validation"
     size = sum(len(document.content) for document in documents) / 1e6
     description = f"{label}: {len(documents)} files, {size:.1f} MB, {how}"
-    fingerprint = content_hash(documents)
+    settings = [config.validation_percent, tokenizer and [tokenizer.sha256, tokenizer.end_id]]
+    fingerprint = fingerprint_of(documents, settings)
     if tokenizer is None:
         return Dataset(train, validation, fingerprint, description, VOCAB_SIZE, ByteCodec())
-    fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.sha256}".encode()).hexdigest()
     return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer, tokenizer.path)
 
 
@@ -196,8 +197,9 @@ def _hold_out_tail(tokens: Tokens, percent: float, seq_len: int, label: str) -> 
     return TokenWindows(tokens[:-tail], seq_len), TokenWindows(tokens[-tail:], seq_len)
 
 
-def content_hash(documents: list[Document]) -> str:
-    digest = hashlib.sha256()
+def fingerprint_of(documents: list[Document], settings: Any) -> str:
+    """Returns a sha256 (hex) of the names and contents of the files, and of ``settings`` as JSON."""
+    digest = hashlib.sha256(json.dumps(settings).encode())
     for document in documents:
         name = document.name.encode(errors="surrogateescape")
         # the lengths come first, so that different lists of files never give the same bytes

@@ -17,7 +17,7 @@ from dtrain.data.sampling import Indices
 if TYPE_CHECKING:
     from dtrain.data.shards.reader import TokenShards
 
-_SAMPLES_OF_CONTEXT = 256
+_SAMPLES_OF_CONTEXT, _TOKENS_OF_CONTEXT = 256, 1 << 19
 
 Int64 = NDArray[np.int64]
 
@@ -116,6 +116,11 @@ def _batch(tokens: Int64, targets: Int64, rows: Int64, columns: Int64) -> dict[s
 
 def mean_context(source: SampleSource) -> float:
     """Returns the mean over tokens of the length of their document in their sample, from some of the samples."""
-    indices = np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))
-    positions = source.batch(source.order(0, indices))["positions"]
-    return float((2 * positions + 1).double().mean())  # over a document of n tokens, the sum is n x n
+    total = num_tokens = 0
+    for sample in source.order(0, np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))):
+        positions = source.batch(np.array([sample]))["positions"]
+        total += int((2 * positions + 1).sum())  # over a document of n tokens, the sum is n x n
+        num_tokens += positions.numel()
+        if num_tokens >= _TOKENS_OF_CONTEXT:
+            break
+    return total / num_tokens

@@ -143,18 +143,13 @@ def _check_same_vocabulary(folders: Iterable[_Folder]) -> None:
     for other in others:
         for what, own, expected in (
             ("a vocabulary of", other.shards.vocab_size, first.shards.vocab_size),
-            ("a tokenizer of sha256", _tokenizer_sha256(other.shards), _tokenizer_sha256(first.shards)),
+            ("a tokenizer of sha256", other.shards.tokenizer_sha256, first.shards.tokenizer_sha256),
         ):
             if own != expected:
                 raise ConfigError(
                     f"{other.name} has {what} {own!s:.12}, but {first.name} {expected!s:.12}; their tokens mean other "
                     "text: tokenize both with the same tokenizer"
                 )
-
-
-def _tokenizer_sha256(shards: TokenShards) -> str | None:
-    file = shards.tokenizer_file
-    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def _fingerprint(config: TokensDataConfig, folders: Sequence[_Folder], apart: _Folder | None) -> str:

@@ -52,7 +52,9 @@ def open_foreign(folder: Path, vocab_size: int | None) -> tuple[list[Shard], str
         )
     shards = [_megatron(path, vocab_size) for path in indices] or [_llmc(path, vocab_size) for path in files]
     digest = hashlib.sha256()
-    for path in [*indices, *files]:
+    for path in indices:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    for path in files:
         _sample(path, digest)
     return shards, digest.hexdigest()
 

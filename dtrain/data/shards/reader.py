@@ -28,7 +28,8 @@ class TokenShards:
         fingerprint: sha256 (hex). Of the manifest, which holds hashes of all files; for shards of another program, of
             their names, sizes, indices and 64 blocks of each file.
         description: one line.
-        tokenizer_file: the ``tokenizer.json`` of the tokens, or None.
+        tokenizer_sha256: of the ``tokenizer.json`` of the tokens, hex; None for shards of another program.
+        tokenizer_file: that file, or None.
     """
 
     def __init__(
@@ -38,7 +39,8 @@ class TokenShards:
         vocab_size: int,
         end_id: int | None,
         fingerprint: str,
-        tokenizer_file: Path | None,
+        tokenizer_sha256: str | None = None,
+        tokenizer_file: Path | None = None,
     ) -> None:
         self.shards = tuple(shards)
         self._starts = np.concatenate(([0], np.cumsum([shard.num_tokens for shard in shards]))).astype(np.int64)
@@ -47,6 +49,7 @@ class TokenShards:
         self.end_id = end_id
         self.document_ends = DocumentEnds([shard.ends for shard in shards], self._starts)
         self.fingerprint = fingerprint
+        self.tokenizer_sha256 = tokenizer_sha256
         self.tokenizer_file = tokenizer_file
         files = f"{len(shards)} shard{'s' if len(shards) > 1 else ''}"
         self.description = f"{self.num_tokens:,} tokens, {self.num_documents:,} documents in {files}"
@@ -79,7 +82,7 @@ class TokenShards:
             return cls._open_own(folder)
         shards, fingerprint = open_foreign(folder, vocab_size)
         assert vocab_size is not None
-        return cls(shards, vocab_size=vocab_size, end_id=None, fingerprint=fingerprint, tokenizer_file=None)
+        return cls(shards, vocab_size=vocab_size, end_id=None, fingerprint=fingerprint)
 
     @classmethod
     def _open_own(cls, folder: Path) -> TokenShards:
@@ -93,6 +96,7 @@ class TokenShards:
             vocab_size=manifest.vocab_size,
             end_id=manifest.end_id,
             fingerprint=hashlib.sha256(content).hexdigest(),
+            tokenizer_sha256=manifest.tokenizer_sha256,
             tokenizer_file=tokenizer if tokenizer.is_file() else None,
         )
 

@@ -149,6 +149,7 @@ def test_both_kinds_of_template_give_the_same_samples(tmp_path: Path, make_folde
     found = plain.train.batch(ids % plain.train.num_samples)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert plain.fingerprint != marked.fingerprint  # of another template
+    assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines, validation_percent=30).fingerprint
     assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines[1:]).fingerprint
 
 
@@ -278,6 +279,7 @@ def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     bytes_only = load_dataset(TextDataConfig(**keys), 8)
     assert bytes_only.vocab_size == 257
     assert bytes_only.fingerprint != data.fingerprint
+    assert bytes_only.fingerprint != load_dataset(TextDataConfig(**keys | {"validation_percent": 30.0}), 8).fingerprint
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")
     with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 at byte 3, so it cannot be tokenized"):
         load_dataset(TextDataConfig(tokenizer=str(folder), **keys), 8)

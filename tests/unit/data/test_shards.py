@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data.shards import foreign
 from dtrain.data.shards.format import BLOCK, MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
@@ -235,6 +236,16 @@ def test_shards_of_megatron(tmp_path: Path, code: int) -> None:
     shards = TokenShards.open(tmp_path, 1000)
     assert shards.document_ends[:].tolist() == [10, 35, 42]  # the second document has two sequences
     assert shards.read(np.array([3]), 39)[0].tolist() == np.concatenate(sequences)[3:].tolist()
+
+
+def test_the_fingerprint_is_of_the_whole_index_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "BLOCK", 8)  # of large files only some blocks are read
+    monkeypatch.setattr(foreign, "_SAMPLED_BLOCKS", 2)
+    sequences, found = documents([3] * 40), set()
+    for border in range(19, 22):
+        megatron(tmp_path / "a.idx", sequences, [0, 10, border, 30, 40])
+        found.add(TokenShards.open(tmp_path, 1000).fingerprint)
+    assert len(found) == 3
 
 
 def test_wrong_indices_of_megatron(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dtrain.config.data import TokensDataConfig
-from dtrain.data import Dataset, SampleSource, load_dataset, tokens
+from dtrain.data import Dataset, SampleSource, load_dataset, token_samples, tokens
 from dtrain.data.packing import pack_documents, write_plan
 from dtrain.data.token_samples import IGNORE_INDEX
 from dtrain.errors import ConfigError
@@ -119,6 +119,17 @@ def test_the_mean_context_is_that_of_attention() -> None:
     assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
 
 
+def test_the_mean_context_reads_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_samples, "_TOKENS_OF_CONTEXT", 5 * SEQ_LEN)
+    sizes: list[int] = []
+    batch = token_samples.ShardWindows.batch
+    monkeypatch.setattr(
+        token_samples.ShardWindows, "batch", lambda self, ids: sizes.append(len(ids)) or batch(self, ids)
+    )
+    load(path="web")
+    assert sizes == [1] * 5
+
+
 def runs(positions: list[int]) -> list[list[int]]:
     found: list[list[int]] = []
     for position in positions:
@@ -157,7 +168,7 @@ def refusal(**keys: Any) -> str:
     return message
 
 
-def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards], tmp_path: Path) -> None:
+def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards]) -> None:
     assert refusal(path="short") == (
         "short holds 9 tokens, which give no sample of model.max_seq_len=16; add text or lower model.max_seq_len"
     )
@@ -172,8 +183,7 @@ def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards], tmp_path:
     other = "other has a vocabulary of 300, but web 70000; their tokens mean other text"
     assert refusal(mixture={"web": 1.0, "other": 1.0}).startswith(other)
     assert refusal(path="web", validation_path="other").startswith(other)
-    for name in ("own", "another"):
-        (tmp_path / name).write_text(name)
-        shards[name] = MemoryShards([50] * 9, tokenizer_file=tmp_path / name)
-    assert refusal(mixture={"own": 1.0, "another": 1.0}).startswith("another has a tokenizer of sha256 ")
+    for name in ("own", "another"):  # as their manifests state; the files may be gone
+        shards[name] = MemoryShards([50] * 9, tokenizer_sha256=name)
+    assert refusal(mixture={"own": 1.0, "another": 1.0}).startswith("another has a tokenizer of sha256 another, but ")
     assert refusal(path="own", validation_path="web").startswith("web has a tokenizer of sha256 None, but own ")
