@@ -117,6 +117,8 @@ def _omegaconf(error: Exception, cause: OmegaConfBaseException, primary: Primary
     if isinstance(cause, ValidationError) and not whole.startswith(f"{key}."):
         return _wrong_type(cause, key)
     if isinstance(cause, (ConfigKeyError, AttributeError, ValidationError)):
+        if whole in _keys(primary.schema) and whole.rpartition(".")[2] != cause.key:  # a mapping with the key inside
+            whole = f"{whole}.{cause.key}"
         return unknown_key(whole, cause.object_type, primary)
     return f"{key}: {_one_line(str(cause))}"
 

@@ -39,6 +39,8 @@ class Lora(CheckedRecord):
     targets: list[str] = setting([], "Last names of the Linears that get adapters, such as [q_proj,v_proj].")
 
     def _check(self) -> None:
+        if self.dropout == 1.0:
+            raise ConfigError(f"{self._entry('dropout')} would drop every input, so that no adapter learns; lower it")
         if bool(self.r) != bool(self.targets):
             raise ConfigError(
                 f"{self._entry('r')} with {self._key('targets')}={written(self.targets)}: adapters need both, such as "

@@ -36,13 +36,23 @@ def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Runs the checks of a model that take no time; :func:`vocabulary` runs all checks of model=hf.
+    """Runs the checks of a model that take no time; :func:`check_whole_model` runs all of model=hf.
 
     Raises:
         ConfigError: ``model.path`` is no folder of a model that can be trained, or transformers is not installed.
     """
     if config.factory == HF_FACTORY:
         hf.check_folder(config)
+
+
+def check_whole_model(config: ModelConfig) -> None:
+    """Runs the checks of model=hf that need no weights, which imports transformers; others have none.
+
+    Raises:
+        ConfigError: the folder holds no model that can be trained, or a target of the adapters is none of its Linears.
+    """
+    if config.factory == HF_FACTORY:
+        hf.check_model(config)
 
 
 def _hf_vocabulary(config: ModelConfig, data_vocab_size: int) -> int:

@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.checkpoint.huggingface.folder import CONFIG, read_config
+from dtrain.checkpoint.huggingface.folder import CONFIG, HFFolder, read_config
 from dtrain.checkpoint.huggingface.same_model import replaced
 from dtrain.config.model import ModelConfig
+from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, nearest
 from dtrain.models.adapters import add_adapters
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 
 _ADAPTER = "adapter_config.json"
-_MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Types of layers for which transformers masks packed documents; others carry a state from token to token."""
+_LEAK = 1e-4
+"""Change of a logit that must not change, as a share of the change of one that may; FP32 rounds to about 1e-6."""
 
 
 class HFCausalLM(nn.Module):
@@ -36,12 +37,14 @@ class HFCausalLM(nn.Module):
     Attributes:
         hf: the model of transformers. Its parameters are called ``hf.`` and transformers' name.
         vocab_size: number of its logits.
+        keeps_documents_apart: whether tokens of a document that ``positions`` mark see no other document.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, *, keeps_documents_apart: bool) -> None:
         super().__init__()
         self.hf = hf
         self.vocab_size: int = text_config(hf).vocab_size
+        self.keeps_documents_apart = keeps_documents_apart
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
         """Predicts the next token at each position.
@@ -54,29 +57,48 @@ class HFCausalLM(nn.Module):
         Raises:
             ConfigError: ``positions`` are given and the model cannot mask documents.
         """
-        if positions is not None:
-            _check_masks_documents(self.hf)
+        if positions is not None and not self.keeps_documents_apart:
+            raise ConfigError(
+                f"model_type {text_config(self.hf).model_type} cannot keep packed documents apart: a token of one "
+                "changes the logits of another; train it on data=tokens data.documents=cross"
+            )
         # without an attention mask and a cache, transformers finds the documents in the positions
         logits = self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
         return causal_lm_output(logits, targets)
 
 
-def _check_masks_documents(hf: Any) -> None:
-    """Raises ``ConfigError`` if transformers cannot keep packed documents apart in this model."""
+@torch.no_grad()
+def _keeps_documents_apart(hf: Any) -> bool:
+    """Changes one token, and returns whether the logits of another document keep their values.
+
+    Raises:
+        ConfigError: those of earlier tokens change, so that the model sees the tokens that it is to predict.
+    """
     config = text_config(hf)
-    others = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
-    if others or not hf._supports_attention_backend or "position_ids" not in signature(hf.forward).parameters:
-        reason = f"has layers of the type {min(others)}" if others else "does not take masks from transformers"
+    tokens = [token for token in range(config.vocab_size) if token != getattr(config, "pad_token_id", None)][:7]
+    *row, other = (tokens * 7)[:7]
+    takes_positions = "position_ids" in signature(hf.forward).parameters
+    positions = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])} if takes_positions else {}
+    hf.eval()
+    before, after = (
+        hf(input_ids=torch.tensor([ids]), use_cache=False, **positions).logits[0].float()
+        for ids in (row, [row[0], other, *row[2:]])
+    )
+    hf.train()
+    change = (after - before).abs().amax(-1)
+    if change[0] > _LEAK * change[1]:
         raise ConfigError(
-            f"model_type {config.model_type} cannot keep packed documents apart, because it {reason}; train it on "
-            "data=tokens data.documents=cross"
+            f"model_type {config.model_type} is not causal with this config.json: the logits of a token change with "
+            "the token after it, which they are to predict; set is_decoder in config.json if the model has that entry"
         )
+    return takes_positions and not bool((change[3:] > _LEAK * change[1]).any())
 
 
 def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     """Builds the model of ``config.path`` in FP32, whatever its files hold; on ``meta`` without reading weights.
 
-    With ``config.lora`` its weights are frozen, and adapters are trained beside them.
+    With ``config.lora`` its weights are frozen, and adapters are trained beside them. Two forwards of six tokens show
+    that the model is causal, and whether it keeps packed documents apart.
 
     The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
 
@@ -90,19 +112,23 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     options = {"dtype": torch.float32, "attn_implementation": attention}
+    is_meta = torch.empty(0).is_meta
     with _quiet():
         try:
-            if config.weights == "random" or torch.empty(0).is_meta:
+            if config.weights == "random" or is_meta:
                 model = model_class._from_config(hf_config, **options)
             else:
                 model = _load(model_class, hf_config, str(config.path), options)
-        except (ValueError, OSError, ImportError, KeyError) as error:
+            keeps_apart = not is_meta and _keeps_documents_apart(model)
+        except ConfigError:
+            raise
+        except Exception as error:  # the class decides what it raises for values and weights that do not fit
             raise ConfigError(
                 f"model.path={config.path}: transformers cannot build the model: {_line(error)}"
             ) from error
     if config.lora.r:
         add_adapters(model, config.lora)
-    return HFCausalLM(model)
+    return HFCausalLM(model, keeps_documents_apart=keeps_apart)
 
 
 def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) -> Any:
@@ -113,15 +139,23 @@ def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) 
         trust_remote_code=False,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # else transformers refuses with a report in its log
         **options,
     )
     for problem, found in (("lack", info["missing_keys"]), ("have another shape for", info["mismatched_keys"])):
         if found:  # transformers would draw these at random
+            name = min(entry if isinstance(entry, str) else entry[0] for entry in found)
             raise ConfigError(
-                f"model.path={path}: its weights {problem} {min(map(str, found))!r} (in all {len(found)}) of "
+                f"model.path={path}: its weights {problem} {name!r} (in all {len(found)}) of "
                 f"{model_class.__name__}; give the folder of the whole model, or model.weights=random"
             )
-    return model.train()
+    if unused := info["unexpected_keys"]:
+        logger.info(
+            "model.path=%s: %s has no place for %d tensors of the files, such as '%s'; they are left out, also "
+            "of an export",
+            *(path, model_class.__name__, len(unused), min(unused)),
+        )
+    return model
 
 
 def read_hf_config(config: ModelConfig) -> Any:
@@ -158,7 +192,7 @@ def read_hf_config(config: ModelConfig) -> Any:
         if getattr(model_class, "config_class", None) is type(text):  # the text half of a model of images and text
             hf_config = text
     limit = getattr(text, "max_position_embeddings", None)
-    if isinstance(limit, int) and config.max_seq_len > limit:
+    if isinstance(limit, int) and 0 < limit < config.max_seq_len:  # negative: no limit
         raise ConfigError(
             f"model.max_seq_len={config.max_seq_len} is more than the {limit} positions of the model "
             f"(max_position_embeddings); make it {limit} or less"
@@ -180,6 +214,8 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
     path = Path(str(config.path))
     try:
         values = read_config(path)
+        if not (path / _ADAPTER).exists() and config.weights == "load":
+            HFFolder(path)  # reads the headers of all its files
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.path}: {error}") from error
     if (path / _ADAPTER).exists():
@@ -199,6 +235,12 @@ def text_config(hf: Any) -> Any:
     return hf.config.get_text_config()
 
 
+def check_model(config: ModelConfig) -> None:
+    """Builds the model on ``meta``, with its adapters; raises as :func:`build`."""
+    with torch.device("meta"):
+        build(config, 0)
+
+
 def vocabulary_size(config: ModelConfig) -> int:
     """Returns the vocabulary of the model of ``config.path``."""
     size: int = read_hf_config(config).get_text_config().vocab_size
@@ -206,15 +248,18 @@ def vocabulary_size(config: ModelConfig) -> int:
 
 
 def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
-    """Returns the FLOPs as :func:`dtrain.models.factory.train_flops_per_token`, or None for a mixture of experts."""
+    """Returns the FLOPs as :func:`dtrain.models.factory.train_flops_per_token`.
+
+    None: a mixture of experts, or a model without attention heads.
+    """
     from transformers.pytorch_utils import Conv1D
 
     with torch.device("meta"):
         model = build(config, 0)
-    if any(p.dim() > 2 for p in model.parameters()):
+    text = text_config(model.hf)
+    if any(p.dim() > 2 for p in model.parameters()) or not hasattr(text, "num_attention_heads"):
         return None
     products = {id(m.weight): m.weight for m in model.modules() if isinstance(m, (nn.Linear, Conv1D))}
-    text = text_config(model.hf)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     attention: float = text.num_hidden_layers * text.num_attention_heads * head_dim * context
     # a frozen weight has no gradient: two products instead of three

@@ -18,6 +18,10 @@ CASES: dict[str, tuple[str, ...]] = {
     "engine.zero=1": ("engine.zero", "did you mean 'engine.zero_stage'"),
     "train.stepz=1": ("train.stepz", "did you mean 'train.steps'"),
     "lr=1e-3": ("lr", "did you mean 'optim.lr'"),
+    "model.lora={r:4,lora_dropout:0.1,targets:[q_proj]}": (
+        "unknown key 'model.lora.lora_dropout'",
+        "did you mean 'model.lora.dropout'",
+    ),
     "zzz=3": ("zzz", "valid: audit, checkpoint, data, debug, ema, engine, experiment, launch,"),
     "optim.lr.x=3": ("optim.lr.x", "did you mean 'optim.lr'"),
     "experimnt=smoke": ("experimnt", "did you mean 'experiment'"),

@@ -62,13 +62,37 @@ def test_packed_documents_do_not_see_each_other(family: str, folders: dict[str, 
     assert not torch.allclose(packed, across, rtol=1e-2, atol=1e-2)
 
 
-def test_a_model_that_carries_a_state_across_documents_is_refused(folders: dict[str, Path]) -> None:
-    model = build_hf(folders["qwen3"])
-    model.hf.config.layer_types = ["full_attention", "linear_attention"]  # type: ignore[union-attr]
+@pytest.mark.parametrize("model_type", ["opt", "mamba"])  # one ignores positions, the other carries a state
+def test_a_model_that_cannot_keep_documents_apart_is_refused(model_type: str, tmp_path: Path) -> None:
+    sizes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_attention_heads": 4}, "mamba": {}}[model_type]
+    config = {"model_type": model_type, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build_hf(tmp_path, weights="random")
+    assert model(INPUTS, targets=TARGETS).loss.isfinite()
     with pytest.raises(
-        ConfigError, match=r"layers of the type linear_attention; train it on data=tokens data\.documents=cross"
+        ConfigError, match=rf"{model_type} cannot keep .* another; train it on data=tokens data\.documents=cross"
     ):
         model(INPUTS, positions=torch.arange(16).expand(2, -1))
+
+
+@pytest.mark.parametrize("is_decoder", [True, False])
+def test_a_model_that_sees_later_tokens_is_refused(is_decoder: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
+    config = {"model_type": "bert", "vocab_size": VOCAB, "is_decoder": is_decoder, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_decoder:
+        build_hf(tmp_path, weights="random")
+        return
+    with pytest.raises(ConfigError, match=r"model_type bert is not causal with this config\.json: .*set is_decoder"):
+        build_hf(tmp_path, weights="random")
+
+
+def test_tensors_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_hf(tmp_path / "llama", "llama")
+    _edit(lambda c: c.update(num_hidden_layers=1))(folder)
+    with caplog.at_level("INFO", "dtrain"):
+        build_hf(folder)
+    assert "LlamaForCausalLM has no place for 9 tensors of the files, such as 'model.layers.1." in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -134,6 +158,11 @@ def _to_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def _cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 @pytest.mark.parametrize(
     ("damage", "changes", "message"),
     [
@@ -160,7 +189,14 @@ def _to_pickle(folder: Path) -> None:
             r"model\.path=.*(config\.json is not valid|cannot build the model)",
         ),
         (_drop_a_weight, {}, r"its weights lack 'model\.norm\.weight' \(in all 1\) of LlamaForCausalLM"),
-        (_to_pickle, {}, r"cannot build the model: OSError.*no file named model\.safetensors"),
+        (_to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
+        (_cut, {}, r"model\.safetensors"),
+        (
+            _edit(lambda c: c.update(vocab_size=256)),
+            {},
+            r"its weights have another shape for 'lm_head\.weight' \(in all 2\) of LlamaForCausalLM",
+        ),
+        (_edit(lambda c: c.update(vocab_size="many")), {"weights": "random"}, r"model\.path=.*many"),
     ],
 )
 def test_a_mistake_is_one_line(
