@@ -41,11 +41,11 @@ class Codec(Protocol):
     """Text of tokens.
 
     Attributes:
-        start_token: token from which a sample of text is generated.
+        end_id: token that ends a document, or None; a sample of text begins with it.
     """
 
     @property
-    def start_token(self) -> int: ...
+    def end_id(self) -> int | None: ...
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         """Returns the text of 1-D ``tokens``; tokens outside of the vocabulary become U+FFFD."""

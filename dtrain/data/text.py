@@ -66,7 +66,7 @@ class TokenWindows(SampleSource):
 class ByteCodec:
     """Text of byte tokens; an end of document becomes ``<|end|>``, and bytes that are not UTF-8 become U+FFFD."""
 
-    start_token = END_OF_DOCUMENT
+    end_id: int | None = END_OF_DOCUMENT
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)

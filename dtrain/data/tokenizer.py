@@ -28,6 +28,7 @@ class TokenizerFile:
     Attributes:
         path: its ``tokenizer.json``.
         sha256: of that file, hex.
+        vocabulary: its tokens by text.
         vocab_size: largest token + 1, added tokens included.
         end_id: token that ends a document: the one asked for, else ``eos_token`` of the ``tokenizer_config.json``
             beside the file, else a token with a common name for it, such as ``<|endoftext|>``; None if there is none.
@@ -55,7 +56,8 @@ class TokenizerFile:
         self._tokenizer.no_padding()  # a file may ask for both, which would change the text
         self._tokenizer.no_truncation()
         self.sha256 = hashlib.sha256(content).hexdigest()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         if not self.vocab_size:
             raise ConfigError(f"{self.path} has an empty vocabulary")
@@ -74,10 +76,6 @@ class TokenizerFile:
         token = token.get("content") if isinstance(token, dict) else token
         return token if isinstance(token, str) else None
 
-    @property
-    def start_token(self) -> int:
-        return self.end_id or 0
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of each text, without the special tokens that a template would add."""
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -93,11 +91,12 @@ class TokenizerFile:
         return "".join(texts)
 
 
-def copy_tokenizer(file: Path, end_id: int, folder: Path) -> None:
+def copy_tokenizer(file: Path, end_id: int | None, folder: Path) -> None:
     """Copies a ``tokenizer.json``, and the files of transformers beside it, to a folder that transformers loads.
 
     Args:
-        end_id: token that ends a document; named in ``tokenizer_config.json`` if there is none beside the file.
+        end_id: token that ends a document, or None; named in ``tokenizer_config.json`` if there is none beside the
+            file.
     """
     folder.mkdir(exist_ok=True)
     for name in TOKENIZER_FILES:

@@ -170,8 +170,8 @@ class ShardCodec:
         self._shards = shards
 
     @property
-    def start_token(self) -> int:
-        return self._shards.end_id or 0
+    def end_id(self) -> int | None:
+        return self._shards.end_id
 
     def decode(self, tokens: Iterable[int] | Tensor) -> str:
         file = self._shards.tokenizer_file

@@ -36,14 +36,12 @@ class HFCausalLM(nn.Module):
 
     Attributes:
         hf: the model of transformers. Its parameters are called ``hf.`` and transformers' name.
-        vocab_size: number of its logits.
         keeps_documents_apart: whether tokens of a document that ``positions`` mark see no other document.
     """
 
     def __init__(self, hf: Any, *, keeps_documents_apart: bool) -> None:
         super().__init__()
         self.hf = hf
-        self.vocab_size: int = text_config(hf).vocab_size
         self.keeps_documents_apart = keeps_documents_apart
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
@@ -55,16 +53,21 @@ class HFCausalLM(nn.Module):
             positions: int64 [B, T], from 0 in each document, which then sees no other; None: one document a row.
 
         Raises:
-            ConfigError: ``positions`` are given and the model cannot mask documents.
+            ConfigError: as :meth:`check_positions`.
         """
-        if positions is not None and not self.keeps_documents_apart:
+        if positions is not None:
+            self.check_positions()
+        # without an attention mask and a cache, transformers finds the documents in the positions
+        logits = self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        return causal_lm_output(logits, targets)
+
+    def check_positions(self) -> None:
+        """Raises ``ConfigError`` if the model cannot keep the documents apart that ``positions`` mark."""
+        if not self.keeps_documents_apart:
             raise ConfigError(
                 f"model_type {text_config(self.hf).model_type} cannot keep packed documents apart: a token of one "
                 "changes the logits of another; train it on data=tokens data.documents=cross"
             )
-        # without an attention mask and a cache, transformers finds the documents in the positions
-        logits = self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        return causal_lm_output(logits, targets)
 
 
 @torch.no_grad()
@@ -176,8 +179,10 @@ def read_hf_config(config: ModelConfig) -> Any:
     config_class = transformers.CONFIG_MAPPING[kind]
     with _quiet():
         try:
-            known = {*config_class().to_dict(), *config_class.attribute_map, *values}
+            aliases, known = config_class.attribute_map, {*config_class().to_dict(), *values}
             for key in config.args:
+                if key in aliases:
+                    raise ConfigError(f"model.args.{key} is called {aliases[key]} in the config.json of {kind}")
                 if key not in known:
                     raise ConfigError(f"model.args.{key} is no entry of the config.json of {kind}{nearest(key, known)}")
             hf_config = config_class.from_dict(replaced(values, config.args))

@@ -56,6 +56,7 @@ from dtrain.train.setup import (
     check_patterns,
     check_precision,
     check_same,
+    check_tokenizer,
     make_engine,
     make_loader,
     set_threads,
@@ -139,12 +140,16 @@ def _train(
     threads = set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
     check_same(comm, config, dataset)
+    check_tokenizer(config.model, dataset)
     # stored configs name the vocabulary, because the weights of a checkpoint show only its padded size
     vocab_size = vocabulary(config.model, dataset.vocab_size)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
     check_inputs(model, dataset)
+    # before training: a model.path that is removed meanwhile must not end a finished run
+    context = dataset.mean_context or config.model.max_seq_len
+    flops = train_flops_per_token(config.model, dataset.vocab_size, context)
     run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
         logger.info(
@@ -167,7 +172,7 @@ def _train(
     try:
         with watch.ending():
             result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
-        summary = _summarize(config, engine, dataset, result, time.monotonic() - start)
+        summary = _summarize(config, engine, result, flops, time.monotonic() - start)
         if comm.rank == 0:
             write_summary(run_dir.path, summary)
         exit_code = EXIT_DONE if result.finished else EXIT_STOPPED
@@ -226,7 +231,7 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
         write_config(run_dir, config, step)
         write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
         if dataset.tokenizer_file is not None:
-            copy_tokenizer(dataset.tokenizer_file, dataset.codec.start_token, run_dir.path / TOKENIZER_FOLDER)
+            copy_tokenizer(dataset.tokenizer_file, dataset.codec.end_id, run_dir.path / TOKENIZER_FOLDER)
         if engine.library_config is not None:
             write_json(run_dir.path / f"{engine.name}.json", engine.library_config, indent=2)
         sinks.append(MetricsFile(run_dir.path, step))
@@ -267,9 +272,7 @@ def _make_trainer(
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
 
 
-def _summarize(config: RunConfig, engine: Engine, dataset: Dataset, result: TrainResult, wall_s: float) -> Summary:
-    context = dataset.mean_context or config.model.max_seq_len
-    flops = train_flops_per_token(config.model, dataset.vocab_size, context)
+def _summarize(config: RunConfig, engine: Engine, result: TrainResult, flops: int | None, wall_s: float) -> Summary:
     device = device_name(engine.device)
     timing = result.timing
     utilization = None
@@ -308,7 +311,7 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: 
     if not length:
         return
     try:
-        prompt = torch.tensor([[dataset.codec.start_token]], device=engine.device)
+        prompt = torch.tensor([[dataset.codec.end_id or 0]], device=engine.device)
         generator = torch.Generator().manual_seed(config.seed)
         with engine.eval():
             tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)

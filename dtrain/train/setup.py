@@ -20,8 +20,11 @@ from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
+from dtrain.config.model import HF_FACTORY, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, Dataset
+from dtrain.data.text import ByteCodec
+from dtrain.data.tokenizer import TOKENIZER, TokenizerFile
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv, num_cores
 from dtrain.engine.initialize import initialize, resolve_policy
@@ -29,6 +32,7 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
+from dtrain.models.hf import HFCausalLM
 from dtrain.parameters.groups import find_units, matching_parameters
 from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
@@ -135,11 +139,42 @@ def check_inputs(model: nn.Module, dataset: Dataset) -> None:
     first = dataset.train.order(0, np.zeros(1, dtype=np.int64))
     if "positions" not in dataset.train.batch(first):
         return
+    if isinstance(model, HFCausalLM):
+        model.check_positions()
     parameters = inspect.signature(model.forward).parameters
     if "positions" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         raise ConfigError(
             f"the data keeps the documents of a sample apart by positions, but {type(model).__name__}.forward takes "
             f"only ({', '.join(parameters)}); add positions to forward, or train it on data=tokens data.documents=cross"
+        )
+
+
+def check_tokenizer(config: ModelConfig, dataset: Dataset) -> None:
+    """Checks that the tokens of the data are those on which the model of ``model.path`` was trained.
+
+    Tokens that only one of both tokenizers has are no difference. Nothing is checked if one of them is not known.
+
+    Raises:
+        ConfigError: a token has another meaning.
+    """
+    if config.factory != HF_FACTORY or config.weights != "load" or not (Path(str(config.path)) / TOKENIZER).is_file():
+        return
+    own = TokenizerFile(Path(str(config.path)))
+    if isinstance(dataset.codec, ByteCodec):
+        raise ConfigError(
+            f"the tokens of the data are bytes, but those of model.path are of {own.path}; choose data with that "
+            f"tokenizer, such as data=text data.tokenizer={own.path}, or model.weights=random"
+        )
+    if dataset.tokenizer_file is None:
+        return
+    other = TokenizerFile(dataset.tokenizer_file)
+    meanings = {token: text for text, token in own.vocabulary.items()}
+    differ = [(token, text) for text, token in other.vocabulary.items() if meanings.get(token, text) != text]
+    if differ:
+        token, text = min(differ)
+        raise ConfigError(
+            f"{len(differ)} tokens of the data differ from those of model.path: token {token} is {text!r} in "
+            f"{other.path}, and {meanings[token]!r} in {own.path}; tokenize the data with the latter"
         )
 
 

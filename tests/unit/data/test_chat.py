@@ -271,7 +271,7 @@ def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     keys: dict[str, Any] = {"files": str(tmp_path / "*.txt"), "validation_percent": 20.0}
     data = load_dataset(TextDataConfig(tokenizer=str(folder / "tokenizer.json"), **keys), 8)
     tokenizer = TokenizerFile(folder)
-    assert (data.vocab_size, data.codec.start_token) == (tokenizer.vocab_size, tokenizer.end_id)
+    assert (data.vocab_size, data.codec.end_id) == (tokenizer.vocab_size, tokenizer.end_id)
     batch = data.train.batch(np.arange(data.train.num_samples))
     text = data.codec.decode(batch["tokens"].flatten())
     assert "<|end|>what is two plus " in text

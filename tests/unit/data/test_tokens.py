@@ -143,7 +143,7 @@ def test_the_codec_opens_the_tokenizer_for_the_first_text(
     monkeypatch: pytest.MonkeyPatch, shards: dict[str, MemoryShards], tmp_path: Path
 ) -> None:
     codec = load(path="web").codec
-    assert codec.start_token == 0
+    assert codec.end_id == 0
     assert codec.decode([3, 14]) == "3 14"
     file = tmp_path / "tokenizer.json"
     file.write_text("not yet read")

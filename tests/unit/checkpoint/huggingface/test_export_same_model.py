@@ -32,10 +32,11 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_with_tokenizer(folder: Path) -> Path:
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     save_hf(folder, "qwen3", vocab_size=300)
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(300)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", chat_template=TEMPLATE)
     tokenizer.save_pretrained(folder)
     (folder / "modeling_mine.py").write_text("raise SystemExit")
@@ -46,6 +47,7 @@ def run_keys(folder: Path, root: Path) -> list[str]:
     return [
         "data=text",
         f"data.files={root}/text.txt",
+        f"data.tokenizer={folder}",
         "schedule.warmup_steps=0",
         "supervise.enabled=false",
         "launch.threads_per_rank=1",
@@ -64,7 +66,7 @@ def run_keys(folder: Path, root: Path) -> list[str]:
 
 def test_a_run_is_planned_trained_sampled_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_with_tokenizer(tmp_path / "base")
-    (tmp_path / "text.txt").write_text("import this\n" * 200)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number % 300}" for number in range(600)))
     config = compose(run_keys(folder, tmp_path))
     show_plan(config, folded=True)
     assert "q_norm" in capsys.readouterr().out
