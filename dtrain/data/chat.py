@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +29,17 @@ from dtrain.data.shards.format import sha256_of
 from dtrain.data.text import Document, document_text, fingerprint_of, glob_documents, is_held_out
 from dtrain.data.token_samples import PackedDocuments, mean_context
 from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 
+_REPORT_S = 10.0
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks what the assistant says
 
 Int64 = NDArray[np.int64]
 Messages = list[dict[str, Any]]
 
 
-def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
+def load_chat(config: ChatDataConfig, seq_len: int, on_progress: Callable[[], None]) -> Dataset:
     """Reads conversations and packs them into samples of ``seq_len`` pairs of input and target.
 
     A conversation is held out for validation by the hash of its line. One longer than a sample is cut; one without
@@ -54,7 +57,12 @@ def load_chat(config: ChatDataConfig, seq_len: int) -> Dataset:
     documents = glob_documents(config.files)
     sides: tuple[list[Int64], list[Int64]] = ([], [])  # training, validation
     num_cut = num_empty = 0
-    for where, line in _lines(documents):
+    reported = time.monotonic()
+    for number, (where, line) in enumerate(_lines(documents)):
+        on_progress()
+        if time.monotonic() - reported > _REPORT_S:
+            logger.info("data=chat: %s conversations tokenized so far", f"{number:,}")
+            reported = time.monotonic()
         tokens = template.encode(_messages(line, where), where)
         template.check_vocabulary(tokens, tokenizer.vocab_size, where)
         num_cut += len(tokens) > seq_len + 1
@@ -142,6 +150,11 @@ class ChatTemplate:
         except Exception as error:  # the library raises many kinds
             raise ConfigError(f"data.tokenizer={folder} cannot be read: {_line(error)}") from None
         source = self._tokenizer.chat_template
+        if isinstance(source, dict):
+            raise ConfigError(
+                f"data.tokenizer={folder} has several chat templates ({', '.join(source)}); keep one, as "
+                "chat_template.jinja"
+            )
         if not isinstance(source, str):
             raise ConfigError(
                 f"data.tokenizer={folder} has no chat template; save one with the tokenizer, or as chat_template.jinja"
@@ -159,10 +172,10 @@ class ChatTemplate:
             raise ConfigError(f"{where} has {text[error.start]!r}, half of a character; repair the text") from None
         # transformers' own mask misses tokens: the last of a character of several, and all if a space begins the part
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts = np.array(found["offset_mapping"]).reshape(-1, 2)[:, 0]
+        starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
         counts = np.zeros(len(starts), dtype=bool)
-        for begin, end in spans:
-            counts |= (starts >= begin) & (starts < end)
+        for begin, end in spans:  # a token with the space before the part belongs to it
+            counts |= (ends > begin) & (starts < end)
         ids = np.array(found["input_ids"], dtype=np.int64)
         return np.where(counts, ids, ~ids)
 
@@ -195,7 +208,13 @@ class ChatTemplate:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._apply(messages[:number], where, add_generation_prompt=True) if number else ""
+            if not number:
+                raise ConfigError(
+                    f"{where} begins with the assistant, and what the chat template of {self._folder} writes before is "
+                    "not known; begin with another role, or mark the assistant's part in the template with "
+                    "{% generation %} and {% endgeneration %}"
+                )
+            before = self._apply(messages[:number], where, add_generation_prompt=True)
             after = self._apply(messages[: number + 1], where)
             if not (text.startswith(after) and after.startswith(before)):
                 raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.data.chat import load_chat
 from dtrain.data.dataset import Dataset
@@ -10,8 +12,11 @@ from dtrain.data.tokens import load_tokens
 from dtrain.errors import ConfigError
 
 
-def load_dataset(config: DataConfig, seq_len: int) -> Dataset:
+def load_dataset(config: DataConfig, seq_len: int, on_progress: Callable[[], None] = lambda: None) -> Dataset:
     """Opens the data of ``config`` as samples of ``seq_len`` tokens.
+
+    Args:
+        on_progress: called now and then while conversations are tokenized, which may take long.
 
     Raises:
         ConfigError: the files are missing, unreadable or damaged, or give no training or no validation sample.
@@ -21,5 +26,5 @@ def load_dataset(config: DataConfig, seq_len: int) -> Dataset:
     if isinstance(config, TokensDataConfig):
         return load_tokens(config, seq_len)
     if isinstance(config, ChatDataConfig):
-        return load_chat(config, seq_len)
+        return load_chat(config, seq_len, on_progress)
     raise ConfigError(f"data={config.name} is no source of data")

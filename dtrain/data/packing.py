@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from dtrain.data.shards.format import sha256_of
 from dtrain.errors import ConfigError
 
 _VERSION = 1
@@ -161,7 +162,7 @@ def write_plan(folder: Path, packing: Packing, seq_len: int, fingerprint: str) -
             "fragments": len(packing.starts),
             "targets": packing.num_targets,
             "fill_percent": round(100 * packing.num_targets / max(1, packing.num_samples * seq_len), 3),
-            "sha256": {name: _sha256(target / f"{name}.npy") for name in _ARRAYS},
+            "sha256": {name: sha256_of(target / f"{name}.npy") for name in _ARRAYS},
         }
         _replace(target / _PLAN_FILE, lambda file: file.write(json.dumps(plan, indent=2).encode() + b"\n"))
     except OSError as error:
@@ -183,7 +184,7 @@ def read_plan(folder: Path, seq_len: int, fingerprint: str) -> tuple[Packing, st
         if plan["shards"] != fingerprint:
             raise _no_plan(folder, seq_len, "is of other shards than those that are in the folder now")
         for name in _ARRAYS:
-            if (found := _sha256(target / f"{name}.npy")) != plan["sha256"][name]:
+            if (found := sha256_of(target / f"{name}.npy")) != plan["sha256"][name]:
                 raise _no_plan(folder, seq_len, f"is damaged: {name}.npy has the sha256 {found[:12]}")
         arrays = {name: np.load(target / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in _ARRAYS}
     except FileNotFoundError as error:
@@ -207,8 +208,3 @@ def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
+from dtrain.distributed.progress import Phase
 from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
@@ -138,12 +141,16 @@ def _train(
 ) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
-    dataset = load_dataset(config.data, config.model.max_seq_len)
+    # each mark says that this rank is at work, and no hang
+    mark = partial(comm.schedule.progress.begin, Phase.START)
+    dataset = load_dataset(config.data, config.model.max_seq_len, mark)
     check_same(comm, config, dataset)
     check_tokenizer(config.model, dataset)
     # stored configs name the vocabulary, because the weights of a checkpoint show only its padded size
     vocab_size = vocabulary(config.model, dataset.vocab_size)
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size))
+    # and an absolute path, because an export may run in another directory
+    path = config.model.path and os.path.abspath(config.model.path)
+    config = replace(config, model=replace(config.model, vocab_size=vocab_size, path=path))
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
     check_inputs(model, dataset)

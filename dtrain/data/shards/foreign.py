@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dtrain.data.shards.format import BLOCK, MANIFEST
-from dtrain.data.shards.shard import Int64, Shard
+from dtrain.data.shards.shard import Int64, Shard, allow_open_files
 from dtrain.errors import ConfigError, DataError
 
 _LLMC_HEADER = 1024  # bytes
@@ -41,7 +41,7 @@ def open_foreign(folder: Path, vocab_size: int | None) -> tuple[list[Shard], str
         raise ConfigError(
             f"{folder} has neither {MANIFEST} nor .bin files; write token shards with dtrain data tokenize"
         )
-    if not indices and all((folder / f"{path.stem}.ends").exists() for path in files):
+    if not indices and any((folder / f"{path.stem}.ends").exists() for path in files):
         raise ConfigError(
             f"{folder} has shards but no {MANIFEST}: dtrain data tokenize was interrupted; the same command finishes it"
         )
@@ -50,6 +50,7 @@ def open_foreign(folder: Path, vocab_size: int | None) -> tuple[list[Shard], str
             f"{folder} has no {MANIFEST}, and the headers of shards of llm.c and Megatron do not state the vocabulary; "
             "set data.vocab_size=N (50257 for GPT-2's tokenizer)"
         )
+    allow_open_files(len(files))
     shards = [_megatron(path, vocab_size) for path in indices] or [_llmc(path, vocab_size) for path in files]
     digest = hashlib.sha256()
     for path in indices:

@@ -12,7 +12,7 @@ import numpy as np
 
 from dtrain.data.shards.foreign import open_foreign
 from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, ShardManifest, sha256_of, shard_file
-from dtrain.data.shards.shard import Int64, Shard, mapped
+from dtrain.data.shards.shard import Int64, Shard, allow_open_files, mapped
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
 
@@ -88,6 +88,7 @@ class TokenShards:
     def _open_own(cls, folder: Path) -> TokenShards:
         content = (folder / MANIFEST).read_bytes()
         manifest = ShardManifest.from_bytes(content, str(folder / MANIFEST))
+        allow_open_files(2 * len(manifest.shards))
         tokenizer = folder / TOKENIZER
         if tokenizer.is_file() and sha256_of(tokenizer) != manifest.tokenizer_sha256:
             raise DataError(f"{tokenizer} is not the tokenizer of these shards, whose SHA-256 is in {MANIFEST}")
@@ -214,7 +215,7 @@ def open_shard(folder: Path, number: int, manifest: ShardManifest) -> Shard:
     ends = mapped(paths["ends"], np.dtype("<i8"), entry.documents)
     if (ends[-1] if entry.documents else 0) != entry.tokens:
         raise DataError(f"{paths['ends']}: the last document does not end with the shard's {entry.tokens} tokens")
-    checksums: Any = mapped(paths["crc"], np.dtype("<u4"), num_blocks(num_bytes))
+    checksums: Any = np.fromfile(paths["crc"], np.dtype("<u4"))  # 64 bytes for each MiB of tokens
     return Shard(paths["bin"], dtype, 0, entry.tokens, ends, checksums, manifest.vocab_size)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import resource
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,9 +78,12 @@ class Shard:
     def check_block(self, block: int) -> None:
         """Raises ``DataError`` if the bytes of a block are not those that were written."""
         assert self.checksums is not None
-        with self.path.open("rb", buffering=0) as file:  # one read, where the map would fault page by page
-            file.seek(self.offset + block * BLOCK)
-            found = zlib.crc32(file.read(BLOCK))
+        try:
+            with self.path.open("rb", buffering=0) as file:  # one read, where the map would fault page by page
+                file.seek(self.offset + block * BLOCK)
+                found = zlib.crc32(file.read(BLOCK))
+        except OSError as error:
+            raise DataError(f"{self.path} cannot be read any more: {error.strerror}") from None
         if found != self.checksums[block]:
             start = block * BLOCK
             stop = min(start + BLOCK, self.num_tokens * self.dtype.itemsize)
@@ -88,11 +93,24 @@ class Shard:
             )
 
 
+def allow_open_files(count: int) -> None:
+    """Raises this process's limit of open files by ``count``, up to its hard limit: each map keeps its file open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        most = soft + count if hard == resource.RLIM_INFINITY else min(soft + count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def mapped(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> NDArray[Any]:
     """Returns ``count`` elements of a file as a read-only map, which takes no memory of the process."""
     if not count:  # an empty map is an error
         return np.empty(0, dtype)
-    values = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    try:
+        values = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        hint = f"; raise the hard limit of {limit} open files (ulimit -Hn)" if error.errno == errno.EMFILE else ""
+        raise DataError(f"{path} cannot be opened: {error.strerror}{hint}") from None
     # samples are read in random order: reading ahead would fetch megabytes for each
     values._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return np.asarray(values)

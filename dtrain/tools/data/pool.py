@@ -77,8 +77,11 @@ def _start(job: TokenizeJob, messages: Queue[tuple[_Worker, dict[str, Any] | Non
 
     def receive() -> None:
         assert worker.process.stdout is not None
-        for line in worker.process.stdout:
-            messages.put((worker, json.loads(line)))
+        try:
+            for line in worker.process.stdout:
+                messages.put((worker, json.loads(line)))
+        except ValueError:  # it was ended within a line
+            pass
         messages.put((worker, None))
 
     thread = threading.Thread(target=receive, daemon=True)

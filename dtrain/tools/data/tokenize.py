@@ -107,7 +107,8 @@ def tokenize(options: TokenizeOptions) -> tuple[ShardManifest, int]:
         if not any(shard.tokens for shard in manifest.shards):
             raise DataError(f"files={options.files} holds no text: all documents are empty")
         write_whole(out / MANIFEST, manifest.to_bytes())
-        unfinished.remove(out)
+        unfinished.end_job(out)
+    unfinished.remove(out)
     return manifest, sum(shard.num_empty for shard in shards.values())
 
 

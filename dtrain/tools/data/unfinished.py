@@ -48,9 +48,11 @@ def open_out(out: Path) -> IO[bytes]:
         raise directory_error("out", error.filename or out, error) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         lock.close()
-        raise ConfigError(f"another dtrain data tokenize writes to out={out}; wait for it, or end it") from None
+        if isinstance(error, BlockingIOError):
+            raise ConfigError(f"another dtrain data tokenize writes to out={out}; wait for it, or end it") from None
+        raise ConfigError(f"out={out} cannot be locked: {error.strerror}; choose a folder on another disk") from None
     return lock
 
 
@@ -130,7 +132,11 @@ def finished_shards(out: Path, units: Sequence[Sequence[Source]], itemsize: int)
     return found
 
 
-def remove(out: Path) -> None:
-    """Removes the records of a finished job. Without its first file they are no job, whatever a kill leaves of them."""
+def end_job(out: Path) -> None:
+    """Records that the job is finished: without its first file the other records are no job."""
     (scratch_folder(out) / _JOB).unlink()
-    shutil.rmtree(scratch_folder(out))
+
+
+def remove(out: Path) -> None:
+    """Removes the records of a finished job; the lock is closed, because NFS removes no folder of an open file."""
+    shutil.rmtree(scratch_folder(out), ignore_errors=True)

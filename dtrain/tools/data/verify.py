@@ -12,7 +12,7 @@ import numpy as np
 
 from dtrain.data.packing import read_plan
 from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, ShardManifest, sha256_of, shard_file
-from dtrain.data.shards.reader import TokenShards
+from dtrain.data.shards.reader import TokenShards, num_blocks
 from dtrain.data.tokenizer import TOKENIZER
 from dtrain.errors import ConfigError, DataError
 from dtrain.tools.data.info import packed_lengths
@@ -53,6 +53,8 @@ def run(values: Mapping[str, Any]) -> int:
 
 
 def _verify_foreign(folder: Path, vocab_size: int | None) -> int:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; expected one of token shards")
     if vocab_size is None:
         raise ConfigError(
             f"{folder} has no {MANIFEST}; if these are shards of llm.c or Megatron, set vocab_size=N to check their "
@@ -84,7 +86,7 @@ def problems(folder: Path, manifest: ShardManifest, progress: WorkProgress) -> I
         yield f"{tokenizer}: its SHA-256 is not the one in {MANIFEST}"
     for number, entry in enumerate(manifest.shards):
         num_bytes = entry.tokens * manifest.numpy_dtype.itemsize
-        sizes = {"bin": num_bytes, "ends": 8 * entry.documents, "crc": 4 * -(-num_bytes // BLOCK)}
+        sizes = {"bin": num_bytes, "ends": 8 * entry.documents, "crc": 4 * num_blocks(num_bytes)}
         contents: dict[str, bytes] = {}
         for kind in KINDS[1:]:
             path = shard_file(folder, number, kind)
