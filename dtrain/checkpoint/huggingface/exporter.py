@@ -72,7 +72,7 @@ def export(
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
         max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
         weights: ``master``, or ``ema``: their exponential moving average.
-        base: of model=hf, the folder with the configuration and tokenizer; None: the run's ``model.path``.
+        base: of model=hf, the folder with the configuration, tokenizer and frozen weights; None: that of the run.
         merge: of a run with adapters, write the whole model, with the adapters merged in FP32; else they alone are
             written, as a folder for `peft`.
 

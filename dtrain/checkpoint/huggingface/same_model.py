@@ -90,11 +90,11 @@ def same_config(values: Mapping[str, Any], base: Path, names: Iterable[str] | No
     args = values.get("args")
     config: Mapping[str, Any] = replaced(read_config(base), args if isinstance(args, dict) else {})
     if names is not None:
-        config = config_of_weights(config, names)
+        config = _of_weights(config, names)
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "auto_map")}
 
 
-def config_of_weights(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+def _of_weights(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     """Returns the part of a ``config.json`` that describes the model with these weights.
 
     It is ``config`` itself, or its ``text_config`` if that half of a model of images and text was built alone. Only the
@@ -122,7 +122,7 @@ def replaced(config: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, An
 
 
 def copied_files(checkpoint: Path, base: Path | None = None) -> list[Path]:
-    """Returns the files that an export copies: of the tokenizer, its chat template and generation.
+    """Returns the files that an export copies: of the tokenizer, its chat template, generation and images.
 
     They are those of the folder ``base`` of the model, and, if it has no tokenizer, those of the data of the run.
     """

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import dtrain
 from dtrain.checkpoint import export
-from dtrain.checkpoint.huggingface.same_model import replaced
+from dtrain.checkpoint.huggingface.same_model import replaced, same_config
 from dtrain.cli.resolve import compose
 from dtrain.config.model import Lora
 from dtrain.errors import CheckpointError, ConfigError
@@ -148,6 +148,14 @@ def test_only_tensors_and_bases_of_model_hf_are_accepted(tmp_path: Path) -> None
     engine.save(tmp_path / "b" / "checkpoints", config={"model": {"factory": "dtrain.models.gpt2:build"}})
     with pytest.raises(ConfigError, match="--base is for model=hf"):
         export(tmp_path / "b", tmp_path / "out", base=tmp_path)
+
+
+def test_a_model_that_was_trained_with_its_images_keeps_its_configuration(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {"x": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert same_config({}, tmp_path, ["model.vision_tower.a", "model.language_model.b"]) == config
+    assert same_config({}, tmp_path, None) == config
+    assert same_config({}, tmp_path, ["model.b"]) == {"architectures": ["Gemma3ForCausalLM"], "x": 1}
 
 
 def test_a_list_with_an_entry_a_layer_follows_the_number_of_layers() -> None:
