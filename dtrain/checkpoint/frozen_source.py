@@ -27,7 +27,7 @@ class FrozenSource(CheckedRecord):
     they are in the folder, each time. A load refuses a checkpoint that was trained over others.
 
     Attributes:
-        path: the folder; for people, it may have moved.
+        path: the folder, absolute in a checkpoint; it may have moved.
         sha256: of all its safetensors files, as ``sha256sum *.safetensors | sha256sum`` gives it; None:
             ``dtrain.initialize`` computes it.
     """
@@ -40,15 +40,15 @@ class FrozenSource(CheckedRecord):
             raise ConfigError(f"{self._entry('sha256')}; expected 64 hex digits, or null")
 
     def hashed(self, comm: Communicator) -> FrozenSource:
-        """Returns the record with its hash, which rank 0 computes; all ranks call.
+        """Returns the record with an absolute path and its hash, which rank 0 computes; all ranks call.
 
         Raises:
             ConfigError: the folder has no safetensors files, or they cannot be read.
         """
-        if self.sha256 is not None:
-            return self
-        digest = on_rank_0_for_long(comm, "", partial(digest_of, Path(self.path)), ConfigError, expected=(ConfigError,))
-        return replace(self, sha256=digest)
+        path, digest = Path(self.path).absolute(), self.sha256
+        if digest is None:
+            digest = on_rank_0_for_long(comm, "", partial(digest_of, path), ConfigError, expected=(ConfigError,))
+        return replace(self, path=str(path), sha256=digest)
 
     def __str__(self) -> str:
         return f"{self.path} (sha256 {(self.sha256 or '')[:12]})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -283,11 +284,16 @@ def _targets(folder: Path) -> list[str]:
 
 
 def test_exports_that_are_refused(folder: Path, ranks: dict[str, Any], tmp_path: Path) -> None:
-    for name, change in (("other", save_hf(tmp_path / "other", "llama", vocab_size=VOCAB + 1)),):
-        with pytest.raises(CheckpointError, match=rf"was trained over the frozen weights of .*llama \(sha256 .*{name}"):
-            export(folder / "llama-fp32", tmp_path / "out", base=change, merge=True)
-    moved = export(folder / "llama-fp32", tmp_path / "out", base=tmp_path / "other")
-    assert json.loads((moved / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "other")
+    other = save_hf(tmp_path / "other", "llama", vocab_size=VOCAB + 1)
+    moved = Path(shutil.copytree(folder / "llama", tmp_path / "moved"))
+    for merge in (False, True):
+        with pytest.raises(CheckpointError, match=r"was trained over the frozen weights of .*llama \(sha256 .*other"):
+            export(folder / "llama-fp32", tmp_path / "out", base=other, merge=merge)
+        with pytest.raises(CheckpointError, match=r"nowhere holds no config\.json, and .* --base FOLDER"):
+            export(folder / "llama-fp32", tmp_path / "out", base=tmp_path / "nowhere", merge=merge)
+        export(folder / "llama-fp32", tmp_path / f"moved-{merge}", base=moved, merge=merge)
+    config = json.loads((tmp_path / "moved-False" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(moved)
     # random frozen weights are in no folder: only the whole model can be written
     config = model_config(folder / "llama", lora=LORAS["llama"], weights="random")
     engine = dtrain.initialize(build_model(config, VOCAB, seed=3), precision="fp32", seed=0)

@@ -59,6 +59,26 @@ def save_hf(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
+def save_with_images(folder: Path, family: str) -> Path:
+    """Writes a model of images and text, of which ``model=hf`` builds the text half: ``Qwen3_5`` or ``Llama4``."""
+    import transformers
+
+    text = _SIZES | {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "head_dim": 8, "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
+    if family == "Qwen3_5":
+        text |= {"layer_types": ["full_attention"] * 2}
+        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
+    else:
+        text |= {"intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": []}
+        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "vision_output_dim": 32}
+        vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return folder
+
+
 def load_hf(folder: Path | str) -> Any:
     import transformers
 

@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
-from dtrain.checkpoint.frozen_source import digest_of
 from dtrain.checkpoint.huggingface.folder import HFFolder
-from dtrain.checkpoint.huggingface.same_model import PREFIX
+from dtrain.checkpoint.huggingface.same_model import PREFIX, text_name
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, same_tensor
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.config.fields import from_json
@@ -106,30 +105,19 @@ class MergedReader:
     Args:
         adapters: what is merged.
         reader: the checkpoint, which may hold the frozen weights.
-        folder: the folder of the frozen weights, if the checkpoint holds none.
+        base: the folder of the frozen weights; None: the checkpoint holds them.
 
     Raises:
-        CheckpointError: the folder has other weights than those that the adapters were trained over.
+        CheckpointError: the base lacks the weight of an adapter.
     """
 
-    def __init__(self, adapters: Adapters, reader: CheckpointReader, folder: Path) -> None:
+    def __init__(self, adapters: Adapters, reader: CheckpointReader, base: HFFolder | None) -> None:
         self._adapters = adapters
         self._reader = reader
-        self._base = self._open_base(folder)
+        self._base = base
         self._scale = adapters.lora.alpha / adapters.lora.r
         self._modules = {self._weight_of(module): module for module in adapters.matrices}
         self._last: tuple[str, Tensor] | None = None
-
-    def _open_base(self, folder: Path) -> HFFolder | None:
-        source = self._reader.training.source if self._reader.training is not None else None
-        if source is None:
-            return None
-        if (own := digest_of(folder)) != source.sha256:
-            raise CheckpointError(
-                f"{self._adapters.where} was trained over the frozen weights of {source}, and {folder} holds others "
-                f"(sha256 {own[:12]}); name their folder: --base FOLDER"
-            )
-        return HFFolder(folder)
 
     @cached_property
     def _saved(self) -> dict[str, TensorEntry]:
@@ -143,27 +131,42 @@ class MergedReader:
             return self._base.shapes
         return {name: entry.shape for name, entry in self._saved.items()}
 
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The names in the base, by themselves and by those of a text half alone."""
+        return {text_name(name): name for name in self._shapes} | {name: name for name in self._shapes}
+
     def _weight_of(self, module: str) -> str:
         """Returns the name of a module's weight in the base; files of older models lack the first parts of names."""
         expected = tuple(self._adapters.matrices[module][matrix].shape[axis] for matrix, axis in (("B", 0), ("A", 1)))
         if module in self._adapters.transposed:
             expected = expected[::-1]
-        parts = f"{module}.weight".split(".")
-        for name in (".".join(parts[first:]) for first in range(len(parts) - 1)):
-            if name in self._shapes:
-                if self._shapes[name] != expected:
-                    raise CheckpointError(
-                        f"{self._adapters.where}: '{name}' of the base is {list(self._shapes[name])}, the adapter of "
-                        f"'{module}' is for {list(expected)}"
-                    )
-                return name
-        raise CheckpointError(f"{self._adapters.where}: the base holds no weight of '{module}', which has an adapter")
+        weight = f"{module}.weight"
+        parts = text_name(weight).split(".")
+        candidates = (weight, *(".".join(parts[first:]) for first in range(len(parts) - 1)))
+        name = next((self._names[name] for name in candidates if name in self._names), None)
+        if name is None:
+            raise CheckpointError(
+                f"{self._adapters.where}: the base holds no weight of '{module}', which has an adapter"
+            )
+        if self._shapes[name] != expected:
+            raise CheckpointError(
+                f"{self._adapters.where}: '{name}' of the base is {list(self._shapes[name])}, the adapter of "
+                f"'{module}' is for {list(expected)}"
+            )
+        return name
 
     def parts(self) -> Iterator[TensorMapping]:
         """Yields the tensors of the base, under their own names."""
         for name, shape in self._shapes.items():
-            is_buffer = self._base is None and self._saved[name].kind == "buffer"
-            yield same_tensor(name, shape, name, dtype=self._saved[name].dtype if is_buffer else None)
+            yield same_tensor(name, shape, name, dtype=self._kept_dtypes.get(name))
+
+    @property
+    def _kept_dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtypes of the tensors that are no weights, by name."""
+        if self._base is not None:
+            return self._base.others
+        return {name: entry.dtype for name, entry in self._saved.items() if entry.kind == "buffer"}
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Returns elements ``start`` to ``stop`` of tensor ``name`` of the base, with its adapter merged."""
@@ -172,11 +175,11 @@ class MergedReader:
         return self._last[1][start:stop]
 
     def _merged(self, name: str) -> Tensor:
+        module = self._modules.get(name)
         if self._base is not None:
-            values = self._base.read(name)
+            values = self._base.read(name, accept_others=module is None)
         else:
             values = self._reader.read(self._saved[name].kind, self._saved[name].name)
-        module = self._modules.get(name)
         if module is None:
             return values
         a, b = (self._matrix(self._adapters.matrices[module][matrix]) for matrix in "AB")

@@ -21,7 +21,7 @@ from dtrain.checkpoint.format.safetensors_file import encode_header
 from dtrain.checkpoint.format.shard_file import new_file
 from dtrain.checkpoint.huggingface.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, MergedReader
 from dtrain.checkpoint.huggingface.config import built_in_model, model_values, to_hf
-from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS
+from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS, HFFolder
 from dtrain.checkpoint.huggingface.same_model import base_folder, copied_files, dtype_of, same_config, same_tensors
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, model_mapping
 from dtrain.checkpoint.inspection import newest_checkpoint, path_in_errors
@@ -72,7 +72,7 @@ def export(
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
         max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
         weights: ``master``, or ``ema``: their exponential moving average.
-        base: of model=hf, the folder with the configuration and tokenizer; None: the run's ``model.path``.
+        base: of model=hf, the folder with the configuration, tokenizer and frozen weights; None: that of the run.
         merge: of a run with adapters, write the whole model, with the adapters merged in FP32; else they alone are
             written, as a folder for `peft`.
 
@@ -132,26 +132,26 @@ def _plan(
     adapters = Adapters.of(values, weights, manifest, str(checkpoint)) if values["factory"] == HF_FACTORY else None
     if merge and adapters is None:
         raise ConfigError(f"{checkpoint} has no adapters to merge; it is of a run without model.lora")
-    if adapters is not None and not merge:
-        if reader.training is None or reader.training.source is None:
-            raise CheckpointError(
-                f"{checkpoint} holds frozen weights of its own, so its adapters belong to no folder; write the whole "
-                f"model: --merge"
-            )
-        return _Plan(adapters.config(str(base or Path(str(values["path"])).resolve())), None, adapters.parts())
-    if adapters is not None:
-        folder = base_folder(values, base, str(checkpoint))
-        merged = MergedReader(adapters, reader, folder)
-        return _Plan(
-            same_config(values, folder), "dtype", tuple(merged.parts()), copied_files(checkpoint, folder), merged
+    if values["factory"] != HF_FACTORY:
+        if base is not None:
+            raise ConfigError(f"{checkpoint} is of {values['factory']}, which has no folder; --base is for model=hf")
+        return _built_in(values, weights, checkpoint)
+    source = reader.training.source if reader.training is not None else None
+    if adapters is not None and not merge and source is None:
+        raise CheckpointError(
+            f"{checkpoint} holds frozen weights of its own, so its adapters belong to no folder; write the whole "
+            f"model: --merge"
         )
-    if values["factory"] == HF_FACTORY:
-        folder = base_folder(values, base, str(checkpoint))
-        parts = same_tensors(weights, manifest, str(checkpoint))
-        return _Plan(same_config(values, folder), "dtype", parts, copied_files(checkpoint, folder))
-    if base is not None:
-        raise ConfigError(f"{checkpoint} is of {values['factory']}, which has no folder; --base is for model=hf")
-    return _built_in(values, weights, checkpoint)
+    folder = base_folder(values, source, base, str(checkpoint))
+    if adapters is None:
+        merged, parts = None, same_tensors(weights, manifest, str(checkpoint))
+    elif merge:
+        merged = MergedReader(adapters, reader, None if source is None else HFFolder(folder))
+        parts = tuple(merged.parts())
+    else:
+        return _Plan(adapters.config(str(folder)), None, adapters.parts())
+    names = None if merge and source is not None else [part.name for part in parts]
+    return _Plan(same_config(values, folder, names), "dtype", parts, copied_files(checkpoint, folder), merged)
 
 
 def _built_in(values: Mapping[str, Any], weights: Mapping[str, TensorEntry], checkpoint: Path) -> _Plan:

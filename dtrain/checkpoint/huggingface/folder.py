@@ -40,6 +40,11 @@ class HFFolder:
     """A folder with ``config.json`` and weights in one safetensors file, or in several with an index.
 
     All methods raise a ``CheckpointError`` that names the file if one is missing, damaged or unexpected.
+
+    Attributes:
+        config: what ``config.json`` holds.
+        shapes: of all tensors.
+        others: the dtypes of those that are not floating point, such as the masks in older files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,11 +64,18 @@ class HFFolder:
             name = min(index.items() ^ self._files.items())[0]
             raise CheckpointError(f"{path / INDEX} and the files do not agree on the location of '{name}'")
         self.shapes = {name: stored.shape for name, stored in self._stored.items()}
+        self.others = {name: s.dtype for name, s in self._stored.items() if not s.dtype.is_floating_point}
 
-    def read(self, name: str) -> Tensor:
-        """Reads a whole tensor, flat, on the CPU, in its stored dtype: FP32, BF16 or FP16."""
+    def read(self, name: str, *, accept_others: bool = False) -> Tensor:
+        """Reads a whole tensor, flat, on the CPU, in its stored dtype: FP32, BF16 or FP16.
+
+        Args:
+            name: the tensor.
+            accept_others: read one of ``others`` too: integers and booleans.
+        """
         stored, file = self._stored[name], self._files[name]
-        if stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        is_other = accept_others and name in self.others
+        if not is_other and stored.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{self._path / file}: '{name}' is {stored.dtype}; supported are FP32, BF16 and FP16")
         with _open(self._path / file) as (descriptor, size):
             if stored.end > size:  # before the allocation, whose size the header decides

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dtrain.checkpoint.format.manifest import Manifest, TensorEntry
+from dtrain.checkpoint.frozen_source import FrozenSource, digest_of
 from dtrain.checkpoint.huggingface.folder import CONFIG, TOKENIZER_FOLDER, read_config
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, same_tensor
 from dtrain.errors import CheckpointError
@@ -26,6 +27,7 @@ _COPIED = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*processor_config.json",
 )
 
 
@@ -46,27 +48,68 @@ def same_tensors(weights: Mapping[str, TensorEntry], manifest: Manifest, where: 
     return (*parts, *kept)
 
 
-def base_folder(values: Mapping[str, Any], base: Path | str | None, where: str) -> Path:
-    """Returns the folder with the configuration and tokenizer: ``base``, or the ``model.path`` in ``values``."""
-    if base is not None:
-        return Path(base)
-    path = Path(str(values.get("path")))
-    if not (path / CONFIG).is_file():
+def base_folder(values: Mapping[str, Any], source: FrozenSource | None, base: Path | str | None, where: str) -> Path:
+    """Returns the folder with the configuration and tokenizer: ``base``, or that of the run, absolute.
+
+    Args:
+        values: the keys of the model, with its ``path``.
+        source: the folder of the frozen weights, if the checkpoint holds none.
+        base: the folder that the user names, if any.
+        where: the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: the folder has no configuration, or other weights than ``source``.
+    """
+    of_run = str(values.get("path"))
+    # a source's path is absolute, model.path may be relative to the directory that the run was started in
+    candidates = [base] if base is not None else [of_run] if source is None else [source.path, of_run]
+    folder = next((Path(path).absolute() for path in candidates if (Path(path) / CONFIG).is_file()), None)
+    if folder is None:
         raise CheckpointError(
-            f"{where} is of model.path={path}, which holds no {CONFIG} (any more); name the folder that has the "
-            "configuration and tokenizer of the model: --base FOLDER"
+            f"{candidates[0]} holds no {CONFIG}, and {where} is of model.path={of_run}; name the folder that has the "
+            "configuration, weights and tokenizer of that model: --base FOLDER"
         )
-    return path
+    if source is not None and (own := digest_of(folder)) != source.sha256:
+        raise CheckpointError(
+            f"{where} was trained over the frozen weights of {source}, and {folder} holds others (sha256 {own[:12]}); "
+            "name their folder: --base FOLDER"
+        )
+    return folder
 
 
-def same_config(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
+def same_config(values: Mapping[str, Any], base: Path, names: Iterable[str] | None) -> dict[str, Any]:
     """Returns the ``config.json`` of the model in the folder ``base``, with ``model.args``, and without its dtype.
 
     References to Python files are dropped, because these are not copied.
+
+    Args:
+        values: the keys of the model.
+        base: the folder.
+        names: the weights of the model that was built; None: all those of the folder.
     """
     args = values.get("args")
-    config = replaced(read_config(base), args if isinstance(args, dict) else {})
+    config: Mapping[str, Any] = replaced(read_config(base), args if isinstance(args, dict) else {})
+    if names is not None:
+        config = _of_weights(config, names)
     return {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype", "auto_map")}
+
+
+def _of_weights(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the part of a ``config.json`` that describes the model with these weights.
+
+    It is ``config`` itself, or its ``text_config`` if that half of a model of images and text was built alone. Only the
+    whole model has its text half in a component ``language_model``.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or any(text_name(name) != name for name in names):
+        return config
+    classes = config.get("architectures") or []
+    return text | {"architectures": [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in classes]}
+
+
+def text_name(name: str) -> str:
+    """Returns the name of a tensor in the text half of a model: without one component ``language_model``."""
+    return f".{name}".replace(".language_model.", ".", 1)[1:]
 
 
 def replaced(config: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +122,7 @@ def replaced(config: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, An
 
 
 def copied_files(checkpoint: Path, base: Path | None = None) -> list[Path]:
-    """Returns the files that an export copies: of the tokenizer, its chat template and generation.
+    """Returns the files that an export copies: of the tokenizer, its chat template, generation and images.
 
     They are those of the folder ``base`` of the model, and, if it has no tokenizer, those of the data of the run.
     """

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import dtrain
 from dtrain.checkpoint import export
-from dtrain.checkpoint.huggingface.same_model import replaced
+from dtrain.checkpoint.huggingface.same_model import replaced, same_config
 from dtrain.cli.resolve import compose
+from dtrain.config.model import Lora
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.tools.checkpoint.cli import main
 from dtrain.tools.plan.precision import show_plan
 from dtrain.train.run import run_training
-from tests.helpers.hf_models import block_network, greedy, load_hf, save_hf
+from tests.helpers.hf_models import (
+    TOKENS,
+    block_network,
+    build_hf,
+    greedy,
+    load_hf,
+    model_config,
+    save_hf,
+    save_with_images,
+)
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -94,7 +105,7 @@ def test_a_run_is_planned_trained_sampled_and_exported(tmp_path: Path, capsys: p
 
     shutil.rmtree(folder)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 2
-    assert f"is of model.path={folder}, which holds no config.json (any more)" in capsys.readouterr().err
+    assert f"{folder} holds no config.json, and {tmp_path / 'run'}" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again"), "--base", str(out)]) == 0
     moved = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(moved[name].bfloat16(), weights[name]) for name in weights)
@@ -141,9 +152,97 @@ def test_only_tensors_and_bases_of_model_hf_are_accepted(tmp_path: Path) -> None
         export(tmp_path / "b", tmp_path / "out", base=tmp_path)
 
 
+def test_a_model_that_was_trained_with_its_images_keeps_its_configuration(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": {"x": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert same_config({}, tmp_path, ["model.vision_tower.a", "model.language_model.b"]) == config
+    assert same_config({}, tmp_path, None) == config
+    assert same_config({}, tmp_path, ["model.b"]) == {"architectures": ["Gemma3ForCausalLM"], "x": 1}
+
+
 def test_a_list_with_an_entry_a_layer_follows_the_number_of_layers() -> None:
     config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "a"], "x": 1}
     assert replaced(config, {"num_hidden_layers": 2})["layer_types"] == ["a", "b"]
     assert replaced(config, {"num_hidden_layers": 4})["layer_types"] is None
     assert replaced(config, {"num_hidden_layers": 2, "layer_types": ["b", "b"]})["layer_types"] == ["b", "b"]
     assert replaced(config, {"x": 2}) == config | {"x": 2}
+
+
+# -- over the folder of the run ----------------------------------------------------------------------------------------
+
+LORA = Lora(r=2, alpha=4, targets=["q_proj"])
+
+
+def trained(path: Path | str, run: Path, lora: Lora | None = None) -> Tensor:
+    """Trains one step and saves; returns the logits."""
+    changes = {} if lora is None else {"lora": lora}
+    source = None if lora is None else dtrain.FrozenSource(str(path))
+    engine = dtrain.initialize(build_hf(path, **changes), precision="fp32", seed=0, frozen_source=source)
+    for _ in range(2):  # the first step leaves lora_A as it is
+        for tokens in engine.accumulate([TOKENS]):
+            engine.backward(engine(tokens[:, :-1], targets=tokens[:, 1:]))
+        engine.step(lr=0.01)
+    engine.save(run / "checkpoints", config={"model": asdict(model_config(path, **changes))})
+    engine.wait_for_save()
+    with engine.eval():
+        logits: Tensor = engine(TOKENS).logits
+    return logits
+
+
+def test_adapters_name_the_folder_of_the_run_wherever_they_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_hf(tmp_path / "base", "llama")
+    monkeypatch.chdir(tmp_path)
+    trained("base", tmp_path / "run", LORA)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    config = json.loads((export(tmp_path / "run", "out") / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert (export(tmp_path / "run", "merged", merge=True) / "model.safetensors").is_file()
+
+
+def test_a_merge_copies_integers_of_the_folder(tmp_path: Path) -> None:
+    """Older files hold masks and positions."""
+    file = save_hf(tmp_path / "base", "llama") / "model.safetensors"
+    masks = {
+        "model.layers.0.self_attn.bias": torch.ones(1, 1, 3, 3).tril().bool(),
+        "model.position_ids": torch.arange(5),
+        "model.bytes": torch.arange(250, 256, dtype=torch.uint8),
+    }
+    save_file(load_file(file) | masks, file, metadata={"format": "pt"})
+    trained(tmp_path / "base", tmp_path / "run", LORA)
+    out = load_file(export(tmp_path / "run", tmp_path / "out", dtype="bf16", merge=True) / "model.safetensors")
+    assert out.keys() == load_file(file).keys()
+    for name, values in masks.items():
+        assert out[name].dtype == values.dtype
+        assert torch.equal(out[name], values)
+    assert {values.dtype for name, values in out.items() if name not in masks} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["Qwen3_5", "Llama4"])
+def test_the_text_half_of_a_model_of_images_and_text(family: str, tmp_path: Path) -> None:
+    base = save_with_images(tmp_path / "base", family)
+    whole = json.loads((base / "config.json").read_text())
+    logits = trained(base, tmp_path / "full")
+    out = export(tmp_path / "full", tmp_path / "text")
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == [f"{family}ForCausalLM"]
+    assert config["model_type"] == whole["text_config"]["model_type"]
+    model, info = AutoModelForCausalLM.from_pretrained(out, local_files_only=True, output_loading_info=True)
+    assert type(model).__name__ == f"{family}ForCausalLM"
+    assert not any(info.values())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, logits)
+
+    logits = trained(base, tmp_path / "run", LORA)
+    out = export(tmp_path / "run", tmp_path / "merged", merge=True)
+    assert json.loads((out / "config.json").read_text()) == whole
+    assert (out / "preprocessor_config.json").is_file()
+    own, before = load_file(out / "model.safetensors"), load_file(base / "model.safetensors")
+    assert own.keys() == before.keys()
+    changed = {name for name in own if not torch.equal(own[name], before[name])}
+    assert changed == {name for name in before if "language_model" in name and "q_proj" in name}
+    with torch.no_grad():
+        assert torch.allclose(load_hf(out)(TOKENS).logits, logits, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(load_hf(base)(TOKENS).logits, logits, rtol=1e-2, atol=1e-4)
