@@ -36,6 +36,10 @@ UNTERMINATED = (  # the marked part begins with a space and ends with the conten
     "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% generation %} {{ m['content'] }}"
     "{% endgeneration %}{% else %} {{ m['content'] }}{% endif %}<|end|>{% endfor %}"
 )
+SPACED = (  # a space is the last character before the answer
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
@@ -82,7 +86,7 @@ def tokenizer_json() -> str:
 
 @pytest.fixture
 def make_folder(tmp_path: Path, tokenizer_json: str) -> Any:
-    def make(template: str | None, *, trims_offsets: bool = False, end: str = "<|end|>") -> Path:
+    def make(template: Any, *, trims_offsets: bool = False, end: str = "<|end|>") -> Path:
         folder = tmp_path / "tokenizer"
         folder.mkdir(exist_ok=True)
         content = json.loads(tokenizer_json)
@@ -162,6 +166,25 @@ def test_each_token_of_a_marked_part_counts(tmp_path: Path, make_folder: Any, tr
     assert shows[1] == " four é nobody"  # é is two tokens
 
 
+@pytest.mark.parametrize("trims_offsets", [False, True])
+def test_the_first_word_counts_if_its_token_has_the_space_before_it(
+    tmp_path: Path, make_folder: Any, trims_offsets: bool
+) -> None:
+    folder = make_folder(SPACED, trims_offsets=trims_offsets)
+    lines = [{"prompt": "who is there?", "completion": "two plus two"}] * 2
+    assert shown(load(tmp_path, folder, lines)) == [
+        ("user: who is there?<|end|>assistant: two plus two", " two plus two<|end|>")
+    ]
+
+
+def test_progress_is_marked_while_conversations_are_tokenized(tmp_path: Path, make_folder: Any) -> None:
+    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": LONG})] * 7))
+    marks: list[int] = []
+    config = ChatDataConfig(files=str(tmp_path / "*.jsonl"), tokenizer=str(make_folder(PLAIN)))
+    load_dataset(config, 64, lambda: marks.append(1))
+    assert len(marks) == 7
+
+
 def test_a_sample_is_a_function_of_seed_and_index(tmp_path: Path, make_folder: Any) -> None:
     lines = [{"prompt": f"who is {number}?", "completion": f"two plus {number}"} for number in range(60)]
     folder = make_folder(MARKED)
@@ -221,6 +244,7 @@ def refusal(tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64) -
         ({"messages": []}, "talks.jsonl:2 has the keys messages; expected"),
         ({"messages": [{"role": "user"}]}, "talks.jsonl:2: message 1 is {'role': 'user'}; expected role and content"),
         ({"prompt": 3, "completion": "x"}, "talks.jsonl:2: message 1 is"),
+        ({"messages": LONG[2:]}, "talks.jsonl:2 begins with the assistant, and what the chat template of"),
         ({"messages": [turn("tool", "x")]}, "rejects the conversation: TemplateError: no tools here"),
     ],
 )
@@ -234,6 +258,8 @@ def test_mistakes_of_the_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     assert "has no chat template; save one with the tokenizer" in refusal(tmp_path, make_folder(None), lines)
     assert "talks.jsonl:1: the chat template" in (found := refusal(tmp_path, make_folder(LAST_ONLY), lines))
     assert "mark it in the template with {% generation %}" in found
+    several = make_folder([{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": PLAIN}])
+    assert "has several chat templates (default, tool_use); keep one" in refusal(tmp_path, several, lines)
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty/tokenizer.json cannot be read: No such file" in refusal(tmp_path, empty, lines)

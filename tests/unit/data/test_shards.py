@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import resource
 import struct
 import zlib
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.shards import foreign
+from dtrain.data.shards import foreign, reader
 from dtrain.data.shards.format import BLOCK, MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
@@ -218,6 +220,28 @@ def test_shards_of_llmc(tmp_path: Path, magic: int) -> None:
     (tmp_path / "web_000002.bin").write_bytes(tokens.astype("<u2").tobytes())
     with pytest.raises(DataError, match=r"expected 20240520 or 20240801, and version 1, of a shard of llm.c"):
         TokenShards.open(tmp_path, 700)
+
+
+def test_more_shards_than_open_files_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(tmp_path, [documents([9]) for _ in range(60)], 1000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(reader, "allow_open_files", lambda count: None)  # as at the hard limit
+            with pytest.raises(DataError, match=r"cannot be opened: Too many open files; raise the hard limit of \d+"):
+                TokenShards.open(tmp_path)
+        assert TokenShards.open(tmp_path).num_tokens == 540
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_goes_away_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, [documents([9])], 1000)
+    shards = TokenShards.open(tmp_path)
+    (tmp_path / "00000.bin").unlink()
+    with pytest.raises(DataError, match=r"00000\.bin cannot be read any more: No such file"):
+        shards.read(np.array([0]), 4)
 
 
 def megatron(path: Path, sequences: list[np.ndarray], borders: list[int], code: int = 8) -> None:

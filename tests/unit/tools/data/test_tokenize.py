@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from dtrain.__main__ import main
 from dtrain.data.shards.format import MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TokenizerFile
-from dtrain.errors import ConfigError, DataError, StorageError
-from dtrain.tools.data import inputs, unfinished, writer
+from dtrain.errors import ConfigError, DataError, RankError, StorageError
+from dtrain.tools.data import inputs, pool, unfinished, writer
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
 from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl
@@ -290,6 +291,32 @@ def test_two_commands_never_write_to_one_folder(
     with unfinished.open_out(tmp_path / "out"):
         assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
     assert "another dtrain data tokenize writes to out=" in capsys.readouterr().err
+
+
+def test_a_disk_without_locks_is_named(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(unfinished.fcntl, "flock", refuse)
+    (tmp_path / "a.txt").write_text("text")
+    assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
+    assert "cannot be locked: No locks available; choose a folder on another disk" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(20)
+def test_a_worker_that_ends_within_a_line_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.stdin.readline(); sys.stdin.readline(); sys.stdout.write('{\"finished\": {')"
+
+    def start(module: str, *, threads: int, stdout: int, stderr: Any) -> Popen[str]:
+        return Popen([sys.executable, "-c", code], stdin=PIPE, stdout=stdout, stderr=stderr, text=True)
+
+    monkeypatch.setattr(pool, "start_rank", start)
+    monkeypatch.setattr(pool, "kill_group", Popen.kill)
+    with pytest.raises(RankError, match="a process that tokenizes ended"):
+        list(pool.run_units(TokenizeJob("x", "x", "x", "x", None), {0: []}, 1, lambda tokens, characters: None))
 
 
 def test_a_kill_while_the_records_are_removed_leaves_finished_shards(
