@@ -31,7 +31,8 @@ def check_source(state: TrainingState, path: str, own: FrozenSource | None) -> b
         )
     if own.sha256 != saved.sha256:
         raise CheckpointError(
-            f"{path} was trained over the frozen weights of {saved}, this run has those of {own}; resume over the same"
+            f"{path} was trained over the frozen weights of {saved}, this run has those of {own}: the safetensors "
+            f"files in the folder are others, more or fewer; resume over the same"
         )
     return True
 

@@ -394,9 +394,9 @@ class Engine(ABC):
                 tokens = model.hf.generate(prompt, max_new_tokens=50)  # of model=hf
 
         The copy is in eval mode, records no graph and runs under the precision policy, with weights in their compute
-        dtypes: 2 bytes an element under ``bf16``, and 4 of an FP8 weight, which each forward casts. Inside, its forward
-        needs no other rank: each may call it as often as it likes. Writes to it are lost. Drop all references to it at
-        the end, which frees it.
+        dtypes: 2 bytes an element under ``bf16``; of FP8 weights, which each forward casts, 4 if they are trained,
+        else 2. Inside, its forward needs no other rank: each may call it as often as it likes. Writes to it are lost.
+        Drop all references to it at the end, which frees it.
 
         Raises:
             UsageError: between backward and step, or inside ``eval``, ``ema`` or ``modify_weights``.

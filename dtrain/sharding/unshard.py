@@ -139,8 +139,9 @@ class UnshardScheduler:
         else:
             raise UsageError(
                 f"'{name}' is read outside a forward of the engine, and sharded meanwhile (zero_stage=3); compute what "
-                f"needs it inside the model's forward, take engine.master_state(), which gives all weights in full, or "
-                f"write inside `with engine.modify_weights():`"
+                f"needs it inside the model's forward, generate with `with engine.full_model():`, take "
+                f"engine.master_state(), which gives all weights in full, or write inside "
+                f"`with engine.modify_weights():`"
             )
 
     def open_weights(self, names: Collection[str]) -> None:

@@ -72,8 +72,6 @@ def _computes_alone(rank: int, world: int, precision: str) -> None:
             dtype = torch.float32 if precision == "fp32" or name == "ddp" else torch.bfloat16
             assert {p.dtype for p in model.blocks[0].parameters()} == {dtype}, case
             assert torch.equal(y.float(), expected), case
-            with pytest.raises(UsageError, match=r"ema|full_model|average"), engine.ema():
-                pass
         after = engine.memory()  # caches, and weights that FSDP2 keeps between uses, may be gone
         assert all(after[kind] <= before[kind] for kind in before), case
         _step(engine)  # the copy leaves the engine as it was
