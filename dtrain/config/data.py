@@ -70,6 +70,8 @@ class TokensDataConfig(DataConfig):
         for folder, weight in self.mixture.items():
             if not 0 < weight < float("inf"):
                 raise ConfigError(f"{self._key('mixture')} gives {folder} the weight {weight:g}; expected above 0")
+        if self.validation_path in (self.path, *self.mixture):
+            raise ConfigError(f"{self._entry('validation_path')} is trained on; name another folder, or null")
         if self.pack == "best_fit" and self.documents == "cross":
             raise ConfigError(
                 f"{self._entry('pack')} puts unrelated documents beside each other, which needs "

@@ -74,6 +74,8 @@ def load_chat(config: ChatDataConfig, seq_len: int, on_progress: Callable[[], No
     train, held_out = sides
     if not held_out and len(train) > 1:
         held_out.append(train.pop())
+    if not train and len(held_out) > 1:
+        train.append(held_out.pop())
     if not train or not held_out:
         raise ConfigError(
             f"data.files={config.files} gives {len(train) + len(held_out)} conversations with an answer in the first "

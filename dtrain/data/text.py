@@ -165,9 +165,9 @@ def _encode(tokenizer: TokenizerFile, documents: list[Document]) -> Tokens:
 
 
 def document_text(document: Document) -> str:
-    """Returns the text of a file; raises ``ConfigError`` if it is not UTF-8."""
+    """Returns the text of a file without a byte order mark; raises ``ConfigError`` if it is not UTF-8."""
     try:
-        return document.content.decode()
+        return document.content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{document.name} is not UTF-8 at byte {error.start}, so it cannot be tokenized; convert it or leave it out"

@@ -28,8 +28,18 @@ def follow_launcher() -> None:
     if not waits or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if launcher is not None and os.getppid() != int(launcher):  # it has ended already
+    if os.getppid() != int(launcher) if launcher is not None else _is_orphan():  # it has ended already
         sys.exit(1)
+
+
+def _is_orphan() -> bool:
+    """Whether the first process of the machine has taken this one over; in a container it may be the launcher."""
+    if os.getppid() != 1:
+        return False
+    try:
+        return not os.path.basename(os.readlink("/proc/1/exe")).startswith("python")
+    except OSError:  # it is another user's
+        return True
 
 
 @dataclass(frozen=True)

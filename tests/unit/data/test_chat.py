@@ -285,6 +285,18 @@ def test_a_run_on_conversations_lowers_the_loss(tmp_path: Path, make_folder: Any
     assert losses[-1] < 1
 
 
+def test_both_sides_get_a_conversation(tmp_path: Path, make_folder: Any) -> None:
+    for number in range(12):  # of which the hash holds half out, some first
+        lines = [{"messages": LONG, "id": number}] * 2
+        data = load(tmp_path, make_folder(PLAIN), lines, validation_percent=50)
+        assert (data.train.num_samples, data.validation.num_samples) == (1, 1)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path, make_folder: Any) -> None:
+    line = "\ufeff" + json.dumps({"messages": LONG})
+    assert "2 conversations" in load(tmp_path, make_folder(PLAIN), [line, {"messages": TALK}]).description
+
+
 def test_too_few_conversations(tmp_path: Path, make_folder: Any) -> None:
     found = refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, {"messages": [turn("user", "x")]}])
     assert "gives 1 conversations with an answer in the first 64 tokens (1 without one)" in found

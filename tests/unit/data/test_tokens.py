@@ -176,6 +176,8 @@ def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards]) -> None:
     assert refusal(path="one").startswith("one gives one sample, but training and validation need one each")
     load(path="two")
     load(path="one", validation_path="two")
+    assert "is trained on; name another folder" in refusal(path="web", validation_path="web")
+    assert "is trained on; name another folder" in refusal(mixture={"web": 1.0, "code": 1.0}, validation_path="code")
     assert refusal(path="web", pack="best_fit").endswith("; run dtrain data pack web seq_len=16")
     assert refusal(mixture={"web": 1.0, "code": 1e-6}).startswith(
         "data.mixture gives code the weight 1e-06 of 1, less than one sample in 10,000"
