@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Sequence
@@ -76,11 +77,16 @@ class TokenShards:
             raise ConfigError(
                 f"{folder} is not a folder (working directory {os.getcwd()}); expected one of token shards"
             )
-        if (folder / MANIFEST).is_file():
-            if vocab_size is not None:
-                raise ConfigError(f"{folder / MANIFEST} states the vocabulary; remove data.vocab_size={vocab_size}")
-            return cls._open_own(folder)
-        shards, fingerprint = open_foreign(folder, vocab_size)
+        is_own = (folder / MANIFEST).is_file()
+        if is_own and vocab_size is not None:
+            raise ConfigError(f"{folder / MANIFEST} states the vocabulary; remove data.vocab_size={vocab_size}")
+        try:
+            if is_own:
+                return cls._open_own(folder)
+            shards, fingerprint = open_foreign(folder, vocab_size)
+        except OSError as error:
+            hint = "; raise the hard limit of open files (ulimit -Hn)" if error.errno == errno.EMFILE else ""
+            raise DataError(f"{error.filename or folder} cannot be read: {error.strerror}{hint}") from None
         assert vocab_size is not None
         return cls(shards, vocab_size=vocab_size, end_id=None, fingerprint=fingerprint)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import resource
 import zlib
@@ -105,12 +104,7 @@ def mapped(path: Path, dtype: np.dtype[Any], count: int, offset: int = 0) -> NDA
     """Returns ``count`` elements of a file as a read-only map, which takes no memory of the process."""
     if not count:  # an empty map is an error
         return np.empty(0, dtype)
-    try:
-        values = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
-    except OSError as error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        hint = f"; raise the hard limit of {limit} open files (ulimit -Hn)" if error.errno == errno.EMFILE else ""
-        raise DataError(f"{path} cannot be opened: {error.strerror}{hint}") from None
+    values = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
     # samples are read in random order: reading ahead would fetch megabytes for each
     values._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     return np.asarray(values)
