@@ -196,8 +196,8 @@ class OperationTiming:
     def tflop_per_s(self) -> list[float]:
         return [self.flops / value / 1e9 for value in self.ms]
 
-    def mtokens_per_s(self) -> list[float]:
-        return [self.tokens / value / 1e3 for value in self.ms]
+    def tokens_per_s(self) -> list[float]:
+        return [1000 * self.tokens / value for value in self.ms]
 
 
 @dataclass(frozen=True)

@@ -185,4 +185,4 @@ def test_a_run_trains_resumes_and_exports(tmp_path: Path, capsys: pytest.Capture
     model = build_model(model_config(tmp_path / "merged"), 300, seed=0)
     assert not any(".lora_" in name for name, _ in model.named_parameters())
     assert main(["export", str(tmp_path / "parts"), str(tmp_path / "b"), "--merge", "--base", str(tmp_path)]) == 2
-    assert "holds no *.safetensors" in capsys.readouterr().err
+    assert "holds no config.json, and " in capsys.readouterr().err

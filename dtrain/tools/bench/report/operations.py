@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from dtrain.telemetry.console import compact
 from dtrain.tools.bench.records import MatrixTraffic, OperationResults, OperationTiming
 from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import spread
@@ -39,7 +40,7 @@ def describe_operations(results: OperationResults) -> Report:
     if any(timing.flops for timing in results.timings):
         columns.append(("TFLOP/s", lambda timing: f"{median(timing.tflop_per_s()):.3f}" if timing.flops else ""))
     if any(timing.tokens for timing in results.timings):
-        columns.append(("M tokens/s", lambda timing: f"{median(timing.mtokens_per_s()):.3g}"))
+        columns.append(("tokens/s", lambda timing: compact(median(timing.tokens_per_s()))))
     for name in results.baselines:
         columns.append((f"speed-up over {name}", lambda timing, name=name: speed_up(timing, name)))  # type: ignore[misc]
     rounds = f"{len(results.timings[0].ms)} rounds; load before them {results.load:.1f}."
