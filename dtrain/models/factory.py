@@ -36,17 +36,7 @@ def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Runs the checks of a model that take no time; :func:`check_whole_model` runs all of model=hf.
-
-    Raises:
-        ConfigError: ``model.path`` is no folder of a model that can be trained, or transformers is not installed.
-    """
-    if config.factory == HF_FACTORY:
-        hf.check_folder(config)
-
-
-def check_whole_model(config: ModelConfig) -> None:
-    """Runs the checks of model=hf that need no weights, which imports transformers; others have none.
+    """Runs the checks of model=hf that need no weights, for which transformers is imported; others have none.
 
     Raises:
         ConfigError: the folder holds no model that can be trained, or a target of the adapters is none of its Linears.

@@ -25,7 +25,7 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, check_model, check_whole_model, generate, train_flops_per_token, vocabulary
+from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, compact, memory_lines, printable
 from dtrain.telemetry.envelope import Envelope
@@ -93,7 +93,6 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         DtrainError: a refusal or a failure; its class has the exit code.
     """
     check_run(config)
-    check_whole_model(config.model)  # before the ranks connect
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
     launch = config.launch
