@@ -55,10 +55,12 @@ class HFCausalLM(nn.Module):
         Raises:
             ConfigError: as :meth:`check_positions`.
         """
+        inputs = {"input_ids": tokens}
         if positions is not None:
             self.check_positions()
-        # without an attention mask and a cache, transformers finds the documents in the positions
-        logits = self.hf(input_ids=tokens, position_ids=positions, use_cache=False).logits
+            # without an attention mask and a cache, transformers finds the documents in the positions
+            inputs["position_ids"] = positions
+        logits = self.hf(**inputs, use_cache=False).logits
         return causal_lm_output(logits, targets)
 
     def check_positions(self) -> None:
@@ -78,7 +80,7 @@ def _keeps_documents_apart(hf: Any) -> bool:
         ConfigError: those of earlier tokens change, so that the model sees the tokens that it is to predict.
     """
     config = text_config(hf)
-    tokens = [token for token in range(config.vocab_size) if token != getattr(config, "pad_token_id", None)][:7]
+    tokens = [token for token in range(min(8, config.vocab_size)) if token != getattr(config, "pad_token_id", None)]
     *row, other = (tokens * 7)[:7]
     takes_positions = "position_ids" in signature(hf.forward).parameters
     positions = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])} if takes_positions else {}
