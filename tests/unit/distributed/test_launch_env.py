@@ -52,21 +52,20 @@ def test_a_rank_of_another_launcher(
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr(os, "getppid", lambda: parent)
     monkeypatch.setattr(os, "readlink", readlink)
-    if ends:
-        with pytest.raises(SystemExit):
-            launch_env.follow_launcher()
-    else:
-        launch_env.follow_launcher()
-    assert len(signals) == 1
+    _follow(signals, ends)
 
 
 @pytest.mark.parametrize("ends", [False, True])
 def test_a_rank_of_the_own_launcher(ends: bool, signals: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(launch_env.LAUNCHER_PID, str(os.getppid() + ends))
+    _follow(signals, ends)
+    assert launch_env.LAUNCHER_PID not in os.environ
+
+
+def _follow(signals: list[Any], ends: bool) -> None:
     if ends:
         with pytest.raises(SystemExit):
             launch_env.follow_launcher()
     else:
         launch_env.follow_launcher()
     assert len(signals) == 1
-    assert launch_env.LAUNCHER_PID not in os.environ

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import dtrain
 from dtrain.errors import ConfigError
 from dtrain.models import hf as hf_module
-from dtrain.models import train_flops_per_token, vocabulary
+from dtrain.models import build_model, train_flops_per_token, vocabulary
 from dtrain.parameters.groups import decayed_names, find_units
 from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
 
@@ -62,17 +62,19 @@ def test_packed_documents_do_not_see_each_other(family: str, folders: dict[str, 
     assert not torch.allclose(packed, across, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("model_type", ["opt", "mamba"])  # one ignores positions, the other carries a state
-def test_a_model_that_cannot_keep_documents_apart_is_refused(model_type: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "vocab_size"), [("opt", VOCAB), ("opt", 6), ("mamba", VOCAB)])
+def test_a_model_that_cannot_keep_documents_apart_is_refused(model_type: str, vocab_size: int, tmp_path: Path) -> None:
+    # opt ignores positions, and of 6 tokens one is its padding; mamba carries a state
     sizes = {"opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, "num_attention_heads": 4}, "mamba": {}}[model_type]
-    config = {"model_type": model_type, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB, **sizes}
+    config = {"model_type": model_type, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": vocab_size, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = build_hf(tmp_path, weights="random")
-    assert model(INPUTS, targets=TARGETS).loss.isfinite()
+    model = build_model(model_config(tmp_path, weights="random"), vocab_size, seed=0)
+    inputs = INPUTS % vocab_size
+    assert model(inputs, targets=TARGETS % vocab_size).loss.isfinite()
     with pytest.raises(
         ConfigError, match=rf"{model_type} cannot keep .* another; train it on data=tokens data\.documents=cross"
     ):
-        model(INPUTS, positions=torch.arange(16).expand(2, -1))
+        model(inputs, positions=torch.arange(16).expand(2, -1))
 
 
 @pytest.mark.parametrize("is_decoder", [True, False])
