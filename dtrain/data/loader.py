@@ -17,7 +17,7 @@ from dtrain.data.sampling import Indices, micro_batch_indices
 
 Batch = list[dict[str, Tensor]]
 
-_ORDERED = 4096  # samples of all ranks whose places in the order are computed at once, in the time of four calls for 8
+_ORDERED = 4096  # samples of all ranks that are put in order by one call; it takes as long as four calls for 8
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
 
 

@@ -87,7 +87,7 @@ def _keeps_documents_apart(hf: Any) -> bool:
     hf.eval()
     before, after = (
         hf(input_ids=torch.tensor([ids]), use_cache=False, **positions).logits[0].float()
-        for ids in (row, [row[0], row[0], *row[2:]])  # all vocabularies have two tokens
+        for ids in (row, [row[0], row[0], *row[2:]])  # the second token becomes the first one
     )
     hf.train()
     change = (after - before).abs().amax(-1)

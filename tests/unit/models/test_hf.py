@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import dtrain
 from dtrain.errors import ConfigError
-from dtrain.models import hf as hf_module
 from dtrain.models import build_model, train_flops_per_token, vocabulary
+from dtrain.models import hf as hf_module
 from dtrain.parameters.groups import decayed_names, find_units
 from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
 
