@@ -130,8 +130,7 @@ class HostMemory(GlooGroup):
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if sends:
-            sizes = [-(-send.nbytes // _ALIGNMENT) * _ALIGNMENT for send in sends]
-            schedule = RingSchedule(sizes, num_early, MAX_BYTES_IN_FLIGHT)
+            schedule = ring_schedule(sends, num_early)
             memory = self.allocate(schedule.capacity, torch.uint8)
             if self.is_shared(memory):  # else the allocation failed on some rank, and is private on all
                 return RingExchange(self, sends, memory, schedule)
@@ -162,6 +161,12 @@ class HostMemory(GlooGroup):
             # first: a failure below must not leave the next buffers in a message that is never sent
             self._ready_message = _ReadyMessage(self)
             message.send()
+
+
+def ring_schedule(sends: Sequence[GradientSend], num_early: int) -> RingSchedule:
+    """Returns the slots of ``sends``, of which the last ``num_early`` are opened before the others are sent."""
+    sizes = [-(-send.nbytes // _ALIGNMENT) * _ALIGNMENT for send in sends]
+    return RingSchedule(sizes, num_early, MAX_BYTES_IN_FLIGHT)
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

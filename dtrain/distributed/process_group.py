@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -137,7 +137,7 @@ class ProcessGroup(Communicator):
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
-        return _AllToAllExchange(self, sends)
+        return AllToAllExchange(self, sends)
 
     def over(self, group: dist.ProcessGroup) -> Communicator:
         if dist.get_world_size(group) == 1:
@@ -216,10 +216,19 @@ class _RowSum:
         sum_in_order(output, rows, rows[0].dtype)
 
 
-class _AllToAllExchange(PrivateExchange):
-    """The weight of a micro-batch follows each shard of its first send, in the gap."""
+class _Sender(Protocol):
+    """What of :class:`ProcessGroup` the exchange uses."""
 
-    def __init__(self, comm: ProcessGroup, sends: Sequence[GradientSend]) -> None:
+    device: torch.device
+    world_size: int
+
+    def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle: ...
+
+
+class AllToAllExchange(PrivateExchange):
+    """Sends gradients from memory of this rank; the weight of a micro-batch follows each shard of its first send."""
+
+    def __init__(self, comm: _Sender, sends: Sequence[GradientSend]) -> None:
         super().__init__(sends, comm.device, 2, comm.world_size * _WEIGHT_NUMEL)  # sent and received
         self._comm = comm
         self._weight = torch.empty(0)
@@ -257,7 +266,7 @@ class _ReceivedGradient(GradientHandle):
 
     def __init__(
         self,
-        exchange: _AllToAllExchange,
+        exchange: AllToAllExchange,
         number: int,
         index: int,
         buffers: tuple[Tensor, Tensor],

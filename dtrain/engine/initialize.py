@@ -127,7 +127,8 @@ def initialize(
         comm = connect(device)
     _check_ranks(record.name, comm)
     policy = resolve_policy(record, policy, comm.device)
-    model.to(comm.device)
+    if any(tensor.device != comm.device for tensor in (*model.parameters(), *model.buffers())):
+        model.to(comm.device)
     options = replace(options, optimizer=on_device(options.optimizer, device))
     identity = _agree_on_identity(comm, seed)
     capabilities = CAPABILITIES[record.name]

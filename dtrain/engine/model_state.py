@@ -115,6 +115,10 @@ class StateEngine(Engine):
         return {MASTER: torch.float32, **{kind: spec.dtype for kind, spec in self.plan.specs.items()}}
 
     def memory(self) -> dict[str, int]:
+        return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in self.storages().items()}
+
+    def storages(self) -> dict[str, list[Tensor]]:
+        """Returns the tensors that this rank holds between steps, by the kinds of :meth:`memory`."""
         storages = {
             MASTER: self._held(MASTER),
             MOMENTS: [tensor for kind in self.plan.specs for tensor in self._held(kind)],
@@ -123,7 +127,7 @@ class StateEngine(Engine):
             "buffers": list(self.module.buffers()),
         }
         kinds = [*_KINDS, *(kind for kind in storages if kind not in _KINDS)]
-        return {kind: sum(tensor.nbytes for tensor in storages[kind]) for kind in kinds}
+        return {kind: storages[kind] for kind in kinds}
 
     @property
     def state_bytes(self) -> int:

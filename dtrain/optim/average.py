@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dtrain.optim.rule import StateSpec, UpdateScalars
+from dtrain.precision.fake import block_starts
 
 EMA = StateSpec("ema", init=None)
 """The average, FP32; before the first update it is the master."""
@@ -41,4 +42,4 @@ class MovingAverage:
 
 def _blocks(master: Tensor, average: Tensor) -> list[tuple[Tensor, Tensor]]:
     size = _BLOCK if master.device.type == "cpu" else max(master.numel(), 1)
-    return list(zip(master.split(size), average.split(size), strict=True)) if master.numel() else []
+    return [(master[start : start + size], average[start : start + size]) for start in block_starts(master, size)]

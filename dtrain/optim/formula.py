@@ -18,6 +18,7 @@ from torch import Tensor
 from dtrain.distributed.logging import logger
 from dtrain.optim.rule import ElementwiseRule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
 from dtrain.optim.stochastic import Noise, random_bits, round_to_bf16, step_words, stream_start
+from dtrain.precision.fake import block_starts
 
 _BLOCK = {"cpu": 64 * 1024}
 """Elements of one eager evaluation, whose temporaries then stay in a CPU's cache."""
@@ -157,5 +158,5 @@ def _blocks(tensors: Sequence[Tensor], size: int) -> Iterator[tuple[int, list[Te
         yield 0, list(tensors)
         return
     flat = [tensor.view(-1) for tensor in tensors]
-    for start in range(0, flat[0].numel(), size):
+    for start in block_starts(flat[0], size):
         yield start, [tensor[start : start + size] for tensor in flat]

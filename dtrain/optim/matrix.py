@@ -18,6 +18,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.optim.flat import batches, update_group
 from dtrain.optim.owners import MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of
 from dtrain.optim.rule import MatrixRule, Rule, UpdateScalars, UpdateSlice
+from dtrain.precision.fake import block_starts
 
 _BLOCK = 1 << 16
 """Elements of one call of the rule on a CPU: few enough that its temporaries stay in the cache."""
@@ -221,7 +222,7 @@ def _blocks(
     matrices = matrices_of(shard.name, shard.shape, rule.splits.get(shard.name))
     for interval, offset in cut_at_matrices(matrices, shard.start, shard.start + numel):
         move = places[interval]
-        for start in range(0, interval.numel, size):
+        for start in block_starts(move, size):
             stop = min(start + size, interval.numel)
             block = part.part(offset + start, offset + stop)
             yield _Block(block, move[start:stop], interval.matrix.shape, number, offset + start)

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dtrain.precision.fake import block_starts
+
 
 @dataclass(frozen=True)
 class StateSpec:
@@ -187,7 +189,7 @@ class UpdateSlice:
 
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
-        return [self.part(start, start + size) for start in range(0, self.master.numel(), size)]
+        return [self.part(start, start + size) for start in block_starts(self.master, size)]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dtrain.errors import ConfigError, ModelError, nearest
+from dtrain.precision.fake import address
 from dtrain.precision.rules import fp32_class
 
 CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -159,7 +160,8 @@ def _check_overlaps(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.numel():
             reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) + 1
-            extents.append((p.data_ptr(), p.data_ptr() + reach * p.element_size(), name))
+            start = address(p)
+            extents.append((start, start + reach * p.element_size(), name))
     end, name = 0, ""
     for start, stop, other in sorted(extents):  # by address, so only neighbors can overlap
         if start < end:

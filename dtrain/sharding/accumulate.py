@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.precision.fake import block_starts, is_fake
 from dtrain.precision.hardware import has_compiler
 from dtrain.sharding.layout import CHUNK
 
@@ -43,6 +44,8 @@ class RunningSum:
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
         numel = self._main_grad.numel()
+        if is_fake(self._main_grad):  # the other ranks' take the same memory, one after the other
+            grads, weights = grads[:3], weights[:3]
         is_cpu = self._main_grad.device.type == "cpu"
         self.norms = torch.empty(numel // CHUNK) if is_last and is_cpu else None
         if self._adds_rows and len(grads) > 1:
@@ -59,7 +62,7 @@ class RunningSum:
         num_assigned = 2 if is_pair else int(self._empty)
         # block by block on a CPU, so that the main grad goes through memory once
         size = _CPU_BLOCK if is_cpu else max(numel, 1)
-        for start in range(0, numel, size):
+        for start in block_starts(self._main_grad, size):
             block = slice(start, start + size)
             target = self._main_grad[block]
             if is_pair:

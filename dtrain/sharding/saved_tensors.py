@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.replicas import Replica
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # not a user's own class
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # an address of memory would be that of no fake tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +35,24 @@ class SavedTensors:
     """Saves views as references, which are resolved when backward needs them."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[ParameterGroup, Replica, int]] = {}  # with their numbers, by address
+        self._copies: dict[int, tuple[ParameterGroup, Replica, int]] = {}  # with their numbers, by storage
 
     def add(self, group: ParameterGroup) -> None:
         """Saves views of ``group``, which is unsharded, as references from now on."""
         for replica in group.replicas:
             for number, copy in enumerate(replica.copies):
-                self._copies[copy.data_ptr()] = group, replica, number
+                self._copies[_storage(copy)] = group, replica, number
 
     def remove(self, group: ParameterGroup) -> None:
-        """Forgets the addresses of ``group``, which may be given to other tensors once it is resharded."""
+        """Forgets the storages of ``group``, which may be given to other tensors once it is resharded."""
         for replica in group.replicas:
             for copy in replica.copies:
-                self._copies.pop(copy.data_ptr(), None)
+                self._copies.pop(_storage(copy), None)
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves a view of an unsharded replica as a reference, any other tensor with its version."""
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided:
-            found = self._copies.get(tensor.untyped_storage().data_ptr())
+        if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+            found = self._copies.get(_storage(tensor))
             # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
             if found is not None and tensor.dtype == found[1].layout.dtype:
                 return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

@@ -15,24 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.engine.vote.readback import Readback
-from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.models import build_model
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.sharding import saved_tensors
 from tests.fake.collectives import Collectives, fake_world
 from tests.fake.device import DEVICE, FakeDevice, fake_cuda
 from tests.fake.launches import HAS_TRITON, Launch, recorded_launches
-from tests.helpers.vote_records import rank_records
 
 VOCAB, TOKENS = 200, 16
 CONFIG = ModelConfig(num_layers=2, hidden_dim=64, num_heads=2, max_seq_len=TOKENS)
@@ -74,14 +68,6 @@ def on_fake_device(model: nn.Module) -> nn.Module:
     return model
 
 
-def _post_applied(self: Readback, values: Tensor) -> Callable[[], list[int]]:
-    """Stands in for ``Readback.post``: the decision that reaches the host says that the step was applied."""
-    row = rank_records(loss_scale=1.0).to_row()
-    rows, rest = divmod(values.numel(), NUM_FIELDS)
-    # code, loss, norm and divisor as the bits of 0.0
-    return lambda: [0] * rest + row * rows
-
-
 @contextmanager
 def fake_engine(
     world_size: int = 1,
@@ -103,8 +89,5 @@ def fake_engine(
         device = stack.enter_context(fake_cuda())
         comm, collectives = stack.enter_context(fake_world(world_size))
         launches = stack.enter_context(recorded_launches(device, collectives))
-        stack.enter_context(mock.patch.object(Readback, "post", _post_applied))
-        # stage 3 saves a plain tensor by reference, and leaves alone those of a user's own class
-        stack.enter_context(mock.patch.object(saved_tensors, "Tensor", FakeTensor))
         engine = dtrain.initialize(on_fake_device(built), comm=comm, precision=policy, **settings)
         yield FakeRank(engine, collectives, launches, device)

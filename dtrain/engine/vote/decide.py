@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,6 +83,14 @@ def decide(
     code = (torch.stack(vetoes) * codes).amax()  # 0 if no veto, else the highest
     # the clip coefficient joins the divisor, so that the update scales each gradient once
     return Decision(code, totals[1] / weights, norm, divisor / clip)
+
+
+def applied_values(numel: int) -> list[int]:
+    """Returns ``numel`` values of :meth:`Decision.pack` that say that the step was applied, for any number of ranks."""
+    zeros = HostRecord.from_row([0] * NUM_HOST)
+    row = [*replace(zeros, loss_scale=1.0).to_row(), *DeviceRecord(sum_weights=1.0).to_row()]
+    num_decided = numel % NUM_FIELDS  # code, loss, norm and divisor: the bits of 0.0
+    return [0] * num_decided + row * (numel // NUM_FIELDS)
 
 
 @dataclass(frozen=True)

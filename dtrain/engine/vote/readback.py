@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from dtrain.engine.vote.decide import applied_values
 
 
 class Readback:
@@ -26,7 +30,12 @@ class Readback:
         self._next = 0
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns the numbers."""
+        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns the numbers.
+
+        Fake tensors have no values: the step counts as applied.
+        """
+        if isinstance(values, FakeTensor):
+            return partial(applied_values, values.numel())
         if not self._on_gpu:
             return values.numpy().tolist
         slot, self._next = self._next, (self._next + 1) % len(self._ring)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ContractError, UsageError
+from dtrain.precision.fake import address
 from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize, uses_kernels
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Recipe
@@ -53,7 +54,7 @@ class TransposeSet:
 
             self._kernel = Transposes(copies, ALIGNMENT)
         for weight, values, transpose in zip(self.weights, copies, self._kernel(copies[0]), strict=True):
-            weight._operands[values.data_ptr(), True] = transpose
+            weight._operands[address(values), True] = transpose
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +136,11 @@ class QuantizedWeight:
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self._recipe.emulate
-        key = (values.data_ptr(), transposed and not emulate)  # the emulation transposes as a view
+        key = (address(values), transposed and not emulate)  # the emulation transposes as a view
         cached = self._operands.get(key)
         if cached is None:
             # an address identifies stored copies only: other memory may be reused for another weight
-            is_stored = any(copy.values.data_ptr() == key[0] for copy in self._copies)
+            is_stored = any(address(copy.values) == key[0] for copy in self._copies)
             is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
             kernels = uses_kernels(values.device, compiled=self._recipe.compile)
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
@@ -175,8 +176,8 @@ class QuantizedWeight:
     def cached(self) -> list[Tensor]:
         """Returns the cached tensors that own their memory; bound copies are their engine's."""
         own = () if isinstance(self.cache, Bound) else self._copies
-        copies = {copy.values.data_ptr(): copy.values for copy in own}
-        operands = [cached for (address, _), cached in self._operands.items() if cached.data_ptr() != address]
+        copies = {address(copy.values): copy.values for copy in own}
+        operands = [cached for (start, _), cached in self._operands.items() if address(cached) != start]
         return [*copies.values(), *operands]
 
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
@@ -201,7 +202,7 @@ class QuantizedWeight:
 
     def _keep_copies(self, weight: Tensor) -> None:
         """Casts ``weight`` unless the copies are its own."""
-        state = (weight.data_ptr(), weight._version)
+        state = (address(weight), weight._version)
         cast_weight = None if self._cast_weight is None else self._cast_weight()
         if not self._copies or cast_weight is not weight or self._cast_state != state:
             self.invalidate()

@@ -1,0 +1,85 @@
+"""Steps of the real engine on fake tensors, which have shapes and dtypes and take no memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.engine.interface import Engine
+
+Batch = Mapping[str, Tensor]
+
+_READ = torch.ops.aten._local_scalar_dense.default
+
+
+class _StandInValues(FakeTensorMode):
+    """Gives what the host reads of a fake tensor a value: 1, or false."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _READ:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def fake_engine(
+    model: nn.Module, build: Callable[[nn.Module, Communicator], Engine], comm: Communicator
+) -> Iterator[Engine]:
+    """Yields an engine that ``build`` makes of ``model`` without values; inside, new tensors are fake.
+
+    The host may read them: a number is 1, a truth value false.
+
+    Args:
+        model: on ``meta`` or with values; its parameters and buffers are replaced by fake ones.
+        build: makes the engine of a run.
+        comm: from :func:`dtrain.planning.ranks.planned_ranks`.
+    """
+    with _StandInValues():
+        _drop_values(model)
+        with _quiet():
+            engine = build(model, comm)
+        yield engine
+
+
+def fake_batch(batch: Batch) -> dict[str, Tensor]:
+    """Returns tensors of the shapes and dtypes of ``batch``, to be called inside :func:`fake_engine`."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Replaces parameters and buffers by fake ones; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in replaced:
+            values: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            replaced[id(tensor)] = values, tensor  # the second keeps the identity from being given to another
+        return replaced[id(tensor)][0]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, the engine logs only warnings."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

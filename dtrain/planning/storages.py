@@ -1,0 +1,95 @@
+"""Live bytes by the kind of tensor they belong to, while a step runs, and their peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_DEVICE = torch.ops.prim.device.default
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the distinct storages that operations return inside it, until each is freed.
+
+    It works on real and on fake tensors. Memory that a kernel takes and frees within one operation is not seen.
+
+    Attributes:
+        label: kind of the storages that are allocated from now on.
+        live: bytes by kind.
+        peak: ``live`` at the moment when its sum was largest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = "other"
+        self.live: Counter[str] = Counter()
+        self.peak: Mapping[str, int] = {}
+        self._total = self._peak_total = 0
+        self._known: dict[int, tuple[str, int]] = {}  # label and bytes, by the identity of the storage
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here, and dynamo's guard costs more than the mode
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent call, for which the mode is slow
+            return args[0].fake_device
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self._add(result)
+        else:
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        identity = storage._cdata
+        if identity in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known[identity] = self.label, nbytes
+        weakref.finalize(storage, self._remove, identity).atexit = False
+        self.live[self.label] += nbytes
+        self._total += nbytes
+        if self._total > self._peak_total:
+            self._peak_total = self._total
+            self.peak = dict(self.live)
+
+    def _remove(self, identity: int) -> None:
+        label, nbytes = self._known.pop(identity)
+        self.live[label] -= nbytes
+        self._total -= nbytes
+
+    def relabel(self, label: str, tensors: Iterable[Tensor]) -> None:
+        """Counts the storages of ``tensors`` as ``label`` from now on."""
+        for tensor in tensors:
+            self._add(tensor)
+            identity = tensor.untyped_storage()._cdata
+            before, nbytes = self._known[identity]
+            self._known[identity] = label, nbytes
+            self.live[before] -= nbytes
+            self.live[label] += nbytes
+
+    def reset_peak(self) -> None:
+        """Forgets the peak so far."""
+        self.peak, self._peak_total = dict(self.live), self._total
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Inside, what is allocated is of kind ``label``."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before

@@ -1,0 +1,137 @@
+"""A run that is not started: its real model and engine on fake tensors, as one rank of any number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.engines import Native
+from dtrain.config.model import HF_FACTORY
+from dtrain.config.schema import RunConfig
+from dtrain.data import Dataset, load_dataset
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.interface import Engine
+from dtrain.errors import ConfigError
+from dtrain.models import build_model
+from dtrain.planning.devices import Device
+from dtrain.planning.fake_step import fake_batch, fake_engine
+from dtrain.planning.ranks import HOST, NCCL, SOCKETS, planned_ranks
+from dtrain.train.setup import make_engine
+
+_NUM_TREE_MICRO_BATCHES = 8
+"""Micro-batches of a planned step in which partial sums stay (``reproducible``); two show all else."""
+
+
+def build_without_values(config: RunConfig, vocab_size: int) -> nn.Module:
+    """Returns the model of ``config`` without weights, or with weights if its code needs values."""
+    # model=hf has a vocabulary of its own, whatever the data's
+    vocab_size = 1 if config.model.factory == HF_FACTORY else vocab_size
+    try:
+        with torch.device("meta"):
+            return build_model(config.model, vocab_size, config.seed)
+    except (RuntimeError, NotImplementedError):
+        return build_model(config.model, vocab_size, config.seed)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on a device that need not be here.
+
+    Attributes:
+        config: what ``dtrain train`` takes; :meth:`engine` changes only what does not change memory or products.
+        device: device of a rank.
+        num_ranks: ranks that share the states.
+        batch: a micro-batch of a rank; only shapes and dtypes count.
+        vocab_size: of the data.
+    """
+
+    config: RunConfig
+    device: Device
+    num_ranks: int
+    batch: Mapping[str, Tensor]
+    vocab_size: int
+
+    @staticmethod
+    def of(config: RunConfig, device: Device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
+        """Returns the plan of ``config``; without ``dataset`` its data is opened, or guessed from the model.
+
+        Raises:
+            ConfigError: the data cannot be opened, and the vocabulary is not known without it.
+        """
+        train, model = config.train, config.model
+        try:
+            dataset = dataset or load_dataset(config.data, model.max_seq_len)
+        except ConfigError:
+            if model.vocab_size is None and model.factory != HF_FACTORY:
+                raise
+            tokens = torch.zeros(train.micro_batch_size, model.max_seq_len, dtype=torch.int64)
+            return PlannedRun(config, device, num_ranks, {"tokens": tokens, "targets": tokens}, model.vocab_size or 1)
+        ids = dataset.train.order(config.seed, np.arange(train.micro_batch_size, dtype=np.int64))
+        return PlannedRun(config, device, num_ranks, dataset.train.batch(ids), dataset.vocab_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a planned step: as many as show the memory of all."""
+        train = self.config.train
+        count = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
+        return max(1, min(count, _NUM_TREE_MICRO_BATCHES if self.config.engine.reproducible else 2))
+
+    def with_micro_batch_size(self, size: int) -> PlannedRun:
+        """Returns the run with micro-batches of ``size`` samples, and the same number of them."""
+        train = self.config.train
+        factor = train.global_batch_size // train.micro_batch_size
+        config = replace(
+            self.config, train=replace(train, micro_batch_size=size, global_batch_size=size * max(factor, 1))
+        )
+        batch = {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in self.batch.items()}
+        return replace(self, config=config, batch=batch)
+
+    @contextmanager
+    def engine(
+        self, on_output: Callable[[Tensor], None] = lambda _: None
+    ) -> Iterator[tuple[Engine, dict[str, Tensor]]]:
+        """Yields the engine of rank 0 and a micro-batch; inside, tensors are fake, and the device is a CPU.
+
+        Args:
+            on_output: called with the output of each all-gather.
+        """
+        config = _executable(self.config, self.device)
+        transport = NCCL if self.device.type == "cuda" else HOST if config.launch.shared_memory else SOCKETS
+        comm = planned_ranks(self.num_ranks, transport, on_output)
+        model = build_without_values(config, self.vocab_size)
+
+        def build(model: nn.Module, comm: Communicator) -> Engine:
+            return make_engine(config, model, comm)
+
+        with fake_engine(model, build, comm) as engine:
+            yield engine, fake_batch(self.batch)
+
+
+def _executable(config: RunConfig, device: Device) -> RunConfig:
+    """Returns ``config`` as fake CPU tensors can run it: what the device decides is decided, nothing is compiled."""
+    precision = config.precision
+    if device.type == "cuda":
+        if precision.name == "auto":
+            precision = replace(precision, name="bf16" if device.capability >= (8, 0) else "fp16")
+        elif precision.name == "tf32":  # the same tensors
+            precision = replace(precision, name="fp32")
+    if precision.name == "fp8" or "fp8" in precision.rules.values():
+        float8 = precision.float8
+        emulate: Any = float8.emulate
+        if emulate == "auto" and device.type == "cuda":
+            emulate = device.capability < (8, 9)
+        choice = "all" if float8.choice in ("auto", "timed") else float8.choice
+        precision = replace(precision, float8=replace(float8, emulate=emulate, choice=choice, compile=False))
+    optim: Any = config.optim
+    if hasattr(optim, "compile"):
+        optim = replace(optim, compile=False)
+    engine = config.engine
+    if not isinstance(engine, Native):  # the same model states, and the activations of the same model
+        engine = Native(zero_stage=engine.zero_stage)
+    return replace(config, precision=precision, optim=optim, engine=engine)
