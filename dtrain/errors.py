@@ -138,6 +138,10 @@ class DataError(DtrainError):
     """Training data is damaged, or is not what its index states; the message names the file and the place."""
 
 
+class OutOfMemoryError(DtrainError):
+    """A rank has no memory left; the message shows the plan of its memory and changes that make the run fit."""
+
+
 class StorageError(DtrainError):
     """A file of a run could not be written because its disk is full or faulty; the message names the file."""
 

@@ -15,8 +15,8 @@ from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 
 Record = TypeVar("Record")
 
-HASH_EXCLUDES = ("run_dir", "resume", "tracker", "launch", "supervise")
-"""Keys outside :func:`config_hash`: where a run is stored, started, tracked and watched, not what it computes."""
+HASH_EXCLUDES = ("run_dir", "resume", "report", "tracker", "launch", "supervise")
+"""Keys outside :func:`config_hash`: where a run is stored, started, tracked and shown, not what it computes."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:

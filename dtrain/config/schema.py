@@ -171,6 +171,9 @@ class RunConfig(CheckedRecord):
         "auto",
         "auto: continue from the newest checkpoint of run_dir that verifies; none: do not; or a checkpoint's path.",
     )
+    report: bool = setting(
+        True, "Compare the memory with its plan and write report.html at the end of the run, which takes some seconds."
+    )
     train: TrainConfig = group(TrainConfig)
     engine: EngineConfig = group(Native, EngineConfig.__doc__ or "")
     precision: PrecisionConfig = group(PrecisionConfig)

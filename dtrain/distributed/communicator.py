@@ -141,6 +141,10 @@ class GradientExchange(Protocol):
     def idle(self) -> list[Tensor]:
         """Returns the memory that is not in use: between steps, all of it."""
 
+    @abstractmethod
+    def max_nbytes(self) -> int:
+        """Returns the most bytes of gradients that it holds at a time, by the sizes of the sends alone."""
+
 
 class Communicator(Protocol):
     """Collectives over the ranks of one process group, or over a single rank.
@@ -271,6 +275,10 @@ class Communicator(Protocol):
             sends: in the order in which they start.
             num_early: number of them, at the end, that are opened before the others are sent.
         """
+
+    def foreign_nbytes(self) -> int:
+        """Returns the resident bytes of other ranks' memory that this rank reads in place; they are theirs."""
+        return 0
 
     @abstractmethod
     def over(self, group: dist.ProcessGroup) -> Communicator:

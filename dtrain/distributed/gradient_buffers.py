@@ -56,8 +56,8 @@ class PrivateExchange(GradientExchange):
         self.pool = BufferPool(device)
         self.num_started = 0
         self._opened: dict[int, Tensor] = {}
-        sizes = [num_buffers * send.nbytes for send in sends]
-        self._num_kept = [num_kept_in_flight(sizes, index) for index in range(len(sizes))]
+        self._sizes = [num_buffers * send.nbytes for send in sends]
+        self._num_kept = [num_kept_in_flight(self._sizes, index) for index in range(len(sends))]
 
     def open(self, index: int) -> Tensor:
         send = self.sends[index]
@@ -82,6 +82,12 @@ class PrivateExchange(GradientExchange):
 
     def idle(self) -> list[Tensor]:
         return self.pool.idle()
+
+    def max_nbytes(self) -> int:
+        # those that may be in flight when one starts, it, and the next one, which backward fills meanwhile
+        sizes = self._sizes
+        spans = [[(i - n) % len(sizes) for n in range(-1, kept + 1)] for i, kept in enumerate(self._num_kept)]
+        return max((sum(sizes[index] for index in set(span)) for span in spans), default=0)
 
 
 def num_kept_in_flight(sizes: Sequence[int], index: int) -> int:

@@ -136,6 +136,9 @@ class HostMemory(GlooGroup):
                 return RingExchange(self, sends, memory, schedule)
         return super().gradient_exchange(sends, num_early)
 
+    def foreign_nbytes(self) -> int:
+        return self.memory.foreign_nbytes()
+
     def release(self) -> None:
         super().release()
         self._published.clear()

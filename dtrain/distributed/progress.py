@@ -47,11 +47,13 @@ class Progress:
 
     Attributes:
         busy_s: seconds in each phase without the waits for other ranks, indexed by :class:`Phase`, since the start.
+        waited_s: seconds of these waits, likewise.
         on_mark: called with the phase, and whether this rank waits, whenever one of the two changes.
     """
 
     def __init__(self) -> None:
         self.busy_s = [0.0] * len(Phase)
+        self.waited_s = [0.0] * len(Phase)
         self.on_mark: Mark | None = None
         self._ids: dict[str, int] = {}  # of the labels in the record
         self._since = perf_counter()
@@ -83,6 +85,7 @@ class Progress:
         now = perf_counter()
         cells = self._cells
         self.busy_s[cells[_PHASE]] += now - self._since - self._waited_s
+        self.waited_s[cells[_PHASE]] += self._waited_s
         self._since, self._waited_s = now, 0.0
         if step is not None:
             cells[_STEP] = step

@@ -101,6 +101,9 @@ class RingExchange(GradientExchange):
     def idle(self) -> list[Tensor]:
         return [self._memory, *self._pool.idle()]
 
+    def max_nbytes(self) -> int:
+        return self._memory.nbytes
+
     def _slot(self, number: int, send: GradientSend) -> Tensor:
         start = self._schedule.slot(number).start
         return self._memory[start : start + send.nbytes].view(send.dtype)

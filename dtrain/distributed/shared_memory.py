@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,18 @@ class SharedMemory:
         self._regions.clear()
         self._numbers.clear()
         self.unsupported_reason = "it was released"
+
+    @property
+    def foreign(self) -> list[UntypedStorage]:
+        """The files of the other ranks."""
+        return [storage for region in self._regions for storage in region if storage is not region[self._rank]]
+
+    def foreign_nbytes(self) -> int:
+        """Returns the bytes of the other ranks' files that are resident in this process, which has read them."""
+        others = {storage.data_ptr() for storage in self.foreign}
+        text = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")
+        sizes = re.findall(r"^([0-9a-f]+)-[0-9a-f]+ .*\n(?:[A-Z].*\n)*?Rss:\s+(\d+) kB$", text, re.M)
+        return sum(1024 * int(kib) for start, kib in sizes if int(start, 16) in others)
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
         """Returns (number of the region, byte offset) of a contiguous ``tensor``, or None if it lies elsewhere."""

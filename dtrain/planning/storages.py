@@ -17,6 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _DEVICE = torch.ops.prim.device.default
 
 
+HEAP_LIMIT = 31 * 2**20
+"""Bytes from which glibc's malloc maps a block instead of taking it from its heap (``engine.initialize`` sets it)."""
+
+
 class StorageTracker(TorchDispatchMode):
     """Counts the distinct storages that operations return inside it, until each is freed.
 
@@ -26,6 +30,7 @@ class StorageTracker(TorchDispatchMode):
         label: kind of the storages that are allocated from now on.
         live: bytes by kind.
         peak: ``live`` at the moment when its sum was largest.
+        peak_heap: bytes at that moment in storages smaller than :data:`HEAP_LIMIT`.
     """
 
     def __init__(self) -> None:
@@ -33,7 +38,8 @@ class StorageTracker(TorchDispatchMode):
         self.label = "other"
         self.live: Counter[str] = Counter()
         self.peak: Mapping[str, int] = {}
-        self._total = self._peak_total = 0
+        self.peak_heap = 0
+        self._total = self._peak_total = self._heap = 0
         self._known: dict[int, tuple[str, int]] = {}  # label and bytes, by the identity of the storage
 
     @classmethod
@@ -61,15 +67,19 @@ class StorageTracker(TorchDispatchMode):
         self._known[identity] = self.label, nbytes
         weakref.finalize(storage, self._remove, identity).atexit = False
         self.live[self.label] += nbytes
-        self._total += nbytes
+        self._count(nbytes)
         if self._total > self._peak_total:
-            self._peak_total = self._total
-            self.peak = dict(self.live)
+            self.reset_peak()
 
     def _remove(self, identity: int) -> None:
-        label, nbytes = self._known.pop(identity)
+        label, nbytes = self._known.pop(identity, ("", 0))
         self.live[label] -= nbytes
-        self._total -= nbytes
+        self._count(-nbytes)
+
+    def _count(self, nbytes: int) -> None:
+        self._total += nbytes
+        if abs(nbytes) < HEAP_LIMIT:
+            self._heap += nbytes
 
     def relabel(self, label: str, tensors: Iterable[Tensor]) -> None:
         """Counts the storages of ``tensors`` as ``label`` from now on."""
@@ -81,9 +91,17 @@ class StorageTracker(TorchDispatchMode):
             self.live[before] -= nbytes
             self.live[label] += nbytes
 
+    def exclude(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Counts ``storages`` no longer: they are the memory of others."""
+        for storage in storages:
+            label, nbytes = self._known.get(storage._cdata, (self.label, 0))
+            self._known[storage._cdata] = label, 0
+            self.live[label] -= nbytes
+            self._count(-nbytes)
+
     def reset_peak(self) -> None:
-        """Forgets the peak so far."""
-        self.peak, self._peak_total = dict(self.live), self._total
+        """Takes what is live now as the peak."""
+        self.peak, self.peak_heap, self._peak_total = dict(self.live), self._heap, self._total
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Engine
+from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.planning.devices import Device
@@ -82,20 +83,20 @@ class PlannedRun:
         count = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
         return max(1, min(count, _NUM_TREE_MICRO_BATCHES if self.config.engine.reproducible else 2))
 
-    def with_micro_batch_size(self, size: int) -> PlannedRun:
-        """Returns the run with micro-batches of ``size`` samples, and the same number of them."""
+    def with_micro_batch_size(self, size: int, *, keeps_global: bool = False) -> PlannedRun:
+        """Returns the run with micro-batches of ``size`` samples: as many of them, or for the same global batch."""
         train = self.config.train
-        factor = train.global_batch_size // train.micro_batch_size
-        config = replace(
-            self.config, train=replace(train, micro_batch_size=size, global_batch_size=size * max(factor, 1))
-        )
+        whole = train.global_batch_size
+        if not keeps_global:
+            whole = size * (whole // train.micro_batch_size)
+        config = replace(self.config, train=replace(train, micro_batch_size=size, global_batch_size=whole))
         batch = {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in self.batch.items()}
         return replace(self, config=config, batch=batch)
 
     @contextmanager
     def engine(
         self, on_output: Callable[[Tensor], None] = lambda _: None
-    ) -> Iterator[tuple[Engine, dict[str, Tensor]]]:
+    ) -> Iterator[tuple[NativeEngine, dict[str, Tensor]]]:
         """Yields the engine of rank 0 and a micro-batch; inside, tensors are fake, and the device is a CPU.
 
         Args:
@@ -110,6 +111,7 @@ class PlannedRun:
             return make_engine(config, model, comm)
 
         with fake_engine(model, build, comm) as engine:
+            assert isinstance(engine, NativeEngine)
             yield engine, fake_batch(self.batch)
 
 

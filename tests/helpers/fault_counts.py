@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from dtrain.tools.host import describe_host
+from dtrain.telemetry.host import describe_host
 
 
 @dataclass

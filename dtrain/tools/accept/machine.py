@@ -11,9 +11,9 @@ import torch
 
 from dtrain.distributed.setup import choose_device
 from dtrain.precision.hardware import RATED, rate
+from dtrain.telemetry.host import describe_host
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.accept.part import PartRequest
-from dtrain.tools.host import describe_host
 
 _PACKAGES = ("triton", "torchao", "transformers")
 _SMALL_GPU_GIB = 32  # less does not hold a 1.2B model with its optimizer states in all engines

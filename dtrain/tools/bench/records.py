@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.errors import BenchError
 from dtrain.redaction.redact import redact
+from dtrain.telemetry.host import Host, describe_host
 from dtrain.telemetry.metrics import write_json
-from dtrain.tools.host import Host, describe_host
 
 
 @dataclass(frozen=True)

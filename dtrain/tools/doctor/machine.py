@@ -23,8 +23,8 @@ from torch import Tensor
 
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.telemetry.host import describe_host, memory_left
 from dtrain.telemetry.trackers import wandb_mode
-from dtrain.tools.host import describe_host, memory_left
 from dtrain.tools.tables import Table
 from dtrain.version import version
 

@@ -51,8 +51,8 @@ def _run(name: str, out: Path | None, file: Path | None) -> None:
     import torch
 
     from dtrain.config.dump import config_to_dict, from_plain
+    from dtrain.telemetry.host import describe_host
     from dtrain.tools.experiment.records import ExperimentRecord, read_record, write_record
-    from dtrain.tools.host import describe_host
     from dtrain.tools.tables import show
 
     experiment = load(name)

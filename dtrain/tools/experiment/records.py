@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 
 from dtrain.config.dump import from_plain
 from dtrain.errors import ConfigError
+from dtrain.telemetry.host import Host
 from dtrain.telemetry.metrics import to_json, write_atomically
-from dtrain.tools.host import Host
 from dtrain.tools.tables import Table
 
 Result = TypeVar("Result")

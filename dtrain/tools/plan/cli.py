@@ -1,21 +1,55 @@
-"""``dtrain plan precision``."""
+"""``dtrain plan``: what a run would do and need, before it is started."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain.errors import ConfigError, nearest
 
-_USAGE = """usage: dtrain plan precision [--all] [key=value ...]
+if TYPE_CHECKING:
+    from dtrain.config.schema import RunConfig
+    from dtrain.train.planned import PlannedRun
 
-  precision  prints the format of each module of the model, with the reason; takes the keys of dtrain train:
-             dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={"blocks.0.*": bf16}'
-  --all      prints a row for each module; without it equal blocks share a row
+_USAGE = """usage: dtrain plan memory|shapes|time|precision [option ...] [key=value ...]
 
-The model is built without weights if possible. Nothing is written, timed or sent. Tables are drawn on a terminal and
-Markdown elsewhere."""
-_PLANS = ("precision",)
-_ALL = "--all"
+  memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
+  shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
+  time       time of a step, share of Tensor Cores, limit of a faster format, and more ranks
+  precision  the format of each module of the model, with the reason
+
+All take the keys of dtrain train. memory, shapes and time also take:
+
+  device=NAME    here (default), cpu, or a GPU that need not be here: h100-80gb, a100-40gb, h200-141gb, l4-24gb, ...
+  ranks=N        ranks of the job; default: those that this command would start
+  shard_size=N   memory: ranks that share the states, if fewer than all
+
+Options:
+
+  --against RUN  memory: beside what the run in this folder has measured; takes its configuration from there
+  --all          shapes, precision: a row for each module; without it equal blocks share a row
+  --no-measure   shapes: print the rules only, and time nothing
+
+  dtrain plan memory model=llama-8b device=h100-80gb ranks=64 engine.zero_stage=3
+  dtrain plan shapes model.hidden_dim=500
+  dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={"blocks.0.*": bf16}'
+
+No weights are made, and nothing is written or sent. Tables are drawn on a terminal and Markdown elsewhere."""
+_PLANS = ("memory", "shapes", "time", "precision")
+_ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
+_OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
+_KEYS = {"memory": ("device", "ranks", "shard_size"), "shapes": ("device", "ranks"), "time": ("device", "ranks")}
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """A command line: its own options and keys, and the words that are left for ``dtrain train``."""
+
+    options: dict[str, str]
+    keys: dict[str, str]
+    words: list[str]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,14 +59,122 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     if plan not in _PLANS:
-        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}")
+        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}; it is one of {', '.join(_PLANS)}")
+    given = _parse(plan, words)
+    if _AGAINST in given.options:
+        return _compare(given)
     from dtrain.cli.resolve import read_jobs
 
-    jobs = read_jobs([word for word in words if word != _ALL], "plan precision [--all]")
+    jobs = read_jobs(given.words, f"plan {plan} [option ...]")
     if len(jobs) > 1:
-        raise ConfigError("dtrain plan precision shows one run; remove --multirun")
+        raise ConfigError(f"dtrain plan {plan} shows one run; remove --multirun")
     for job in jobs:  # empty if Hydra printed its own output, such as --help
+        _show(plan, job.config, given)
+    return 0
+
+
+def _parse(plan: str, words: Sequence[str]) -> _Arguments:
+    """Splits ``words``.
+
+    Raises:
+        ConfigError: an option of another plan, or ``--against`` without a folder.
+    """
+    given = _Arguments({}, {}, [])
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        if word in (_ALL, _AGAINST, _NO_MEASURE):
+            if word not in _OPTIONS[plan]:
+                raise ConfigError(f"dtrain plan {plan} has no option {word}; see dtrain plan --help")
+            given.options[word] = next(rest, "") if word == _AGAINST else ""
+            if word == _AGAINST and not given.options[word]:
+                raise ConfigError(f"{_AGAINST} needs the folder of a run, such as {_AGAINST} runs/mine")
+        elif equals and key in _KEYS.get(plan, ()):
+            given.keys[key] = value
+        else:
+            given.words.append(word)
+    return given
+
+
+def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
+    if plan == "precision":
         from dtrain.tools.plan.precision import show_plan
 
-        show_plan(job.config, folded=_ALL not in words)
+        show_plan(config, folded=_ALL not in given.options)
+        return
+    run = _planned(config, given.keys)
+    if plan == "memory":
+        from dtrain.tools.plan.memory import show_memory
+
+        show_memory(run)
+
+
+def _planned(config: RunConfig, keys: dict[str, str]) -> PlannedRun:
+    """Returns the run on the device and the ranks that ``keys`` name."""
+    from dtrain.distributed.launch_env import LaunchEnv
+    from dtrain.distributed.setup import choose_device, processes_to_start
+    from dtrain.planning.devices import HERE, find_device
+    from dtrain.train.planned import PlannedRun
+    from dtrain.train.run import check_run
+    from dtrain.train.setup import check_precision
+
+    name = keys.get("device", "cpu" if config.launch.device == "cpu" else HERE)
+    started = LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
+    ranks = _number(keys, "ranks", started)
+    shard_size = _number(keys, "shard_size", ranks)
+    if ranks % shard_size:
+        raise ConfigError(f"shard_size={shard_size} does not divide ranks={ranks}; take one of its divisors")
+    device = find_device(name, ranks)
+    check_run(config)
+    if device.is_here:
+        check_precision(config, choose_device(device.type, 0))
+    config = _with_whole_batch(config, ranks)
+    if shard_size < ranks:
+        print(f"no engine shards over {shard_size} of {ranks} ranks yet: this is what it would take\n")
+        whole = config.train.global_batch_size // (ranks // shard_size)
+        config = replace(config, train=replace(config.train, global_batch_size=whole))
+    return PlannedRun.of(config, device, shard_size)
+
+
+def _number(keys: dict[str, str], key: str, default: int) -> int:
+    text = keys.get(key, str(default))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{key}={text} must be a whole number from 1")
+    return int(text)
+
+
+def _with_whole_batch(config: RunConfig, ranks: int) -> RunConfig:
+    """Returns ``config`` with a global batch that the ranks can share."""
+    train = config.train
+    unit = train.micro_batch_size * ranks
+    whole = -(-train.global_batch_size // unit) * unit
+    if whole == train.global_batch_size:
+        return config
+    shared = f"{ranks} ranks cannot share {train.global_batch_size} in equal parts"
+    print(f"planned with train.global_batch_size={whole}: {shared}\n")
+    return replace(config, train=replace(train, global_batch_size=whole))
+
+
+def _compare(given: _Arguments) -> int:
+    """Compares the plan of a run with its receipt.
+
+    Raises:
+        ConfigError: other words were given, or the folder holds no run with a receipt.
+    """
+    if given.words or given.keys:
+        raise ConfigError(f"{_AGAINST} takes the configuration of the run; remove {[*given.words, *given.keys][0]}")
+    import yaml
+
+    from dtrain.config.dump import config_from_dict
+    from dtrain.planning.devices import find_device
+    from dtrain.tools.plan.memory import show_against
+    from dtrain.train.memory.receipt import Receipt
+    from dtrain.train.planned import PlannedRun
+    from dtrain.train.run_dir import CONFIG_FILE
+
+    folder = Path(given.options[_AGAINST])
+    receipt = Receipt.read(folder)
+    config = config_from_dict(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    device = find_device(receipt.device, receipt.num_ranks)
+    show_against(receipt, PlannedRun.of(config, device, receipt.num_ranks))
     return 0

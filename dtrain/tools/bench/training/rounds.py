@@ -9,9 +9,9 @@ from typing import TypeVar
 from dtrain.config.tool_schema import SuiteConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import BenchError
+from dtrain.telemetry.host import memory_left
 from dtrain.tools.bench.records import BenchmarkCase, CaseResult, FailedCase, TimedSteps
 from dtrain.tools.bench.training.processes import CaseProcesses
-from dtrain.tools.host import memory_left
 
 Value = TypeVar("Value")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dtrain.telemetry.host import Host
 from dtrain.tools.bench.records import BenchmarkCase, CaseResult, Footprint, TimedSteps, TrainingResults
-from dtrain.tools.host import Host
 from dtrain.tools.tables import Table
 
 TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=32", "bench.device=cpu"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass, field
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +57,26 @@ def describe_host() -> Host:
         dtrain=version(),
         peers={name: package_version(name) for name in _PEERS if find_spec(name) is not None},
     )
+
+
+def environment(world_size: int) -> dict[str, Any]:
+    """Returns machine, software and code of a run that starts now, without names of machine, user or folders."""
+    return {
+        **asdict(describe_host()),
+        "world_size": world_size,
+        "git_commit": _git_commit(),
+        "started": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+    }
+
+
+def _git_commit() -> str | None:
+    """Returns the commit of the working directory, with ``-dirty`` if files differ; None outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
 
 
 def memory_left() -> float:

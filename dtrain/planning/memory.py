@@ -1,0 +1,115 @@
+"""Memory of one rank in a step, by kind: what the engine holds between steps, and what lives at the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dtrain.engine.model_state import StateEngine
+from dtrain.planning.devices import Device
+from dtrain.planning.storages import StorageTracker
+
+ACTIVATIONS, BACKWARD, UPDATE, UNSHARDED = "activations", "backward", "update", "unsharded"
+"""Kinds beside those of ``engine.memory()``: allocated in forward, in backward, in the update, and full weights."""
+
+PER_SAMPLE = (ACTIVATIONS, BACKWARD)
+"""Kinds that grow with the micro-batch."""
+
+_NUM_STEPS = 2  # buffers that stay are allocated in the first
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        states: between steps, by the kinds of ``engine.memory()``.
+        peak: at the moment of a step when most is live, by kind.
+        first: at the peak of the first step, in which the buffers that stay are allocated late.
+        heap: at the peak, in storages smaller than :data:`dtrain.planning.storages.HEAP_LIMIT`.
+    """
+
+    states: Mapping[str, int]
+    peak: Mapping[str, int]
+    first: int
+    heap: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.peak.values())
+
+    @property
+    def growing(self) -> int:
+        """Bytes at the peak that are in proportion to the micro-batch."""
+        return sum(self.peak.get(kind, 0) for kind in PER_SAMPLE)
+
+
+def run_steps(
+    engine: StateEngine,
+    batch: Mapping[str, Tensor],
+    num_micro_batches: int,
+    tracker: StorageTracker,
+    num_steps: int = _NUM_STEPS,
+) -> StepMemory:
+    """Runs steps of ``engine``, on real or on fake tensors, and returns the memory of the last one.
+
+    Args:
+        engine: built inside ``tracker``.
+        batch: keyword arguments of the model.
+        num_micro_batches: forwards and backwards of a step.
+        tracker: entered.
+        num_steps: the first one allocates the buffers that stay.
+    """
+    first = 0
+    for _ in range(num_steps):
+        _relabel_states(engine, tracker)
+        tracker.reset_peak()
+        for micro in engine.accumulate([batch] * num_micro_batches):
+            with tracker.labelled(ACTIVATIONS):
+                output = engine(**micro)
+            with tracker.labelled(BACKWARD):
+                engine.backward(output)
+            del output
+        with tracker.labelled(UPDATE):
+            engine.step()
+        first = first or sum(tracker.peak.values())
+    peak = {kind: nbytes for kind, nbytes in tracker.peak.items() if nbytes}
+    return StepMemory(engine.memory(), peak, first, tracker.peak_heap)
+
+
+def _relabel_states(engine: StateEngine, tracker: StorageTracker) -> None:
+    for kind, tensors in engine.storages().items():
+        tracker.relabel(kind, [tensor for tensor in tensors if tensor.numel()])
+
+
+@dataclass(frozen=True)
+class Margin:
+    """Memory that no tensor accounts for, in bytes.
+
+    Attributes:
+        low, high: bounds.
+        reasons: what it is.
+    """
+
+    low: int
+    high: int
+    reasons: tuple[str, ...]
+
+
+def margin(device: Device, num_ranks: int, tensors: int, heap: int) -> Margin:
+    """Returns the band for allocator, kernels and communication beside ``tensors`` bytes.
+
+    On a CPU it is measured: malloc's heap, which fragments, holds ``heap`` bytes of them (docs/planning.md). On a GPU
+    it is not: the driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB
+    on Hopper, NCCL takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
+    """
+    if device.type == "cpu":
+        return Margin(int(0.06 * heap), int(0.24 * heap) + 64 * _MIB, ("fragments of the heap", "scratch of kernels"))
+    low, high = 400 * _MIB, 850 * _MIB + tensors // 12
+    if num_ranks > 1:
+        low, high = low + 100 * _MIB, high + 1024 * _MIB
+    reasons = ("the driver's context", "kernels", "fragments", *(("NCCL",) if num_ranks > 1 else ()))
+    return Margin(low, high, reasons)

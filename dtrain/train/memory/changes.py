@@ -1,0 +1,155 @@
+"""Changes of a configuration that make a run fit into the memory of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from dtrain.config.engines import Native
+from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
+from dtrain.engine.native import NativeEngine
+from dtrain.errors import ConfigError
+from dtrain.planning.memory import PER_SAMPLE, UNSHARDED, StepMemory
+from dtrain.train.memory.plan import FITS, MemoryPlan, plan_memory, saved_copy
+from dtrain.train.planned import PlannedRun
+
+_NUM_CHANGES = 3
+
+_Apply = Callable[[PlannedRun], PlannedRun]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the configuration that saves memory.
+
+    Attributes:
+        keys: what to add to the command line.
+        cost: what it costs.
+        plan: the memory with it: the states exactly, the rest in proportion.
+    """
+
+    keys: str
+    cost: str
+    plan: MemoryPlan
+
+
+def cheapest_changes(run: PlannedRun, plan: MemoryPlan) -> list[Change]:
+    """Returns the three cheapest changes each of which makes ``run`` fit.
+
+    If none does, the changes are added to each other until the run fits, and the last entry has all of them.
+    """
+    changes: list[Change] = []
+    useful: list[tuple[str, str, _Apply]] = []
+    for keys, cost, apply in _candidates(run, plan):
+        with suppress(ConfigError):  # one that this configuration cannot have
+            estimated = _estimate(run, plan, apply(run))
+            if estimated.high < plan.high:
+                useful.append((keys, cost, apply))
+                changes.append(Change(keys, cost, estimated))
+    fitting = [change for change in changes if change.plan.verdict == FITS]
+    return fitting[:_NUM_CHANGES] or _together(run, plan, useful)
+
+
+def _together(run: PlannedRun, plan: MemoryPlan, candidates: list[tuple[str, str, _Apply]]) -> list[Change]:
+    changed, keys, costs = run, [], []
+    changes: list[Change] = []
+    for key, cost, apply in candidates:
+        with suppress(ConfigError):
+            changed = apply(changed)
+            keys.append(key)
+            costs.append(cost)
+            changes.append(Change(" ".join(keys), "; ".join(costs), _estimate(run, plan, changed)))
+            if changes[-1].plan.verdict == FITS:
+                break
+    return changes[-_NUM_CHANGES:]
+
+
+def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan:
+    """Returns the memory of ``run``: its own states, and the rest of ``plan``, which is that of ``base``."""
+    if run.config.precision != base.config.precision:  # other activations
+        return plan_memory(run)
+    with run.engine() as (engine, _):
+        states, copy, unsharded = engine.memory(), saved_copy(run, engine), _unsharded_bytes(engine)
+        if engine.sharded.reducer.exchange is not None:  # a ring is there from the start, other buffers are not
+            states["unreduced_grad"] = max(states["unreduced_grad"], engine.sharded.reducer.exchange.max_nbytes())
+    factor = run.config.train.micro_batch_size / base.config.train.micro_batch_size
+    others = {kind: nbytes for kind, nbytes in plan.step.peak.items() if kind not in plan.step.states}
+    scaled = {kind: int(nbytes * factor) if kind in PER_SAMPLE else nbytes for kind, nbytes in others.items()}
+    peak = {**states, **scaled, UNSHARDED: unsharded}
+    total = sum(peak.values())
+    return MemoryPlan(
+        run.device,
+        run.num_ranks,
+        StepMemory(states, peak, first=total, heap=total * plan.step.heap // plan.step.total),
+        copy,
+    )
+
+
+def _unsharded_bytes(engine: NativeEngine) -> int:
+    """Returns the bytes of full weights at a time: those of the root group and of the largest other groups."""
+    sizes = {
+        group.name: sum(r.layout.numel * r.layout.dtype.itemsize * r.views.num_copies for r in group.replicas)
+        for group in engine.sharded.groups
+        if any(replica.is_sharded for replica in group.replicas)
+    }
+    root = sizes.pop("", 0)
+    options = engine.options.engine
+    assert isinstance(options, Native)
+    count = 1 + options.prefetch if options.reshard_after_forward else len(sizes)
+    return root + sum(sorted(sizes.values())[-count:])
+
+
+def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _Apply]]:
+    """Yields keys, cost and effect of each change, the cheapest first."""
+    config = run.config
+    engine, train = config.engine, config.train
+    if engine.reproducible:
+        yield _engine_key("reproducible", False, "bits that depend on the number of ranks")
+    if isinstance(engine, Native) and engine.zero_stage == 3 and not engine.reshard_after_forward:
+        yield _engine_key("reshard_after_forward", True, "weights are gathered twice a micro-batch")
+    if run.num_ranks > 1 and engine.name != "ddp":
+        for stage in range(engine.zero_stage + 1, 3):
+            yield _engine_key(
+                "zero_stage", stage, "gradients are sent in each micro-batch" if stage == 2 else "nothing"
+            )
+    if run.device.type == "cpu" and config.checkpoint.asynchronous:
+        checkpoint = replace(config.checkpoint, asynchronous=False)
+        yield "checkpoint.asynchronous=false", "a save stops training", _config(checkpoint=checkpoint)
+    sizes = [size for size in range(train.micro_batch_size // 2, 0, -1) if train.micro_batch_size % size == 0]
+    for size in sizes:
+        if size == 1 or plan.can_hold(plan.tensors - (1 - size / train.micro_batch_size) * plan.step.growing):
+            cost = f"{train.micro_batch_size // size} times as many forwards, of smaller products"
+            smaller = partial(PlannedRun.with_micro_batch_size, size=size, keeps_global=True)
+            yield f"train.micro_batch_size={size}", cost, smaller
+            break
+    if config.precision.name in ("fp32", "tf32") and (run.device.type == "cpu" or run.device.capability >= (8, 0)):
+        precision = replace(config.precision, name="bf16")
+        yield "precision=bf16", "products of BF16; masters and sums stay FP32", _config(precision=precision)
+    if isinstance(config.optim, AdamW) and config.optim.name == "adamw":
+        yield "optim=adamw-bf16", "moments rounded to BF16", _config(optim=_bf16_moments(config.optim))
+    if run.num_ranks > 1 and engine.name != "ddp" and engine.zero_stage < 3:
+        yield _engine_key("zero_stage", 3, "weights are gathered in forward and backward")
+    if engine.zero_stage:
+        for factor in (2, 4, 8):
+            ranks = factor * run.num_ranks
+            yield f"ranks={ranks}", f"{factor} times the devices", partial(replace, num_ranks=ranks)
+
+
+def _engine_key(name: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
+    def apply(run: PlannedRun) -> PlannedRun:
+        return replace(run, config=replace(run.config, engine=replace(run.config.engine, **{name: value})))
+
+    return f"engine.{name}={str(value).lower()}", cost, apply
+
+
+def _config(**changes: Any) -> _Apply:
+    return lambda run: replace(run, config=replace(run.config, **changes))
+
+
+def _bf16_moments(optim: AdamW) -> OptimKeys:
+    record = OPTIM_KEYS["adamw-bf16"]
+    shared = {item.name: getattr(optim, item.name) for item in fields(record) if item.name != "name"}
+    return record(**shared)

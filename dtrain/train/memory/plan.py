@@ -1,0 +1,137 @@
+"""The memory that a run needs on a rank, and the largest micro-batch that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dtrain.engine.model_state import StateEngine
+from dtrain.planning.devices import Device
+from dtrain.planning.memory import UNSHARDED, Margin, StepMemory, margin, run_steps
+from dtrain.planning.storages import StorageTracker
+from dtrain.train.planned import PlannedRun
+
+SAVED_COPY = "saved_copy"
+"""Kind of the copy of masters and states that an asynchronous save writes, in the memory of the host."""
+
+MARGIN = "margin"
+_TOO_SMALL = 2**13  # bytes; not shown
+FITS = "fits"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes of one kind at the peak, between two bounds."""
+
+    kind: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory of one rank at the peak of a step.
+
+    Attributes:
+        device: whose memory it is.
+        num_ranks: ranks that share the states.
+        step: memory of the tensors.
+        saved_copy: bytes of :data:`SAVED_COPY`, if the rank's device is a CPU.
+    """
+
+    device: Device
+    num_ranks: int
+    step: StepMemory
+    saved_copy: int
+
+    @property
+    def tensors(self) -> int:
+        return self.step.total + self.saved_copy
+
+    @property
+    def margin(self) -> Margin:
+        """Memory that is in no tensor."""
+        return self._margin(self.tensors)
+
+    def _margin(self, tensors: int) -> Margin:
+        heap = tensors * self.step.heap // self.step.total
+        return margin(self.device, self.num_ranks, tensors, heap)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The kinds in the order of ``engine.memory()``, then those of the step; without empty ones."""
+        peak = {**dict.fromkeys(self.step.states, 0), **self.step.peak, SAVED_COPY: self.saved_copy}
+        found = [Row(kind, nbytes, nbytes) for kind, nbytes in peak.items() if nbytes > _TOO_SMALL]
+        return [*found, Row(MARGIN, self.margin.low, self.margin.high)]
+
+    @property
+    def low(self) -> int:
+        return self.tensors + self.margin.low
+
+    @property
+    def high(self) -> int:
+        return self.tensors + self.margin.high
+
+    def can_hold(self, tensors: float) -> bool:
+        """Whether the device holds this many bytes of tensors, with the upper bound of the margin."""
+        return tensors + self._margin(int(tensors)).high <= self.device.memory
+
+    @property
+    def verdict(self) -> str:
+        """``fits``, ``may fit`` (the lower bound does) or ``does not fit``."""
+        return (
+            "fits"
+            if self.high <= self.device.memory
+            else "may fit"
+            if self.low <= self.device.memory
+            else "does not fit"
+        )
+
+
+def plan_memory(run: PlannedRun, num_steps: int = 2) -> MemoryPlan:
+    """Returns the memory of ``run``, whose model and engine take ``num_steps`` steps on fake tensors.
+
+    Raises:
+        DtrainError: ``dtrain train`` would refuse the run.
+    """
+    tracker = StorageTracker()
+
+    def count_unsharded(output: Tensor) -> None:
+        tracker.relabel(UNSHARDED, [output])
+
+    with tracker, run.engine(count_unsharded) as (engine, batch):
+        step = run_steps(engine, batch, run.num_micro_batches, tracker, num_steps)
+        return MemoryPlan(run.device, run.num_ranks, step, saved_copy(run, engine))
+
+
+def saved_copy(run: PlannedRun, engine: StateEngine) -> int:
+    """Returns the bytes of :data:`SAVED_COPY` while a step runs."""
+    config = run.config
+    is_copied = config.checkpoint.asynchronous and 0 < config.train.save_every < config.train.steps
+    if run.device.type != "cpu" or not is_copied:
+        return 0
+    return sum(shard.data.nbytes for kind in engine.saved_dtypes for shard in engine.owned_shards(kind))
+
+
+def largest_micro_batch(run: PlannedRun, plan: MemoryPlan) -> int:
+    """Returns the largest micro-batch whose upper bound fits; 0: none does.
+
+    Memory grows about linearly with the micro-batch. The growth is taken from the plan; then it is corrected by a first
+    step with the micro-batch that was found.
+    """
+    own = run.config.train.micro_batch_size
+
+    def largest(per_sample: float) -> int:
+        low, high = 0, 2**20  # `low` fits, or nothing does
+        while high - low > 1:
+            size = (low + high) // 2
+            fits = plan.can_hold(plan.tensors + per_sample * (size - own))
+            low, high = (size, high) if fits else (low, size)
+        return low
+
+    size = largest(plan.step.growing / own)
+    if size in (0, own):
+        return size
+    first = plan_memory(run.with_micro_batch_size(size), num_steps=1).step.first
+    return largest((first - plan.step.first) / (size - own))

@@ -1,0 +1,95 @@
+"""The plan of memory against what ranks really take, on configurations that it was not tuned on.
+
+``pytest -m soak tests/distributed/test_memory_plan.py --plan-results=DIR`` measures the resident set too.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dtrain.cli.resolve import compose
+from dtrain.config.schema import RunConfig
+from dtrain.data import load_dataset
+from dtrain.distributed.host_memory import HostMemory
+from dtrain.distributed.setup import connect
+from dtrain.models import build_model
+from dtrain.planning.devices import find_device
+from dtrain.planning.memory import StepMemory, run_steps
+from dtrain.planning.storages import StorageTracker
+from dtrain.train.memory.plan import plan_memory
+from dtrain.train.planned import PlannedRun
+from dtrain.train.setup import make_engine
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+_RECOMPUTED = "model.factory=tests.helpers.planned_models:Recomputed"
+_CONVOLUTIONS = "model.factory=tests.helpers.planned_models:Convolutions"
+
+CASES: list[tuple[int, list[str]]] = [  # ranks and keys
+    (1, ["precision=fp32", "engine.zero_stage=0"]),
+    (1, ["precision=bf16", "train.micro_batch_size=4", "model.dropout=0.1"]),
+    (1, ["precision=bf16", "optim=lion", _RECOMPUTED]),
+    (1, ["precision=fp8", "model.num_kv_heads=2", "train.micro_batch_size=2"]),
+    (2, ["precision=fp32", "engine.zero_stage=1", _CONVOLUTIONS]),
+    (2, ["precision=bf16", "engine.zero_stage=2", "optim=adamw-bf16"]),
+    (2, ["precision=bf16", "engine.zero_stage=3", _RECOMPUTED, "train.global_batch_size=32"]),
+    (2, ["precision=fp32", "engine.zero_stage=3", "engine.prefetch=0", "ema.decay=0.99"]),
+    (2, ["precision=bf16", "engine.zero_stage=2", "launch.shared_memory=false", "model=gpt2-124m"]),
+    (3, ["precision=fp32", "engine.zero_stage=2", "engine.reproducible=true", "train.global_batch_size=48"]),
+    (4, ["precision=bf16", "engine.zero_stage=3", "engine.reshard_after_forward=false", "train.global_batch_size=32"]),
+    (4, ["precision=fp32", "engine.zero_stage=1", "train.micro_batch_size=2", "model.max_seq_len=128"]),
+]
+_TINY = {
+    "model.num_layers": 3,
+    "model.hidden_dim": 96,
+    "model.num_heads": 4,
+    "model.max_seq_len": 64,
+    "train.micro_batch_size": 4,
+}
+
+
+def configuration(ranks: int, keys: list[str], defaults: dict[str, Any]) -> RunConfig:
+    """Returns the configuration of ``keys``, which replace ``defaults``."""
+    given = {key.partition("=")[0] for key in keys}
+    config = compose([*keys, *(f"{key}={value}" for key, value in defaults.items() if key not in given)])
+    train = config.train
+    whole = max(train.global_batch_size, ranks * train.micro_batch_size)
+    return replace(config, train=replace(train, global_batch_size=whole - whole % (ranks * train.micro_batch_size)))
+
+
+def build(config: RunConfig, comm: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """Returns engine, micro-batch and number of micro-batches of a step."""
+    dataset = load_dataset(config.data, config.model.max_seq_len)
+    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
+    size = config.train.micro_batch_size
+    batch = dataset.train.batch(dataset.train.order(0, np.arange(size, dtype=np.int64)))
+    return engine, batch, config.train.global_batch_size // (size * comm.world_size)
+
+
+def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
+    """Returns the memory of a real step."""
+    config = configuration(world, keys, _TINY)
+    comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
+    tracker = StorageTracker()
+    with tracker:
+        engine, batch, count = build(config, comm)
+        gc.collect()
+        tracker.exclude(comm.memory.foreign if isinstance(comm, HostMemory) else [])
+        measured = run_steps(engine, batch, count, tracker)
+    return measured
+
+
+@pytest.mark.parametrize(("ranks", "keys"), CASES, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
+def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
+    config = configuration(ranks, keys, _TINY)
+    plan = plan_memory(PlannedRun.of(config, find_device("cpu", ranks), ranks))
+    measured = run_ranks(ranks, storages_of, keys)[0]
+    assert plan.step.states == measured.states
+    assert plan.step.total == pytest.approx(measured.total, rel=0.03), (plan.step.peak, measured.peak)

@@ -1,0 +1,50 @@
+"""Models of a user's own, whose memory no formula of dtrain knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed(nn.Module):
+    """A language model whose blocks are recomputed in backward."""
+
+    def __init__(self, config: Any, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, config.hidden_dim)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                config.hidden_dim, config.num_heads, 4 * config.hidden_dim, dropout=0.0, batch_first=True
+            )
+            for _ in range(config.num_layers)
+        )
+        self.head = nn.Linear(config.hidden_dim, vocab_size)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return F.cross_entropy(self.head(hidden).float().flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class Convolutions(nn.Module):
+    """One-dimensional convolutions over embedded tokens, with a parameter that nothing uses."""
+
+    def __init__(self, config: Any, vocab_size: int) -> None:
+        super().__init__()
+        width = config.hidden_dim
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.layers = nn.ModuleList(nn.Conv1d(width, width, 5, padding=4) for _ in range(config.num_layers))
+        self.unused = nn.Parameter(torch.zeros(width))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).transpose(1, 2)
+        for layer in self.layers:
+            hidden = hidden + F.gelu(layer(hidden)[..., : tokens.shape[1]])
+        logits = self.head(hidden.transpose(1, 2)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
