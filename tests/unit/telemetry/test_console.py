@@ -17,7 +17,7 @@ from dtrain.telemetry.metrics import StepMetrics
 
 STEP = StepMetrics(
     step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2,
+    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2, peak_memory=3 << 30,
 )  # fmt: skip
 
 
