@@ -19,9 +19,9 @@ from dtrain.checkpoint.directory import (
     step_name,
     step_of,
 )
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
-from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml

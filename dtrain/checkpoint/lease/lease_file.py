@@ -15,9 +15,8 @@ import socket
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from dtrain.checkpoint.format.safetensors_file import DamageError, open_regular, parse_json, read_bytes
-from dtrain.distributed.processes import process_start
-from dtrain.distributed.shared_memory import host_identity
+from dtrain.checkpoint.format.checked_file import DamageError, open_regular, parse_json, read_bytes
+from dtrain.distributed.processes import host_identity, process_start
 
 NAME = re.compile(r"lease-([0-9]{8})\.json")
 TEMPORARY = re.compile(r"lease-[0-9]{8}\.tmp-[0-9a-f]+")
