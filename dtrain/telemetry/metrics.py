@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # it imports torch, which the processes that only write files
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.yaml"
+RESTARTS_FILE = "restarts.json"
+CHECKPOINTS = "checkpoints"
 FAILURES = "failures"
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
 TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_BUSY)

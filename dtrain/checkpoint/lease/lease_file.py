@@ -21,6 +21,8 @@ from dtrain.distributed.processes import host_identity, process_start
 NAME = re.compile(r"lease-([0-9]{8})\.json")
 TEMPORARY = re.compile(r"lease-[0-9]{8}\.tmp-[0-9a-f]+")
 LAST_TOKEN = 10**8 - 1
+HEARTBEAT_LIMIT_S = 90.0
+"""Seconds without a heartbeat after which another process may take the lease over."""
 _SIZE_LIMIT = 4096  # bytes
 _HOST = re.compile(r"[\w.-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")
