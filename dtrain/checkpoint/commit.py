@@ -28,10 +28,11 @@ from dtrain.checkpoint.directory import (
     temporary_path,
 )
 from dtrain.checkpoint.format import manifest as manifests
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.fingerprint import MASK
 from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.format.safetensors_file import DTYPES, DamageError
+from dtrain.checkpoint.format.safetensors_file import DTYPES
 from dtrain.checkpoint.format.shard_file import WrittenShard, new_file, write_shard_file
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.checkpoint.lease.lease import hold

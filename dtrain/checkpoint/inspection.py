@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain.checkpoint.directory import NoCheckpointError, checkpoints_dir, committed_checkpoints, is_single_checkpoint
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.integrity import check_contents, load_manifest
-from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.lease.lease_file import read_lease
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError

@@ -17,6 +17,7 @@ from dtrain.checkpoint.directory import (
     quarantine,
     quarantined_checkpoints,
 )
+from dtrain.checkpoint.format.checked_file import DamageError, read_into
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprints
 from dtrain.checkpoint.format.integrity import (
     check_files,
@@ -27,7 +28,7 @@ from dtrain.checkpoint.format.integrity import (
     scan_file,
 )
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.format.safetensors_file import DamageError, StoredTensor, read_into
+from dtrain.checkpoint.format.safetensors_file import StoredTensor
 from dtrain.checkpoint.read_targets import PartialRead, ReadTarget, fill, partial_reads
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator

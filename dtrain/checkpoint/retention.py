@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain.checkpoint.directory import committed_checkpoints
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.integrity import verify_checkpoint
-from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.distributed import shared_memory
+from dtrain.distributed import processes
 from dtrain.distributed.communicator import Handle
 from dtrain.distributed.connections import Connections
 from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
@@ -64,7 +64,7 @@ class GlooGroup(ProcessGroup):
 
     def _open_connections(self, group: dist.ProcessGroup, device: torch.device) -> Connections:
         exchange_text = ProcessGroup(group, device, self.schedule).exchange_text  # nothing can be agreed on yet
-        hosts, reason = try_on_every_rank(shared_memory.host_identity, exchange_text)
+        hosts, reason = try_on_every_rank(processes.host_identity, exchange_text)
         is_one_host = not reason and hosts[0] is not None and all(host == hosts[0] for host in hosts)
         for kind in (Pipes, Sockets) if is_one_host else (Sockets,):
             connections = kind(self.rank, self.world_size, group._get_backend(device).options._timeout)

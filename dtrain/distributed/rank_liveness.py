@@ -12,8 +12,7 @@ from textwrap import shorten
 import torch.distributed as dist
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.processes import process_start
-from dtrain.distributed.shared_memory import host_identity
+from dtrain.distributed.processes import host_identity, process_start
 from dtrain.errors import CommunicationError
 
 _EXIT_DELAY_S = 2.0  # the kernel closes a process's connections before it reports that the process has ended

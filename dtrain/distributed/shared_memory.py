@@ -12,13 +12,12 @@ import json
 import os
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from dtrain.distributed.processes import open_descriptor
+from dtrain.distributed import processes
 from dtrain.errors import CommunicationError, DivergenceError
 
 
@@ -142,25 +141,17 @@ def try_on_every_rank(work: Callable[[], Any], exchange_text: Callable[[str], li
     return [other["value"] for other in reports], ""
 
 
-def host_identity() -> list[str] | None:
-    """Returns a value that ranks have in common if they see the same processes; None if the system has none."""
-    try:
-        return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
-    except OSError:
-        return None
-
-
 def _host_of_memory() -> list[str]:
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memfd_create")
-    host = host_identity()
+    host = processes.host_identity()
     if host is None:
         raise OSError("this system does not identify the host in /proc")
     return host
 
 
 def _map(file: tuple[int, int, int], nbytes: int) -> UntypedStorage:
-    opened = open_descriptor(*file, os.O_RDWR)
+    opened = processes.open_descriptor(*file, os.O_RDWR)
     try:
         return UntypedStorage.from_file(f"/proc/self/fd/{opened}", shared=True, nbytes=nbytes)  # type: ignore[return-value]
     finally:

@@ -14,9 +14,9 @@ from typing import Any
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
-from dtrain.distributed.processes import process_start
+from dtrain.distributed.processes import host_identity, process_start
 from dtrain.distributed.progress import Phase, Progress
-from dtrain.distributed.shared_memory import host_identity, try_on_every_rank
+from dtrain.distributed.shared_memory import try_on_every_rank
 from dtrain.supervision.member import Member, WatchJob, share_progress
 
 # appended, because what is installed beside dtrain may have the name of a module of the standard library

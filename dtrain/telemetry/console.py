@@ -1,47 +1,62 @@
-"""Console output of a run on rank 0 (standard error): a progress bar on a terminal, plain lines elsewhere."""
+"""Console output of a run on rank 0 (standard error): a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Mapping
-from typing import TextIO
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
+from rich.live import Live
 
 from dtrain.distributed.logging import logger
-from dtrain.telemetry.metrics import StepMetrics
-from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.telemetry.live_view import LONG_WAIT, LiveView
+from dtrain.telemetry.metrics import CHECKPOINTS, METRICS_FILE, StepMetrics, read_metrics
+from dtrain.telemetry.progress import RunProgress, last_checkpoint
+from dtrain.telemetry.texts import clean, compact
 
-_LONG_WAIT = 0.05
-"""Fraction of a step above which the time that it waited for its batch is shown."""
+if TYPE_CHECKING:  # it imports torch, which those who only want a format need not wait for
+    from dtrain.telemetry.precision import PrecisionFindings
+
+_REFRESHES_PER_S = 2
 
 
 class Console:
-    """Prints logged steps as lines, or on a terminal beside a progress bar."""
+    """Prints logged steps as lines, or on a terminal shows them in a live view below the log lines.
 
-    def __init__(self, total_steps: int, start_step: int) -> None:
+    Args:
+        total_steps: of the whole run.
+        start_step: the step from which this process continues.
+        run_dir: its metrics of the steps before begin the view's curve; its checkpoints are looked up by name.
+    """
+
+    def __init__(self, total_steps: int, start_step: int, run_dir: Path) -> None:
         self._total = total_steps
-        self._progress: Progress | None = None
+        self._run_dir = run_dir
+        self._progress = RunProgress(total_steps, start_step)
+        self._live: Live | None = None
         self._advised: set[str] = set()
         self._streams: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
-        if sys.stderr.isatty():
-            self._start_progress(start_step)
+        terminal = RichConsole(stderr=True)
+        if sys.stderr.isatty() and not terminal.is_dumb_terminal:
+            self._start_view(terminal)
 
     def step(self, metrics: StepMetrics) -> None:
         """Shows a logged step; a skipped one always gets a line of its own."""
+        if self._live is not None:
+            self._progress.add(metrics.to_dict())
         line = format_step(metrics, self._total)
         if not metrics.applied:
             logger.warning(line)
-        elif self._progress is None:
+        elif self._live is None:
             logger.info(line)
-        if self._progress is not None:
-            task = self._progress.task_ids[0]
-            self._progress.update(task, completed=metrics.step, status=line.split("  ", 1)[1], refresh=True)
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
+        self._progress.add({"step": step, **losses})
         listed = "  ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
         logger.info("step %d/%d  %s", step, self._total, listed)
 
@@ -57,31 +72,38 @@ class Console:
             logger.warning("step %d: %s%s; run dtrain probe with more steps", findings.step, first, more)
 
     def close(self, exit_code: int) -> None:
-        # the handlers first: they write to a proxy that ends with the progress bar
+        # the handlers first: they write to a proxy that ends with the view
         for handler, stream in self._streams:
             handler.setStream(stream)
         self._streams.clear()
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
-    def _start_progress(self, start_step: int) -> None:
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None, table_column=Column(ratio=1)),  # the remaining width
-            TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True)),
-            TimeRemainingColumn(table_column=Column(no_wrap=True)),
-            console=RichConsole(stderr=True),
-            transient=True,
-            expand=True,
-        )
-        self._progress.add_task("train", total=self._total, completed=start_step, status="")
+    def _start_view(self, terminal: RichConsole) -> None:
+        with suppress(OSError):
+            for line in read_metrics(self._run_dir / METRICS_FILE):
+                self._progress.add(line)
         self._progress.start()
-        # rich replaces sys.stderr by a proxy that prints above the progress bar; log lines must go through it
+        name = clean(str(self._run_dir))
+        self._live = Live(
+            # drawn by a thread of its own: a step costs no more than the record of its numbers
+            get_renderable=lambda: self._view(name),
+            console=terminal,
+            refresh_per_second=_REFRESHES_PER_S,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+        )
+        self._live.start()
+        terminal.show_cursor(True)  # the process may be killed at any time, and leaves the terminal as it is
+        # rich replaces sys.stderr by a proxy that prints above the view; log lines must go through it
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 self._streams.append((handler, handler.stream))
                 handler.setStream(sys.stderr)
+
+    def _view(self, name: str) -> LiveView:
+        return LiveView(self._progress, name, time.time(), last_checkpoint(self._run_dir / CHECKPOINTS))
 
 
 def format_step(metrics: StepMetrics, total_steps: int) -> str:
@@ -96,22 +118,9 @@ def format_step(metrics: StepMetrics, total_steps: int) -> str:
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps}")
     parts += [f"{compact(metrics.tokens_per_s)} tok/s", f"{metrics.step_ms:.0f} ms"]
-    if metrics.data_wait_ms > _LONG_WAIT * metrics.step_ms:
+    if metrics.data_wait_ms > LONG_WAIT * metrics.step_ms:
         parts.append(f"data_wait {metrics.data_wait_ms:.0f} ms")
     return "  ".join(parts)
-
-
-def compact(number: float) -> str:
-    """Formats a count with three digits: ``950``, ``45.2k``, ``124M``."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.0f}"
-
-
-def printable(text: str) -> str:
-    """Replaces control characters except newlines and tabs, so that ``text`` cannot control a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def memory_lines(memory: dict[str, int], formula: dict[str, int]) -> list[str]:

@@ -25,9 +25,12 @@ if TYPE_CHECKING:  # it imports torch, which the processes that only write files
 
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.yaml"
+RESTARTS_FILE = "restarts.json"
+CHECKPOINTS = "checkpoints"
 FAILURES = "failures"
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
-TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", *_BUSY)
+TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_BUSY)
 """Fields of a training line that depend on the machine; a run that is repeated has the same others."""
 _OPTIONAL = ("reason", "culprit", *_BUSY)
 
@@ -38,7 +41,8 @@ class StepMetrics:
 
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
-    steps since the last logged one, without evaluation and saving. ``evidence`` is the culprit as a
+    steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
+    the start of its process: of tensors on its GPU, else of the resident process. ``evidence`` is the culprit as a
     dictionary. ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the
     ranks compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     """
@@ -54,6 +58,7 @@ class StepMetrics:
     tokens_per_s: float
     step_ms: float
     data_wait_ms: float
+    peak_memory: int
     reason: str | None = None
     culprit: str | None = None
     evidence: dict[str, Any] | None = None

@@ -22,10 +22,8 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError, RestartError
 from dtrain.redaction.redact import redact_text
 from dtrain.supervision.watcher import find_hangs
-from dtrain.telemetry.metrics import FAILURES, write_json
+from dtrain.telemetry.metrics import FAILURES, RESTARTS_FILE, write_json
 from dtrain.train.run_dir import RunDir, decide_on_rank_0, redacted
-
-RESTARTS_FILE = "restarts.json"
 
 
 @dataclass(frozen=True)

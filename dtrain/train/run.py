@@ -27,7 +27,7 @@ from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
-from dtrain.telemetry.console import Console, compact, memory_lines, printable
+from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.metrics import (
     FAILURES,
@@ -40,6 +40,7 @@ from dtrain.telemetry.metrics import (
     write_summary,
 )
 from dtrain.telemetry.precision_files import PrecisionFiles
+from dtrain.telemetry.texts import compact, printable
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.restarts import counted_attempt
@@ -244,7 +245,7 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
         sinks.append(FailureFiles(run_dir.path, engine.world_size))
         sinks.append(PrecisionFiles(run_dir.path, step))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
-        sinks.append(Console(config.train.steps, step))
+        sinks.append(Console(config.train.steps, step, run_dir.path))
 
     decide_on_rank_0(engine.comm, open_all)
     return sinks

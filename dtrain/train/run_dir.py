@@ -19,9 +19,9 @@ from dtrain.checkpoint.directory import (
     step_name,
     step_of,
 )
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
-from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
@@ -31,11 +31,16 @@ from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
 from dtrain.redaction.redact import equal_but_for_secrets, redact
-from dtrain.telemetry.metrics import METRICS_FILE, SUMMARY_FILE, read_summary, write_atomically
+from dtrain.telemetry.metrics import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    METRICS_FILE,
+    SUMMARY_FILE,
+    read_summary,
+    write_atomically,
+)
 
-CONFIG_FILE = "config.yaml"
 CONTRACT_FILE = "precision.json"
-CHECKPOINTS = "checkpoints"
 
 _MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout")
 """Keys of the model that a resume may change."""

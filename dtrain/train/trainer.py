@@ -23,6 +23,7 @@ from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import CheckpointError, ConfigError, CorruptionError, ModelError, NonFiniteError
 from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
+from dtrain.telemetry.memory import peak_memory
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import StepTimer, StepTiming
 from dtrain.train.adapters import AdapterCheck
@@ -234,6 +235,7 @@ class Trainer:
             tokens_per_s=pace.tokens_per_s,
             step_ms=1000 * pace.step_s,
             data_wait_ms=pace.data_wait_ms,
+            peak_memory=peak_memory(self._engine.device),
             reason=outcome.reason,
             culprit=str(culprit) if culprit is not None else None,
             evidence=asdict(culprit) if culprit is not None else None,

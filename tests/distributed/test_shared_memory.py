@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed import host_memory, pipes, setup, shared_memory
+from dtrain.distributed import host_memory, pipes, processes, setup, shared_memory
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.host_memory import HostMemory, RingExchange
 from dtrain.distributed.setup import make_communicator
@@ -135,7 +135,7 @@ def test_same_bits_as_sockets(world: int) -> None:
 def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
     """Something fails on the last rank only; every rank falls back to sockets and continues."""
     if rank == world - 1 and what == "other host":
-        shared_memory.host_identity = lambda: ["another", "host"]
+        processes.host_identity = lambda: ["another", "host"]
     log: list[str] = []
     setup.logger.info = log.append
     comm = communicator(shared=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.distributed import shared_memory
+from dtrain.distributed import processes
 from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.fault_counts import FaultCounts
@@ -68,7 +68,7 @@ def diverge(
 ) -> tuple[str, str, float, bool]:
     """Calls one method on this rank; returns class, text and time of its error, and whether later calls repeat it."""
     if not options["shared_memory"]:  # several hosts, as far as the ranks know
-        shared_memory.host_identity = lambda: ["host", str(rank)]
+        processes.host_identity = lambda: ["host", str(rank)]
     engine = start(RUN.with_options(engine=options["engine"], zero_stage=options["zero_stage"]))
     path = Path(folder)
     step(engine)

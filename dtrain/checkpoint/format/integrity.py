@@ -17,17 +17,11 @@ from pathlib import Path
 from dtrain.checkpoint import threads
 from dtrain.checkpoint.directory import STEP_NAME
 from dtrain.checkpoint.format import manifest as manifests
+from dtrain.checkpoint.format.checked_file import DamageError, open_regular, read_bytes, read_into
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint_bytes
 from dtrain.checkpoint.format.hashing import new_digest
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest
-from dtrain.checkpoint.format.safetensors_file import (
-    DamageError,
-    StoredTensor,
-    open_regular,
-    read_bytes,
-    read_header,
-    read_into,
-)
+from dtrain.checkpoint.format.safetensors_file import StoredTensor, read_header
 
 _READ_BYTES = 4 << 20
 _THREAD_BYTES = 1 << 20  # blocks of this size are hashed in a thread; for smaller ones the hand-over costs as much

@@ -17,14 +17,8 @@ from typing import Any
 import torch
 
 from dtrain.checkpoint.format import hashing
-from dtrain.checkpoint.format.safetensors_file import (
-    DTYPES,
-    NUMBER_LIMIT,
-    DamageError,
-    dtype_name,
-    is_shape,
-    parse_json,
-)
+from dtrain.checkpoint.format.checked_file import DamageError, parse_json
+from dtrain.checkpoint.format.safetensors_file import DTYPES, NUMBER_LIMIT, dtype_name, is_shape
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.errors import CheckpointError, ConfigError
 

@@ -12,16 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.checkpoint.format.checked_file import DamageError, open_regular, parse_json, read_bytes, read_into
 from dtrain.checkpoint.format.fingerprint import byte_view
-from dtrain.checkpoint.format.safetensors_file import (
-    DamageError,
-    StoredTensor,
-    open_regular,
-    parse_json,
-    read_bytes,
-    read_header,
-    read_into,
-)
+from dtrain.checkpoint.format.safetensors_file import StoredTensor, read_header
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
 

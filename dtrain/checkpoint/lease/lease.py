@@ -19,6 +19,7 @@ from pathlib import Path
 from dtrain.checkpoint import storage, threads
 from dtrain.checkpoint.directory import clean_up, make_directories
 from dtrain.checkpoint.lease.lease_file import (
+    HEARTBEAT_LIMIT_S,
     LAST_TOKEN,
     NAME,
     TEMPORARY,
@@ -36,7 +37,7 @@ from dtrain.errors import CheckpointError
 @dataclass(frozen=True)
 class LeaseTiming:
     heartbeat_s: float = 5.0  # between two heartbeats of the holder
-    limit_s: float = 90.0  # without a heartbeat, before the lease may be taken over
+    limit_s: float = HEARTBEAT_LIMIT_S  # without a heartbeat, before the lease may be taken over
     poll_s: float = 0.25  # between two reads by a process that waits
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep

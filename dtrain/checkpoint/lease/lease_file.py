@@ -15,13 +15,14 @@ import socket
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from dtrain.checkpoint.format.safetensors_file import DamageError, open_regular, parse_json, read_bytes
-from dtrain.distributed.processes import process_start
-from dtrain.distributed.shared_memory import host_identity
+from dtrain.checkpoint.format.checked_file import DamageError, open_regular, parse_json, read_bytes
+from dtrain.distributed.processes import host_identity, process_start
 
 NAME = re.compile(r"lease-([0-9]{8})\.json")
 TEMPORARY = re.compile(r"lease-[0-9]{8}\.tmp-[0-9a-f]+")
 LAST_TOKEN = 10**8 - 1
+HEARTBEAT_LIMIT_S = 90.0
+"""Seconds without a heartbeat after which another process may take the lease over."""
 _SIZE_LIMIT = 4096  # bytes
 _HOST = re.compile(r"[\w.-]{1,255}", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{32}")

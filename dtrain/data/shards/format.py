@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.checkpoint.format.checked_file import DamageError, parse_json
 from dtrain.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -88,8 +89,6 @@ class ShardManifest:
     @classmethod
     def from_bytes(cls, data: bytes, file: str) -> ShardManifest:
         """Parses and checks a manifest; raises ``DataError`` that names ``file``."""
-        from dtrain.checkpoint.format.safetensors_file import DamageError, parse_json  # imports torch
-
         try:
             raw = parse_json(data, file)
         except DamageError as damage:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed the reason
         return _TROUBLE if stop.code else 0
-    from dtrain.checkpoint.format.safetensors_file import DamageError
+    from dtrain.checkpoint.format.checked_file import DamageError
     from dtrain.distributed.consensus import describe
 
     run: Verb = arguments.run

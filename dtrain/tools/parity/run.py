@@ -22,7 +22,7 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
 from dtrain.redaction.redact import redact
-from dtrain.telemetry.metrics import write_atomically
+from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically
 from dtrain.tools.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.picture import draw
 from dtrain.tools.parity.records import EngineResult, ParityReport, write_report
@@ -31,7 +31,6 @@ from dtrain.tools.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
 from dtrain.tools.ranks import run_ranks
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
-from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_precision, make_policy
 
 REPORT_FILE = "report.json"

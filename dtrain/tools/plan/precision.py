@@ -21,7 +21,7 @@ from dtrain.precision.contract import Contract, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import format_name
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Table, show
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 

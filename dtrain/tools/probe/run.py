@@ -23,7 +23,7 @@ from dtrain.models import build_model
 from dtrain.precision.fp16_products import FP16Products
 from dtrain.precision.histogram import Histogram
 from dtrain.redaction.redact import redact
-from dtrain.telemetry.metrics import write_atomically
+from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically
 from dtrain.tools.probe.advice import advise
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.noise import MicroBatches, final_loss, load_steps, noise_of, with_last_quarter_of
@@ -33,7 +33,6 @@ from dtrain.tools.probe.sensitivity import ProbeSettings, analyze
 from dtrain.tools.probe.trials import FormatTraining, failed_trial, interleave, train
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
-from dtrain.train.run_dir import CONFIG_FILE
 from dtrain.train.setup import check_inputs, check_patterns, check_precision, set_threads, torch_settings_restored
 from dtrain.train.trainer import to_device
 

@@ -20,9 +20,18 @@ from dtrain.config.yaml_files import read_yaml
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.redaction.redact import MASK
-from dtrain.telemetry.metrics import FAILURES, METRICS_FILE, Summary, failure_file, read_metrics, read_summary
+from dtrain.telemetry.metrics import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    FAILURES,
+    METRICS_FILE,
+    Summary,
+    failure_file,
+    read_metrics,
+    read_summary,
+)
 from dtrain.train.run import DATA_FINGERPRINT
-from dtrain.train.run_dir import CHECKPOINTS, CONFIG_FILE, CONTRACT_FILE
+from dtrain.train.run_dir import CONTRACT_FILE
 
 _OLD_CONFIGS = "config-until-step-*.yaml"
 

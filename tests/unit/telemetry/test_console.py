@@ -8,16 +8,18 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dtrain.distributed.logging import configure_logging, logger
-from dtrain.telemetry.console import Console, compact, format_step, memory_lines, printable
+from dtrain.telemetry.console import Console, format_step, memory_lines
 from dtrain.telemetry.metrics import StepMetrics
+from dtrain.telemetry.texts import compact, printable
 
 STEP = StepMetrics(
     step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2,
+    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2, peak_memory=3 << 30,
 )  # fmt: skip
 
 
@@ -63,13 +65,15 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_the_progress_line_shows_steps_and_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_line_shows_steps_and_gives_the_stream_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
     configure_logging(0)
-    console = Console(200, 10)
+    console = Console(200, 10, tmp_path)
     console.step(STEP)
     console.validation(20, {"val_loss": 2.5})
     console.step(replace(STEP, step=21, applied=False, reason="overflow"))
@@ -82,11 +86,11 @@ def test_the_progress_line_shows_steps_and_gives_the_stream_back(monkeypatch: py
     assert "skipped: overflow" in shown
 
 
-def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     configure_logging(0)
-    console = Console(200, 0)
+    console = Console(200, 0, tmp_path)
     console.step(STEP)
     console.close(0)
     assert stream.getvalue() == format_step(STEP, 200) + "\n"

@@ -25,7 +25,7 @@ from dtrain.telemetry.metrics import (
 
 STEP = StepMetrics(
     step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25,
+    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
 )  # fmt: skip
 SUMMARY = Summary(
     finished=True, steps=10, applied_steps=9, skipped_steps=1, tokens=90, train_loss=2.0, val_loss=math.nan,
@@ -64,6 +64,7 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
         "tokens_per_s",
         "step_ms",
         "data_wait_ms",
+        "peak_memory",
     ]
     assert list(lines[0]) == keys
     assert lines[1]["loss"] is None

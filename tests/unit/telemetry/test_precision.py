@@ -179,8 +179,8 @@ def test_rules_in_advice_are_accepted(module: str) -> None:
     assert rules == {glob.escape(module): "bf16"}
 
 
-def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixture) -> None:
-    console = Console(10, 0)
+def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    console = Console(10, 0, tmp_path)
     departed = PrecisionFindings(findings(ROOM).report, (Departure("p", "top", 3, 1), Departure("q", "low", -9, -8)))
     with caplog.at_level(logging.WARNING):
         console.precision(findings(ROOM))

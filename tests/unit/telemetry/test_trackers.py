@@ -20,7 +20,7 @@ from dtrain.telemetry.precision import PrecisionFindings
 
 STEP = StepMetrics(
     step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25,
+    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
 )  # fmt: skip
 
 FOUND = PrecisionFindings(PrecisionReport(step=4, applied=True, loss_scale=1.0, better_scale=8.0, parameters=()))

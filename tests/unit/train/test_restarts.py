@@ -12,7 +12,8 @@ import torch
 from dtrain.config.schema import RunConfig, SuperviseConfig, TrainConfig
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, RestartError
-from dtrain.train.restarts import RESTARTS_FILE, Attempts, counted_attempt
+from dtrain.telemetry.metrics import RESTARTS_FILE
+from dtrain.train.restarts import Attempts, counted_attempt
 from dtrain.train.run_dir import RunDir
 
 

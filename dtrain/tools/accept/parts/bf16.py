@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dtrain.precision.hardware import rate
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.accept.part import PartRequest
 from dtrain.tools.accept.parts.interleaved import (
     CaseRun,

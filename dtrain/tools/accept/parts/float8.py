@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.accept.part import PartRequest
 from dtrain.tools.accept.parts.interleaved import (
     CaseRun,

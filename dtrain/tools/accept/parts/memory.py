@@ -14,7 +14,7 @@ from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.accept.part import PartRequest, save_partial
 from dtrain.tools.accept.parts.case_model import build_on
 from dtrain.tools.accept.parts.interleaved import (

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import dtrain
 from dtrain.sharding.layout import CHUNK
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.accept.part import PartRequest, save_partial
 from dtrain.tools.accept.parts.case_model import build_on

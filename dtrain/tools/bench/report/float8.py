@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.bench.records import CaseResult, Float8Results, LinearFormat, ProductTimes, WidthResults
 from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.bench.records import CaseResult
 
 

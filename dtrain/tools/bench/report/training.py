@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from dtrain.telemetry.console import compact
+from dtrain.telemetry.texts import compact
 from dtrain.tools.bench.records import CaseResult, TrainingResults
 from dtrain.tools.bench.report.overhead import OVERHEAD_NOTES, overhead_table
 from dtrain.tools.bench.report.report import Report, origin

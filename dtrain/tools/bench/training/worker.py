@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import time
 import traceback
@@ -34,6 +33,7 @@ from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TelemetryConfig, Trai
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.distributed.setup import choose_device, connect_by_file
 from dtrain.models import build_model
+from dtrain.telemetry.memory import peak_memory, peak_resident
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.bench.peers import PEERS, PLAIN
 from dtrain.tools.bench.peers.plain import Settings
@@ -232,21 +232,11 @@ def footprint(training: RankTraining, device: torch.device) -> Footprint:
         num_parameters=training.num_parameters,
         state=training.state(),
         formula=training.formula(),
-        peak_rss=_peak_rss(),
-        peak_device=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        peak_rss=peak_resident(),
+        peak_device=peak_memory(device) if device.type == "cuda" else None,
         device=device_name(device),
         linears=list(training.linears),
     )
-
-
-def _peak_rss() -> int:
-    """Returns bytes. Not by ``getrusage`` on Linux, which includes the parent's memory at this process's start."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        line = next(line for line in status.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

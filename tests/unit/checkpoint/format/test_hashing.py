@@ -11,7 +11,7 @@ import torch
 
 from dtrain.checkpoint import Snapshot, open_newest, save, verify
 from dtrain.checkpoint.format import hashing
-from dtrain.checkpoint.format.safetensors_file import DamageError
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, shards_of
 from tests.helpers.damage import R0, flip, sealed

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Snapshot
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.manifest import FileEntry, FileInterval, Manifest, TensorEntry, check_tiling
-from dtrain.checkpoint.format.safetensors_file import DamageError, StoredTensor, encode_header, read_header
+from dtrain.checkpoint.format.safetensors_file import StoredTensor, encode_header, read_header
 from dtrain.checkpoint.snapshot import TensorShard, stored_state
 from dtrain.errors import CheckpointError
 from dtrain.redaction.redact import redact

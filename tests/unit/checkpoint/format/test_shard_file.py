@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from dtrain.checkpoint import Snapshot, save, storage
 from dtrain.checkpoint.format import hashing
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.checkpoint.format.integrity import load_manifest, scan_file, verify_checkpoint
-from dtrain.checkpoint.format.safetensors_file import DamageError
 from dtrain.checkpoint.format.shard_file import in_background, write_shard_file
 from dtrain.checkpoint.snapshot import TensorShard
 from tests.helpers.checkpoints import ALONE, shards_of

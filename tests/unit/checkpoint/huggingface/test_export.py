@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dtrain.checkpoint import NoCheckpointError, export, storage
-from dtrain.checkpoint.format.safetensors_file import DamageError
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.huggingface import tensor_mapping
 from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError, ConfigError

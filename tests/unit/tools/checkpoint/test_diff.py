@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Snapshot, save
-from dtrain.checkpoint.format.safetensors_file import DamageError
+from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import CheckpointError

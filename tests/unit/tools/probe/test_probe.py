@@ -17,12 +17,12 @@ from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
 from dtrain.precision.histogram import Histogram
 from dtrain.telemetry.envelope import Envelope
+from dtrain.telemetry.metrics import CONFIG_FILE
 from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
 from dtrain.tools.probe.picture import draw
 from dtrain.tools.probe.records import Advice, Analysis, Noise, ProductResult, Trial
 from dtrain.tools.probe.report import ConstantScale, ProbeReport
 from dtrain.tools.probe.sections import rank_correlation
-from dtrain.train.run_dir import CONFIG_FILE
 from tests.helpers.probed_models import FACTORY, ODD_NAME
 from tests.unit.tools.probe.tiny import TINY
 

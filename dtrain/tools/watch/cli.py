@@ -1,0 +1,97 @@
+"""``dtrain watch RUN``: shows a run from its files. Imports no torch, writes nothing, and takes no lease."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+
+from dtrain.errors import ConfigError
+from dtrain.redaction.redact import redact_text
+from dtrain.telemetry.live_view import LiveView
+from dtrain.telemetry.texts import printable
+from dtrain.tools.tables import Column, Table, show
+from dtrain.tools.watch.files import is_run
+from dtrain.tools.watch.state import WatchedRun
+
+_PERIOD_S = 1.0
+_LISTED = 5
+
+_COLUMNS: Sequence[Column[LiveView]] = (
+    ("run", lambda view: view.name),
+    ("step", lambda view: view.step_text()),
+    ("loss", lambda view: view.loss_text()),
+    ("state", lambda view: view.status),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0; a folder that holds no run raises ``ConfigError``."""
+    parser = argparse.ArgumentParser(
+        "dtrain watch",
+        description="Shows a run from its files: on a terminal until it ends (Ctrl-C leaves it alone), else once. Of a "
+        "folder of runs, such as a sweep, it lists them.",
+    )
+    parser.add_argument("run", type=Path, help="a run directory of dtrain train, or a folder of some")
+    parser.add_argument("--once", action="store_true", help="print the state once, as plain text")
+    try:
+        arguments = parser.parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the reason
+        return 2 if stop.code else 0
+    path: Path = arguments.run
+    if not is_run(path):
+        _list_runs(path)
+        return 0
+    run = WatchedRun(path)
+    terminal = Console()
+    if arguments.once or not sys.stdout.isatty() or terminal.is_dumb_terminal:
+        _print(run.view(), terminal.encoding)
+        return 0
+    with suppress(KeyboardInterrupt):
+        _follow(run, terminal)
+    return 0
+
+
+def _print(view: LiveView, encoding: str) -> None:
+    figures = view.plain(ascii_only=not encoding.startswith("utf"))
+    width = max(len(name) for name, _ in figures)
+    text = "\n".join(f"{name:<{width}}  {value}" for name, value in figures)
+    print(printable(redact_text(text)).encode(encoding, "replace").decode(encoding))
+
+
+def _follow(run: WatchedRun, terminal: Console) -> None:
+    with Live(run.view(), console=terminal, auto_refresh=False) as live:
+        terminal.show_cursor(True)  # this process may be killed at any time, and leaves the terminal as it is
+        while run.may_change:
+            time.sleep(_PERIOD_S)
+            live.update(run.view(), refresh=True)
+
+
+def _list_runs(path: Path) -> None:
+    """Prints a line for each run in a folder.
+
+    Raises:
+        ConfigError: there is none, or no such folder.
+    """
+    if not path.is_dir():
+        found = "a file" if path.exists() else "no such folder"
+        raise ConfigError(f"{path}: {found}; expected the run directory of dtrain train, such as runs/mine")
+    folders = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    runs = [folder for folder in folders if is_run(folder)]
+    if not runs:
+        names = ", ".join(folder.name for folder in folders[:_LISTED])
+        more = f" and {len(folders) - _LISTED} more" if len(folders) > _LISTED else ""
+        raise ConfigError(
+            printable(
+                f"{path} is no run: expected a folder with config.yaml and metrics.jsonl, as dtrain train writes it, "
+                f"or with runs in it; it holds {names + more or 'nothing'}"
+            )
+        )
+    title = f"{len(runs)} runs in {printable(str(path))}; dtrain watch {printable(str(runs[0]))} shows the first"
+    show([Table.of(title, _COLUMNS, [WatchedRun(folder).view() for folder in runs])])
