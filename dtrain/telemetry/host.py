@@ -18,6 +18,7 @@ import torch
 from dtrain.distributed.launch_env import num_cores
 from dtrain.version import version
 
+ENVIRONMENT_FILE = "environment.json"
 _PEERS = ("accelerate", "deepspeed")
 """Packages that the benchmarks compare dtrain with."""
 

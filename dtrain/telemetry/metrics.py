@@ -1,7 +1,8 @@
 """Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
-``culprit`` only for a skipped step; ``slowest_rank`` and ``busy_*_ms`` only with several ranks). A validation line is
+``culprit`` only for a skipped step; the phases only on a CPU; ``slowest_rank`` and ``busy_*_ms`` only with several
+ranks). A validation line is
 ``{"step": ..., "val_loss": ...}``, with ``val_loss_ema`` if an average is kept. A sampled step has a line
 ``{"step": ..., "precision": {...}}`` too: see docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are
 written as ``null``.
@@ -30,9 +31,10 @@ RESTARTS_FILE = "restarts.json"
 CHECKPOINTS = "checkpoints"
 FAILURES = "failures"
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
-TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_BUSY)
+_PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
+TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY)
 """Fields of a training line that depend on the machine; a run that is repeated has the same others."""
-_OPTIONAL = ("reason", "culprit", *_BUSY)
+_OPTIONAL = ("reason", "culprit", *_PHASES, *_BUSY)
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class StepMetrics:
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
-    the start of its process: of tensors on its GPU, else of the resident process. ``evidence`` is the culprit as a
-    dictionary. ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the
-    ranks compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
+    the start of the run: of tensors on its GPU, else of the resident process. ``forward_ms``, ``backward_ms`` and
+    ``update_ms`` are rank 0's times in these phases without its waits for other ranks, and ``rank_wait_ms`` these
+    waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
+    ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
+    compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     """
 
     step: int
@@ -62,6 +66,10 @@ class StepMetrics:
     reason: str | None = None
     culprit: str | None = None
     evidence: dict[str, Any] | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    update_ms: float | None = None
+    rank_wait_ms: float | None = None
     slowest_rank: int | None = None
     busy_slowest_ms: float | None = None
     busy_median_ms: float | None = None

@@ -9,6 +9,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.progress import Phase
 from dtrain.precision.hardware import rate
 
 
@@ -101,3 +103,32 @@ class StepTimer:
     def total(self) -> StepTiming:
         """Returns the timing of all steps except the first, which compiles, unless it is the only one."""
         return self._later if self._later.steps else self._first
+
+
+class PhaseTimes:
+    """Times of rank 0's phases between two logged steps.
+
+    Args:
+        comm: whose schedule records the phases.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._progress = comm.schedule.progress
+        self._is_known = comm.device.type == "cpu"  # on a GPU the host runs ahead of the device
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        busy, waited = self._progress.busy_s, self._progress.waited_s
+        return {
+            "forward_ms": busy[Phase.FORWARD],
+            "backward_ms": busy[Phase.BACKWARD],
+            "update_ms": busy[Phase.UPDATE],
+            "rank_wait_ms": sum(waited[phase] for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)),
+        }
+
+    def window(self, steps: int) -> dict[str, float]:
+        """Returns milliseconds a step since the last call, in the fields of ``StepMetrics``; empty on a GPU."""
+        before, self._before = self._before, self._now()
+        if not self._is_known or not steps:
+            return {}
+        return {name: 1000 * (seconds - before[name]) / steps for name, seconds in self._before.items()}

@@ -29,6 +29,8 @@ from dtrain.models import build_model, check_model, generate, train_flops_per_to
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
+from dtrain.telemetry.host import ENVIRONMENT_FILE, environment
+from dtrain.telemetry.memory import PeakMeter
 from dtrain.telemetry.metrics import (
     FAILURES,
     FailureFiles,
@@ -43,6 +45,7 @@ from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.texts import compact, printable
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
+from dtrain.train.ending import explained_out_of_memory, write_receipt
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -106,7 +109,8 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         try:
             configure_logging(comm.rank)
             watch = watched.enter_context(supervised(comm, limits_s, enabled=supervise.enabled))
-            with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending():
+            explained = explained_out_of_memory(config, comm)
+            with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending(), explained:
                 exit_code = _train(config, comm, job, stop, held, watch)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: rank 0's files must be written before
@@ -151,6 +155,7 @@ def _train(
     # and an absolute path, because an export may run in another directory
     path = config.model.path and os.path.abspath(config.model.path)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size, path=path))
+    meter = PeakMeter(comm.device)
     model = build_model(config.model, dataset.vocab_size, config.seed)
     check_patterns(config, model)
     check_inputs(model, dataset)
@@ -191,6 +196,9 @@ def _train(
         with watch.ending():
             _write_sample(config, engine, dataset, run_dir)
     if comm.rank == 0:
+        if config.report:
+            with watch.ending():
+                write_receipt(config, engine, dataset, run_dir, meter)
         _log_summary(summary, run_dir, stop)
     return exit_code
 
@@ -236,6 +244,7 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
 
     def open_all() -> None:
         write_config(run_dir, config, step)
+        write_json(run_dir.path / ENVIRONMENT_FILE, environment(engine.world_size), indent=2)
         write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
         if dataset.tokenizer_file is not None:
             copy_tokenizer(dataset.tokenizer_file, dataset.codec.end_id, run_dir.path / TOKENIZER_FOLDER)

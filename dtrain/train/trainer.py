@@ -25,7 +25,7 @@ from dtrain.models import num_targets
 from dtrain.precision.forward import find_loss
 from dtrain.telemetry.memory import peak_memory
 from dtrain.telemetry.metrics import Sink, StepMetrics
-from dtrain.telemetry.throughput import StepTimer, StepTiming
+from dtrain.telemetry.throughput import PhaseTimes, StepTimer, StepTiming
 from dtrain.train.adapters import AdapterCheck
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.signals import StopSignals
@@ -117,6 +117,7 @@ class Trainer:
 
     def run(self) -> TrainResult:
         self._timer = StepTimer()  # starts now, not when the trainer was built
+        self._phases = PhaseTimes(self._engine.comm)
         self._batches = PrefetchedBatches(self._data.loader, self._data.prefetch, self._engine.device)
         try:
             return self._run()
@@ -222,6 +223,7 @@ class Trainer:
         if outcome.applied and not last and step % self._config.log_every:
             return
         pace = self._timer.window()
+        phases = self._phases.window(pace.steps)
         busy = self._engine.busy.latest
         metrics = StepMetrics(
             step=step,
@@ -239,6 +241,7 @@ class Trainer:
             reason=outcome.reason,
             culprit=str(culprit) if culprit is not None else None,
             evidence=asdict(culprit) if culprit is not None else None,
+            **phases,
             slowest_rank=busy.slowest_rank if busy is not None else None,
             busy_slowest_ms=busy.slowest_ms if busy is not None else None,
             busy_median_ms=busy.median_ms if busy is not None else None,

@@ -82,8 +82,7 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
         engine, batch, count = build(config, comm)
         gc.collect()
         tracker.exclude(comm.memory.foreign if isinstance(comm, HostMemory) else [])
-        measured = run_steps(engine, batch, count, tracker)
-    return measured
+        return run_steps(engine, batch, count, tracker)
 
 
 @pytest.mark.parametrize(("ranks", "keys"), CASES, ids=lambda value: "-".join(value) if isinstance(value, list) else "")

@@ -192,7 +192,7 @@ def train(
         The exit code of each rank; None where one of them died.
     """
     config = _composed(overrides)  # here: it takes as long as a short training
-    config = replace(config, run_dir=str(run_dir), supervise=UNWATCHED)
+    config = replace(config, run_dir=str(run_dir), report=False, supervise=UNWATCHED)
     try:
         return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm)
     except RankFailure as failure:

@@ -167,10 +167,10 @@ def _compare(given: _Arguments) -> int:
 
     from dtrain.config.dump import config_from_dict
     from dtrain.planning.devices import find_device
+    from dtrain.telemetry.metrics import CONFIG_FILE
     from dtrain.tools.plan.memory import show_against
     from dtrain.train.memory.receipt import Receipt
     from dtrain.train.planned import PlannedRun
-    from dtrain.train.run_dir import CONFIG_FILE
 
     folder = Path(given.options[_AGAINST])
     receipt = Receipt.read(folder)

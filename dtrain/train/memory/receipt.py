@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from dtrain.train.planned import PlannedRun
 
 MEMORY_FILE = "memory.json"
 STEP, PEAK = "step", "peak"
-_STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -93,45 +90,6 @@ def bytes_text(nbytes: int) -> str:
 
 def bytes_range(low: int, high: int) -> str:
     return bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-
-
-class PeakMeter:
-    """Measures the peak of this process's memory from now on, on a GPU or in the resident set.
-
-    Args:
-        device: of this rank.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            return
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again: proc(5)
-        self._start = _status("VmRSS")
-
-    def peak(self, foreign: int) -> int | None:
-        """Returns the bytes; None if this system does not say.
-
-        Args:
-            foreign: resident bytes of other ranks' memory, which is theirs.
-        """
-        if self._device.type == "cuda":
-            reserved = torch.cuda.max_memory_reserved(self._device)
-            free, total = torch.cuda.mem_get_info(self._device)
-            # of the driver, of kernels and of NCCL; other processes on the device count too
-            return reserved + max(total - free - torch.cuda.memory_reserved(self._device), 0)
-        high = _status("VmHWM")
-        return None if high is None or self._start is None else high - self._start - foreign
-
-
-def _status(name: str) -> int | None:
-    """Returns a size in ``/proc/self/status`` in bytes, or None."""
-    with suppress(OSError):
-        found = re.search(rf"^{name}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.M)
-        return int(found[1]) * 1024 if found else None
-    return None
 
 
 # -- out of memory -----------------------------------------------------------------------------------------------------
