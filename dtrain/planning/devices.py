@@ -87,9 +87,7 @@ def find_device(name: str, local_ranks: int = 1) -> Device:
     if name in (HERE, "cpu"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device("cpu", "cpu", memory // local_ranks, "cpu", is_here=True)
-    raise ConfigError(
-        f"device={name} is not known{nearest(name, known)}; it is {HERE}, cpu, or one of {', '.join(known)}"
-    )
+    raise ConfigError(f"device={name} is not known{nearest(name, (HERE, 'cpu', *known))}")
 
 
 def _gpu_here() -> Device:

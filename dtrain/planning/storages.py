@@ -53,9 +53,9 @@ class StorageTracker(TorchDispatchMode):
         if isinstance(result, Tensor):
             self._add(result)
         else:
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor):
-                    self._add(leaf)
+            for value in pytree.tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self._add(value)
         return result
 
     def _add(self, tensor: Tensor) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
@@ -71,13 +70,25 @@ def environment(world_size: int) -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Returns the commit of the working directory, with ``-dirty`` if files differ; None outside of a repository."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
+    """Returns the commit that is checked out in the working directory, or None; read without starting a process."""
+    for folder in (Path.cwd(), *Path.cwd().parents):
+        git = folder / ".git"
+        try:
+            if git.is_file():  # of a worktree or a submodule
+                git = folder / git.read_text(encoding="utf-8").removeprefix("gitdir:").strip()
+            head = (git / "HEAD").read_text(encoding="utf-8").strip()
+            common = git / "commondir"
+            shared = git / common.read_text(encoding="utf-8").strip() if common.is_file() else git
+            name = head.removeprefix("ref: ")
+            if name == head:
+                return head
+            if (shared / name).is_file():
+                return (shared / name).read_text(encoding="utf-8").strip()
+            packed = (shared / "packed-refs").read_text(encoding="utf-8")
+            return next((line.split()[0] for line in packed.splitlines() if line.endswith(f" {name}")), None)
+        except OSError:
+            continue
+    return None
 
 
 def memory_left() -> float:

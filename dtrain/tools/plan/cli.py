@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         print(_USAGE)
         return 0
     if plan not in _PLANS:
-        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}; it is one of {', '.join(_PLANS)}")
+        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}")
     given = _parse(plan, words)
     if _AGAINST in given.options:
         return _compare(given)

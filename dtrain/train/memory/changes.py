@@ -49,7 +49,7 @@ def cheapest_changes(run: PlannedRun, plan: MemoryPlan) -> list[Change]:
             if estimated.high < plan.high:
                 useful.append((keys, cost, apply))
                 changes.append(Change(keys, cost, estimated))
-    fitting = [change for change in changes if change.plan.verdict == FITS]
+    fitting = [change for change in changes if change.plan.fit == FITS]
     return fitting[:_NUM_CHANGES] or _together(run, plan, useful)
 
 
@@ -62,7 +62,7 @@ def _together(run: PlannedRun, plan: MemoryPlan, candidates: list[tuple[str, str
             keys.append(key)
             costs.append(cost)
             changes.append(Change(" ".join(keys), "; ".join(costs), _estimate(run, plan, changed)))
-            if changes[-1].plan.verdict == FITS:
+            if changes[-1].plan.fit == FITS:
                 break
     return changes[-_NUM_CHANGES:]
 

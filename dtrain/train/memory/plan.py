@@ -78,7 +78,7 @@ class MemoryPlan:
         return tensors + self._margin(int(tensors)).high <= self.device.memory
 
     @property
-    def verdict(self) -> str:
+    def fit(self) -> str:
         """``fits``, ``may fit`` (the lower bound does) or ``does not fit``."""
         return (
             "fits"

@@ -116,22 +116,22 @@ def out_of_memory(run: PlannedRun, what: str) -> OutOfMemoryError:
 
 
 def plan_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
-    """Returns the plan as text: kinds, verdict, largest micro-batch, changes."""
+    """Returns the plan as text: kinds, whether it fits, largest micro-batch, changes."""
     kinds = [f"memory {row.kind:<16} {bytes_range(row.low, row.high):>24}" for row in plan.rows]
     return [
         *kinds,
         f"memory {'total':<16} {bytes_range(plan.low, plan.high):>24}",
-        *verdict_lines(run, plan, cheapest_changes(run, plan) if plan.verdict != "fits" else []),
+        *fit_lines(run, plan, cheapest_changes(run, plan) if plan.fit != "fits" else []),
     ]
 
 
-def verdict_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> list[str]:
+def fit_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> list[str]:
     """Returns whether the run fits, the largest micro-batch that does, and ``changes``."""
     device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
     own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
     sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
-    lines = [f"{plan.verdict} on {device}; {sizes}"]
+    lines = [f"{plan.fit} on {device}; {sizes}"]
     for change in changes:
         need = bytes_range(change.plan.low, change.plan.high)
-        lines.append(f"with {change.keys}: {need}, {change.plan.verdict}; costs: {change.cost}")
+        lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")
     return lines

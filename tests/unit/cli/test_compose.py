@@ -139,7 +139,14 @@ def test_yaml_of_a_run_reads_back_as_the_same_values() -> None:
 
 def test_hash_follows_what_ranks_must_agree_on_and_nothing_else() -> None:
     base = config_hash(compose())
-    same = ["run_dir=/a", "resume=none", "tracker=tensorboard", "launch.device=cpu", "supervise.limit_s=5"]
+    same = [
+        "run_dir=/a",
+        "resume=none",
+        "report=false",
+        "tracker=tensorboard",
+        "launch.device=cpu",
+        "supervise.limit_s=5",
+    ]
     assert {override.partition("=")[0].partition(".")[0] for override in same} == set(HASH_EXCLUDES)
     assert config_hash(compose(same)) == base
     for override in ("seed=1", "optim.lr=2e-3", "engine.zero_stage=1", "train.eval_every=7", "precision=fp32"):

@@ -86,7 +86,16 @@ def test_a_model_that_needs_values_gets_them(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["memory"], "dtrain plan cannot plan 'memory'; valid: precision"),
+        (["speed"], "dtrain plan cannot plan 'speed'; valid: memory, precision, shapes, time"),
+        (["memory", "device=h100-80g"], "device=h100-80g is not known; did you mean 'h100-80gb'?"),
+        (["memory", "rank=4"], "unknown key 'rank'; did you mean"),
+        (["memory", "ranks=0"], "ranks=0 must be a whole number from 1"),
+        (["memory", "ranks=8", "shard_size=3"], "shard_size=3 does not divide ranks=8; take one of its divisors"),
+        (["memory", "--all"], "dtrain plan memory has no option --all"),
+        (["memory", "--against"], "--against needs the folder of a run"),
+        (["memory", "--against", "none"], "none/memory.json: expected the memory.json that a run writes at its end"),
+        (["memory", "--against", "none", "ranks=2"], "--against takes the configuration of the run; remove ranks"),
+        (["shapes", "--against", "none"], "dtrain plan shapes has no option --against"),
         (["precison"], "dtrain plan cannot plan 'precison'; did you mean 'precision'?"),
         (["precision", "precision=tf32", "launch.device=cpu"], "precision=tf32 needs an NVIDIA GPU of Ampere or later"),
         (["precision", "precision.rules={hed:fp32}"], "precision rule 'hed' matches no module; did you mean 'head'?"),
@@ -107,12 +116,40 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"]):
         assert main(["plan", *argv]) == 0
-        assert capsys.readouterr().out.startswith("usage: dtrain plan precision [--all] [key=value ...]")
+        assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|time|precision [option ...]")
     assert main(["plan", "precision", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: dtrain plan precision [--all] [key=value ...]")
+    assert capsys.readouterr().out.startswith("usage: dtrain plan precision [option ...] [key=value ...]")
 
 
 def test_on_a_terminal_the_table_is_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     show_plan(RunConfig(), folded=True)
     assert "## Modules" not in capsys.readouterr().out
+
+
+def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["experiment=smoke", "precision=bf16", "engine.zero_stage=3", "ranks=6", "device=a100-80gb"]
+    assert main(["plan", "memory", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "planned with train.global_batch_size=12: 6 ranks cannot share 8 in equal parts" in text
+    assert "rank 0 of 6 on a100-80gb" in text
+    assert re.search(r"\| unsharded +\| [0-9.]+ MiB +\| full weights", text)
+    assert re.search(
+        r"\| margin +\| 500.00 MiB to [0-9.]+ GiB +\| the driver's context, kernels, fragments, NCCL", text
+    )
+    assert re.search(r"fits on a100-80gb \(80.00 GiB for a rank\); the largest micro-batch that fits is \d{4}", text)
+
+
+def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["precision=fp32", "train.micro_batch_size=64", "train.global_batch_size=64", "model=gpt2-124m"]
+    assert main(["plan", "memory", *keys, "model.num_layers=2", "device=t4-16gb"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit on t4-16gb (15.00 GiB for a rank); the largest micro-batch that fits is" in text
+    assert re.search(r"with train.micro_batch_size=\d+: .*, fits; costs: \d+ times as many forwards", text)
+
+
+def test_memory_of_fewer_ranks_than_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory", "experiment=smoke", "ranks=8", "shard_size=2", "device=l4-24gb"]) == 0
+    text = capsys.readouterr().out
+    assert "no engine shards over 2 of 8 ranks yet" in text
+    assert "rank 0 of 2 on l4-24gb" in text

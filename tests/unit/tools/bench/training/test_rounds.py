@@ -8,7 +8,7 @@ from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import BENCH_ENGINE
 from dtrain.config.tool_schema import EngineSuiteConfig
 from dtrain.errors import BenchError
-from dtrain.tools import host
+from dtrain.telemetry import host
 from dtrain.tools.bench.records import BenchmarkCase, FailedCase, Footprint, TimedSteps
 from dtrain.tools.bench.training import rounds
 from tests.unit.tools.bench.made import SHORT, TINY

@@ -1,0 +1,128 @@
+"""What fits: the largest micro-batch, and the changes that are proposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.cli.resolve import compose
+from dtrain.errors import OutOfMemoryError
+from dtrain.planning.devices import Device
+from dtrain.train.memory.changes import cheapest_changes
+from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
+from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory
+from dtrain.train.planned import PlannedRun
+from dtrain.train.run import run_training
+
+_KEYS = ("experiment=smoke", "model.hidden_dim=128", "train.micro_batch_size=4", "train.global_batch_size=16")
+
+
+def planned(mebibytes: float, *keys: str, ranks: int = 2) -> tuple[PlannedRun, MemoryPlan]:
+    """Returns a run on a CPU with this memory, and its plan."""
+    device = Device("small", "cpu", int(mebibytes * 2**20), "cpu")
+    run = PlannedRun.of(compose([*_KEYS, "precision=fp32", *keys]), device, ranks)
+    return run, plan_memory(run)
+
+
+def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
+    run, plan = planned(250)
+    size = largest_micro_batch(run, plan)
+    assert size > 4
+    assert plan_memory(run.with_micro_batch_size(size)).fit == "fits"
+    # memory is not quite linear in the micro-batch
+    assert plan_memory(run.with_micro_batch_size(size + max(1, size // 20))).fit != "fits"
+
+
+def test_no_micro_batch_fits_beside_states_that_do_not() -> None:
+    run, plan = planned(8)
+    assert plan.fit == "does not fit"
+    assert largest_micro_batch(run, plan) == 0
+
+
+def test_each_proposed_change_makes_the_run_fit() -> None:
+    run, plan = planned(0, "engine.zero_stage=1", "engine.reproducible=true", "checkpoint.asynchronous=true")
+    run = replace(run, device=replace(run.device, memory=plan.high - 2**20))
+    plan = plan_memory(run)
+    assert plan.fit == "may fit"
+    changes = cheapest_changes(run, plan)
+    assert 1 <= len(changes) <= 3
+    assert all(change.plan.fit == "fits" for change in changes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"),
+    [
+        ((), "train.micro_batch_size=2"),
+        ((), "precision=bf16"),
+        ((), "optim=adamw-bf16"),
+        (("engine.zero_stage=0",), "engine.zero_stage=1"),
+        ((), "engine.zero_stage=3"),
+        ((), "ranks=4"),
+    ],
+)
+def test_the_estimate_of_a_change_is_near_its_plan(keys: tuple[str, ...], change: str) -> None:
+    from dtrain.train.memory.changes import _candidates, _estimate
+
+    run, plan = planned(64, *keys)
+    effects = {words: apply for words, _, apply in _candidates(run, plan)}
+    if change == "train.micro_batch_size=2":
+        effects[change] = lambda run: run.with_micro_batch_size(2, keeps_global=True)
+    changed = effects[change](run)
+    assert _estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
+
+
+def test_changes_are_added_up_if_none_is_enough() -> None:
+    run, plan = planned(0, "engine.zero_stage=0", ranks=4)
+    run = replace(run, device=replace(run.device, memory=plan.tensors // 2 + 160 * 2**20))
+    plan = plan_memory(run)
+    last = cheapest_changes(run, plan)[-1]
+    assert last.plan.high < plan.high
+
+
+class Greedy(nn.Module):
+    """A model that asks for more memory than any machine has, in a real forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.weight.sum() * tokens.float().mean()
+        return scores + torch.empty(2**60, dtype=torch.uint8)[0].float() * 0
+
+
+def build(config: object, vocab_size: int) -> nn.Module:
+    return Greedy()
+
+
+def test_a_failed_allocation_shows_the_plan(tmp_path: object) -> None:
+    config = compose([*_KEYS, f"run_dir={tmp_path}/run", f"model.factory={__name__}:build", "supervise.enabled=false"])
+    with pytest.raises(OutOfMemoryError) as caught:
+        run_training(config)
+    text = str(caught.value)
+    assert "rank 0" in text.splitlines()[0]
+    assert "can't allocate memory" in text.splitlines()[0]
+    assert "memory activations" in text
+    assert "does not fit on cpu" in text
+
+
+def test_only_failed_allocations_are_out_of_memory() -> None:
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_a_run_writes_what_it_took_beside_its_plan(tmp_path: object) -> None:
+    run_training(compose([*_KEYS, f"run_dir={tmp_path}/run", "supervise.enabled=false", "train.steps=2"]))
+    from pathlib import Path
+
+    receipt = Receipt.read(Path(f"{tmp_path}/run"))
+    for row in receipt.rows[:-2]:
+        assert row.planned_low == row.planned_high == row.measured, row
+    peak = receipt.rows[-1]
+    assert peak.kind == PEAK
+    assert peak.measured is not None
+    assert peak.measured > 0
