@@ -102,8 +102,8 @@ class Margin:
 def margin(device: Device, num_ranks: int, tensors: int, heap: int) -> Margin:
     """Returns the band for allocator, kernels and communication beside ``tensors`` bytes.
 
-    On a CPU it is measured (docs/planning.md): malloc's heap, which holds ``heap`` bytes of the tensors, keeps 6 to 24 %
-    more; kernels take up to 64 MiB, and libraries that the first step loads up to 96 MiB. On a GPU it is not: the
+    On a CPU it is measured (docs/planning.md): malloc's heap, which holds ``heap`` bytes of the tensors, keeps 6 to
+    24 % more; kernels take up to 64 MiB, and libraries that the first step loads up to 96 MiB. On a GPU it is not: the
     driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB on Hopper, NCCL
     takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
     """
