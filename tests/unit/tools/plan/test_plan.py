@@ -141,7 +141,7 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["precision=fp32", "train.micro_batch_size=64", "train.global_batch_size=64", "model=gpt2-124m"]
+    keys = ["precision=fp32", "train.micro_batch_size=256", "train.global_batch_size=256", "model=gpt2-124m"]
     assert main(["plan", "memory", *keys, "model.num_layers=2", "device=t4-16gb"]) == 0
     text = capsys.readouterr().out
     assert "does not fit on t4-16gb (15.00 GiB for a rank); the largest micro-batch that fits is" in text
