@@ -1,6 +1,6 @@
 """The plan of memory against what ranks really take, on configurations that it was not tuned on.
 
-``pytest -m soak tests/distributed/test_memory_plan.py --plan-results=DIR`` measures the resident set too.
+The resident set is measured by :mod:`tests.distributed.measure_memory_plan`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (4, ["precision=bf16", "engine.zero_stage=3", "engine.reshard_after_forward=false", "train.global_batch_size=32"]),
     (4, ["precision=fp32", "engine.zero_stage=1", "train.micro_batch_size=2", "model.max_seq_len=128"]),
 ]
-_TINY = {
+TINY = {
     "model.num_layers": 3,
     "model.hidden_dim": 96,
     "model.num_heads": 4,
@@ -75,7 +75,7 @@ def build(config: RunConfig, comm: Any) -> tuple[Any, dict[str, torch.Tensor], i
 
 def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
     """Returns the memory of a real step."""
-    config = configuration(world, keys, _TINY)
+    config = configuration(world, keys, TINY)
     comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
     tracker = StorageTracker()
     with tracker:
@@ -87,7 +87,7 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
 
 @pytest.mark.parametrize(("ranks", "keys"), CASES, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
 def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
-    config = configuration(ranks, keys, _TINY)
+    config = configuration(ranks, keys, TINY)
     plan = plan_memory(PlannedRun.of(config, find_device("cpu", ranks), ranks))
     measured = run_ranks(ranks, storages_of, keys)[0]
     assert plan.step.states == measured.states
