@@ -19,7 +19,7 @@ _ETA_WINDOWS = 16
 _STEP_LIMIT = 1 << 53
 
 
-class LossCurve:
+class BoundedCurve:
     """The losses of a run in a bounded number of points, each the mean of the same number of logged losses.
 
     Attributes:
@@ -81,7 +81,7 @@ class RunProgress:
     def __init__(self, total_steps: int | None, step: int = 0) -> None:
         self.total_steps = total_steps
         self.step = step
-        self.loss = LossCurve()
+        self.loss = BoundedCurve()
         self.val_losses: Mapping[str, float | None] = {}
         self.validated_step = 0
         self.skip: Skip | None = None

@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
 from dtrain.errors import ConfigError
 from dtrain.redaction.redact import redact_text
-from dtrain.telemetry.live_view import LiveView
+from dtrain.telemetry.live_view import LiveView, start_live
 from dtrain.telemetry.texts import printable
 from dtrain.tools.tables import Column, Table, show
 from dtrain.tools.watch.files import is_run
@@ -66,11 +65,13 @@ def _print(view: LiveView, encoding: str) -> None:
 
 
 def _follow(run: WatchedRun, terminal: Console) -> None:
-    with Live(run.view(), console=terminal, auto_refresh=False) as live:
-        terminal.show_cursor(True)  # this process may be killed at any time, and leaves the terminal as it is
+    live = start_live(run.view, terminal, refreshes_per_s=None, transient=False)
+    try:
         while run.may_change:
             time.sleep(_PERIOD_S)
-            live.update(run.view(), refresh=True)
+            live.refresh()
+    finally:
+        live.stop()
 
 
 def _list_runs(path: Path) -> None:
