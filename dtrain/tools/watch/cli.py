@@ -15,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.live_view import LiveView, start_live
 from dtrain.telemetry.texts import printable
-from dtrain.tools.tables import Column, Table, show
+from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.tools.watch.files import is_run
 from dtrain.tools.watch.state import WatchedRun
 
@@ -26,7 +26,7 @@ _COLUMNS: Sequence[Column[LiveView]] = (
     ("run", lambda view: view.name),
     ("step", lambda view: view.step_text()),
     ("loss", lambda view: view.loss_text()),
-    ("state", lambda view: view.status),
+    ("state", lambda view: view.status.partition(";")[0]),
 )
 
 
@@ -94,5 +94,7 @@ def _list_runs(path: Path) -> None:
                 f"or with runs in it; it holds {names + more or 'nothing'}"
             )
         )
-    title = f"{len(runs)} runs in {printable(str(path))}; dtrain watch {printable(str(runs[0]))} shows the first"
+    title = (
+        f"{plural(len(runs), 'run')} in {printable(str(path))}; dtrain watch {printable(str(runs[0]))} shows the first"
+    )
     show([Table.of(title, _COLUMNS, [WatchedRun(folder).view() for folder in runs])])
