@@ -14,7 +14,7 @@ from rich.console import Console
 from dtrain.errors import ConfigError
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.live_view import LiveView, start_live
-from dtrain.telemetry.texts import printable
+from dtrain.telemetry.texts import clean, printable
 from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.tools.watch.files import is_run
 from dtrain.tools.watch.state import WatchedRun
@@ -94,7 +94,6 @@ def _list_runs(path: Path) -> None:
                 f"or with runs in it; it holds {names + more or 'nothing'}"
             )
         )
-    title = (
-        f"{plural(len(runs), 'run')} in {printable(str(path))}; dtrain watch {printable(str(runs[0]))} shows the first"
-    )
-    show([Table.of(title, _COLUMNS, [WatchedRun(folder).view() for folder in runs])])
+    views = [WatchedRun(folder).view() for folder in runs]
+    title = f"{plural(len(runs), 'run')} in {clean(str(path))}; dtrain watch {views[0].name} shows the first"
+    show([Table.of(title, _COLUMNS, views)])
