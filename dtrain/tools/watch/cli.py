@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -80,10 +81,15 @@ def _list_runs(path: Path) -> None:
     Raises:
         ConfigError: there is none, or no such folder.
     """
-    if not path.is_dir():
-        found = "a file" if path.exists() else "no such folder"
+    if not os.path.isdir(path):
+        found = "a file" if os.path.exists(path) else "no such folder"
         raise ConfigError(f"{path}: {found}; expected the run directory of dtrain train, such as runs/mine")
-    folders = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    try:
+        folders = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; expected a run directory or a folder of runs"
+        ) from error
     runs = [folder for folder in folders if is_run(folder)]
     if not runs:
         names = ", ".join(folder.name for folder in folders[:_LISTED])

@@ -20,6 +20,7 @@ from dtrain.telemetry.metrics import MetricsFile, StepMetrics
 from dtrain.tools.watch import cli
 from dtrain.tools.watch.files import LineReader
 from dtrain.tools.watch.state import WatchedRun
+from tests.helpers.terminal import Terminal
 
 STEP = StepMetrics(
     step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
@@ -277,3 +278,26 @@ def test_once_prints_names_and_values(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_bad_argument_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert (cli.main([]), cli.main(["--help"])) == (2, 0)
     assert "usage: dtrain watch" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["ctrl-c", "finished"])
+def test_a_terminal_follows_a_run_to_its_end(tmp_path: Path, end: str) -> None:
+    path = write_run(tmp_path / "run")
+    lease = write_lease(path, Holder.this_process(1))
+    with Terminal("watch", "run", cwd=tmp_path) as terminal:
+        terminal.wait_for("step 3/10  30 %  ETA 0:00")
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({**STEP.to_dict(), "step": 4}) + "\n")
+        terminal.wait_for("step 4/10")
+        if end == "finished":
+            lease.unlink()
+            _finish(path)
+        else:
+            terminal.press_ctrl_c()
+        assert terminal.wait() == 0
+    shown = "\n".join(terminal.screen.lines)
+    assert ("finished" if end == "finished" else f"running: process {os.getpid()}") in shown
+    assert shown.count("╭─ run ") == 1, "it is drawn in its place"
+    assert "Traceback" not in shown
+    assert terminal.screen.cursor_shown
