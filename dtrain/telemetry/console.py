@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 
 from dtrain.distributed.logging import logger
-from dtrain.telemetry.live_view import LONG_WAIT, LiveView
+from dtrain.telemetry.live_view import LONG_WAIT, LiveView, start_live
 from dtrain.telemetry.metrics import CHECKPOINTS, METRICS_FILE, StepMetrics, read_metrics
 from dtrain.telemetry.progress import RunProgress, last_checkpoint
 from dtrain.telemetry.texts import clean, compact
@@ -48,7 +48,7 @@ class Console:
     def step(self, metrics: StepMetrics) -> None:
         """Shows a logged step; a skipped one always gets a line of its own."""
         if self._live is not None:
-            self._progress.add(metrics.to_dict())
+            self._progress.add(vars(metrics))
         line = format_step(metrics, self._total)
         if not metrics.applied:
             logger.warning(line)
@@ -86,16 +86,7 @@ class Console:
                 self._progress.add(line)
         self._progress.start()
         name = clean(str(self._run_dir))
-        self._live = Live(
-            # drawn by a thread of its own: a step costs no more than the record of its numbers
-            get_renderable=lambda: self._view(name),
-            console=terminal,
-            refresh_per_second=_REFRESHES_PER_S,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
-        )
-        self._live.start()
-        terminal.show_cursor(True)  # the process may be killed at any time, and leaves the terminal as it is
+        self._live = start_live(lambda: self._view(name), terminal, refreshes_per_s=_REFRESHES_PER_S, transient=True)
         # rich replaces sys.stderr by a proxy that prints above the view; log lines must go through it
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):

@@ -5,11 +5,13 @@ Drawn by rich for ``dtrain train`` on a terminal and for ``dtrain watch``, or as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
@@ -53,8 +55,21 @@ class LiveView:
     is_running: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        ascii_only = options.ascii_only
-        width = max(options.max_width - 4, 1)  # inside of the border and its padding
+        try:
+            panel = self._panel(max(options.max_width - 4, 1), options.encoding if options.ascii_only else None)
+        except Exception as error:  # a run does not end because its numbers cannot be shown
+            yield Text(f"step {self.progress.step}; the view failed: {type(error).__name__}: {error}")
+        else:
+            yield panel
+
+    def _panel(self, width: int, encoding: str | None) -> Panel:
+        """Returns the view in a border.
+
+        Args:
+            width: inside of the border and its padding.
+            encoding: of a terminal without Unicode.
+        """
+        ascii_only = encoding is not None
         lines = [self._bar(width, ascii_only)]
         if self.progress.loss.low <= self.progress.loss.high:
             lines.append(self._loss(width, ascii_only))
@@ -63,10 +78,12 @@ class LiveView:
             lines.append(Text(skip_text(self.progress.skip), style="yellow"))
         if self.status:
             lines.append(Text(self.status, style=self.style))
-        if ascii_only:
-            lines = [_encodable(line, options.encoding) for line in lines]
-        title = _encodable(Text(self.name), options.encoding) if ascii_only else Text(self.name)
-        yield Panel(Group(*lines), title=title if self.name else None, title_align="left", border_style="dim")
+        title = Text(self.name)
+        if encoding is not None:
+            # each character stays one character, as the styles need it
+            for line in (title, *lines):
+                line.plain = line.plain.encode(encoding, "replace").decode(encoding)
+        return Panel(Group(*lines), title=title if self.name else None, title_align="left", border_style="dim")
 
     def plain(self, *, ascii_only: bool) -> list[Figure]:
         """Returns all that the view shows as names and values, one for each line of a file."""
@@ -114,7 +131,7 @@ class LiveView:
 
     def _bar(self, width: int, ascii_only: bool) -> Text:
         total, step = self.progress.total_steps, self.progress.step
-        text = self.step_text("  ")
+        text = f"step {self.step_text(blanks=2)}"
         room = width - cell_len(text) - 2
         if not total or room < _MIN_CURVE:
             return _cropped(Text(text), width)
@@ -124,13 +141,13 @@ class LiveView:
         color = "green" if step < total else "bold green"
         return Text.assemble((full, color), (to_do * (room - len(full)), "dim"), f"  {text}")
 
-    def step_text(self, blank: str = " ") -> str:
+    def step_text(self, blanks: int = 1) -> str:
         total, step = self.progress.total_steps, self.progress.step
         if not total:
-            return f"step {step}"
+            return str(step)
         eta = self.progress.eta_s() if self.is_running else None
-        parts = [f"step {step}/{total}", f"{min(100, 100 * step // total)} %"]
-        return blank.join(parts + ([f"ETA {duration(eta)}"] if eta is not None else []))
+        parts = [f"{step}/{total}", f"{min(100, 100 * step // total)} %"]
+        return (" " * blanks).join(parts + ([f"ETA {duration(eta)}"] if eta is not None else []))
 
     def _loss(self, width: int, ascii_only: bool) -> Text:
         last, bounds = self.loss_text(), self._range()
@@ -145,6 +162,28 @@ class LiveView:
 
     def _range(self) -> str:
         return f"{_short(self.progress.loss.low)} to {_short(self.progress.loss.high)}"
+
+
+def start_live(
+    get_view: Callable[[], LiveView], terminal: Console, *, refreshes_per_s: float | None, transient: bool
+) -> Live:
+    """Starts to show a view at the end of a terminal, above which everything else is printed.
+
+    Args:
+        refreshes_per_s: by a thread, so that nobody waits for it; None: whoever calls ``refresh``.
+        transient: whether the view is erased at the end.
+    """
+    live = Live(
+        get_renderable=lambda: Group(get_view(), ""),  # the cursor is on an empty line, where ^C may be echoed
+        console=terminal,
+        auto_refresh=refreshes_per_s is not None,
+        refresh_per_second=refreshes_per_s or 1,
+        transient=transient,
+        redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+    )
+    live.start()
+    terminal.show_cursor(True)  # the process may be killed at any time, and leaves the terminal as it is
+    return live
 
 
 def skip_text(skip: Skip) -> str:
@@ -164,16 +203,14 @@ def sparkline(values: Sequence[float], levels: str) -> str:
 
 def _grid(figures: Sequence[Figure], width: int) -> list[Text]:
     """Returns the figures in as many columns as fit, names and values aligned."""
-    for count in range(max(1, min(len(figures), width // 8)), 0, -1):
+    for count in range(min(len(figures), max(1, width // _MIN_VALUE)), 0, -1):
         columns = [figures[column::count] for column in range(count)]
         names = [max(cell_len(name) for name, _ in column) for column in columns]
         values = [max(_MIN_VALUE, *(cell_len(value) for _, value in column)) for column in columns]
-        if sum(names) + sum(values) + count + _GAP * (count - 1) <= width or count == 1:
+        if sum(names) + sum(values) + count + _GAP * (count - 1) <= width:
             break
-    else:
-        return []
     lines = []
-    for start in range(0, len(figures), count):
+    for start in range(0, len(figures), count) if figures else ():
         line = Text()
         for column, (name, value) in enumerate(figures[start : start + count]):
             line.append(f"{'' if column == 0 else ' ' * _GAP}{name:<{names[column]}} ", style="dim")
@@ -186,12 +223,6 @@ def _grid(figures: Sequence[Figure], width: int) -> list[Text]:
 def _cropped(line: Text, width: int) -> Text:
     line.truncate(width, overflow="crop")
     line.no_wrap = True
-    return line
-
-
-def _encodable(line: Text, encoding: str) -> Text:
-    """Replaces what an encoding lacks by ``?``; each character stays one character, as the styles need it."""
-    line.plain = line.plain.encode(encoding, "replace").decode(encoding)
     return line
 
 

@@ -14,12 +14,13 @@ from dtrain.checkpoint.directory import committed_checkpoints, step_of
 from dtrain.telemetry.texts import clean
 
 _VALIDATION_LOSSES = ("val_loss", "val_loss_ema")
+_OF_APPLIED_STEPS = ("loss", "lr", "grad_norm")
 _CURVE_POINTS = 512
 _ETA_WINDOWS = 16
 _STEP_LIMIT = 1 << 53
 
 
-class LossCurve:
+class BoundedCurve:
     """The losses of a run in a bounded number of points, each the mean of the same number of logged losses.
 
     Attributes:
@@ -81,7 +82,7 @@ class RunProgress:
     def __init__(self, total_steps: int | None, step: int = 0) -> None:
         self.total_steps = total_steps
         self.step = step
-        self.loss = LossCurve()
+        self.loss = BoundedCurve()
         self.val_losses: Mapping[str, float | None] = {}
         self.validated_step = 0
         self.skip: Skip | None = None
@@ -126,11 +127,13 @@ class RunProgress:
     def _add_training(self, step: int, line: Mapping[str, Any]) -> None:
         self.step = step
         numbers = {name: number for name, value in line.items() if (number := _number(value)) is not None}
-        self._numbers.update(numbers)
         if not line["applied"]:
             self.skip = Skip(step, clean(line.get("reason")), clean(line.get("culprit")))
+            for name in _OF_APPLIED_STEPS:
+                numbers.pop(name, None)
         elif "loss" in numbers:
             self.loss.add(numbers["loss"])
+        self._numbers.update(numbers)
         if self._compiles:
             self._compiles = False
         elif "step_ms" in numbers:

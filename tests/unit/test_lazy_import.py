@@ -28,7 +28,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         "from dtrain.__main__ import main; assert main(['trian']) == 2",
         "from dtrain.__main__ import main; assert main(['checkpoint', 'export', 'a', 'b', '--dtype', 'fp8']) == 2",
         "import dtrain.checkpoint; dir(dtrain.checkpoint)",
-        "import dtrain.telemetry.metrics, dtrain.tools.accept.worker",
+        "import dtrain.telemetry.metrics, dtrain.telemetry.console, dtrain.tools.accept.worker",
+        "from dtrain.__main__ import main; assert main(['watch', 'no-such-run']) == 2",
     ],
 )
 def test_no_torch(code: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -10,13 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
 
 from dtrain.errors import ConfigError
 from dtrain.redaction.redact import redact_text
-from dtrain.telemetry.live_view import LiveView
-from dtrain.telemetry.texts import printable
-from dtrain.tools.tables import Column, Table, show
+from dtrain.telemetry.live_view import LiveView, start_live
+from dtrain.telemetry.texts import clean, printable
+from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.tools.watch.files import is_run
 from dtrain.tools.watch.state import WatchedRun
 
@@ -27,7 +27,7 @@ _COLUMNS: Sequence[Column[LiveView]] = (
     ("run", lambda view: view.name),
     ("step", lambda view: view.step_text()),
     ("loss", lambda view: view.loss_text()),
-    ("state", lambda view: view.status),
+    ("state", lambda view: view.status.partition(";")[0]),
 )
 
 
@@ -66,11 +66,13 @@ def _print(view: LiveView, encoding: str) -> None:
 
 
 def _follow(run: WatchedRun, terminal: Console) -> None:
-    with Live(run.view(), console=terminal, auto_refresh=False) as live:
-        terminal.show_cursor(True)  # this process may be killed at any time, and leaves the terminal as it is
+    live = start_live(run.view, terminal, refreshes_per_s=None, transient=False)
+    try:
         while run.may_change:
             time.sleep(_PERIOD_S)
-            live.update(run.view(), refresh=True)
+            live.refresh()
+    finally:
+        live.stop()
 
 
 def _list_runs(path: Path) -> None:
@@ -79,10 +81,15 @@ def _list_runs(path: Path) -> None:
     Raises:
         ConfigError: there is none, or no such folder.
     """
-    if not path.is_dir():
-        found = "a file" if path.exists() else "no such folder"
+    if not os.path.isdir(path):
+        found = "a file" if os.path.exists(path) else "no such folder"
         raise ConfigError(f"{path}: {found}; expected the run directory of dtrain train, such as runs/mine")
-    folders = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    try:
+        folders = sorted(path.iterdir(), key=lambda entry: (len(entry.name), entry.name))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; expected a run directory or a folder of runs"
+        ) from error
     runs = [folder for folder in folders if is_run(folder)]
     if not runs:
         names = ", ".join(folder.name for folder in folders[:_LISTED])
@@ -93,5 +100,6 @@ def _list_runs(path: Path) -> None:
                 f"or with runs in it; it holds {names + more or 'nothing'}"
             )
         )
-    title = f"{len(runs)} runs in {printable(str(path))}; dtrain watch {printable(str(runs[0]))} shows the first"
-    show([Table.of(title, _COLUMNS, [WatchedRun(folder).view() for folder in runs])])
+    views = [WatchedRun(folder).view() for folder in runs]
+    title = f"{plural(len(runs), 'run')} in {clean(str(path))}; dtrain watch {views[0].name} shows the first"
+    show([Table.of(title, _COLUMNS, views)])

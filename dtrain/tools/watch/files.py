@@ -21,7 +21,7 @@ _KNOWN = 64
 
 def is_run(path: Path) -> bool:
     """Whether a folder holds what ``dtrain train`` writes, from its first second on."""
-    if any((path / name).is_file() for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)):
+    if any(os.path.isfile(path / name) for name in (CONFIG_FILE, METRICS_FILE, SUMMARY_FILE)):
         return True
     try:
         return bool(committed_checkpoints(path / CHECKPOINTS)) or any((path / CHECKPOINTS).glob("lease-*.json"))

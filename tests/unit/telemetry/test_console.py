@@ -15,7 +15,6 @@ import pytest
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.telemetry.console import Console, format_step, memory_lines
 from dtrain.telemetry.metrics import StepMetrics
-from dtrain.telemetry.texts import compact, printable
 
 STEP = StepMetrics(
     step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
@@ -40,17 +39,6 @@ def test_scale_and_skips_show_only_where_there_are_any() -> None:
 def test_a_skipped_step_shows_reason_and_culprit() -> None:
     skipped = replace(STEP, applied=False, loss=math.nan, reason="overflow", culprit="'head' on rank 1", loss_scale=8.0)
     assert format_step(skipped, 200) == "step 20/200  skipped: overflow  loss_scale 8  culprit: 'head' on rank 1"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (950, "950"), (45_210, "45.2k"), (124_400_000, "124M"), (8.03e9, "8.03G")]
-)
-def test_compact(number: float, text: str) -> None:
-    assert compact(number) == text
-
-
-def test_control_characters_are_replaced() -> None:
-    assert printable("def f():\n\tpass\x1b[2J\r\x9b é") == "def f():\n\tpass\ufffd[2J\ufffd\ufffd é"
 
 
 def test_memory_against_the_formula() -> None:
