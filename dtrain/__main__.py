@@ -46,6 +46,7 @@ VERBS = {  # its meaning and an example
     "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
     "data": ("text to token shards; check them; train a tokenizer", "tokenize --help"),
+    "report": ("one HTML page of a run, or of several", "runs/mine"),
     "replay": ("reproduce a step of a run, and show where it went wrong", "runs/mine step=37"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),

@@ -105,6 +105,7 @@ def test_sweep(tmp_path: Path, data: str, world: int) -> None:
     expected = [
         "checkpoints/step-00000003/manifest.json",
         "config.yaml",
+        "environment.json",
         "metrics.jsonl",
         "precision.json",
         "summary.json",

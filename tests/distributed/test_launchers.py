@@ -89,6 +89,7 @@ def stopped_in_a_sweep(folder: Path, job: Job, number: signal.Signals) -> None:
     assert listing(folder / "1") == [
         "checkpoints/step-00000002/manifest.json",
         "config.yaml",
+        "environment.json",
         "metrics.jsonl",
         "precision.json",
         "summary.json",

@@ -53,6 +53,7 @@ LAUNCHER = (
 # dropout, so that random numbers matter; six micro-batches a step, for 1, 2 or 3 ranks
 CORE = (
     FACTORY,
+    "report=false",  # what it imports takes each process seconds
     "model.num_layers=1",
     "model.hidden_dim=32",
     "model.num_heads=2",
@@ -150,7 +151,6 @@ def newest_step(run_dir: Path) -> int:
 
 # killed on purpose, often without a newer checkpoint
 UNWATCHED = SuperviseConfig(enabled=False, restarts=0)
-NO_REPORT = "report=false"  # a process of its own would import for it what takes seconds
 
 # -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ def torchrun(
 ) -> Job:
     """``torchrun OPTIONS ... launch/train.py ARGV`` in ``folder``."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
-    return Job([*launcher, str(ROOT / "launch/train.py"), NO_REPORT, *argv], folder, env)
+    return Job([*launcher, str(ROOT / "launch/train.py"), *argv], folder, env)
 
 
 def started(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
@@ -375,5 +375,5 @@ def sbatch(folder: Path, *argv: str, nodes: int = 1, env: Mapping[str, str] | No
 
 
 def python(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
-    """``python -m dtrain train ARGV`` in ``folder``, without a report at its end."""
-    return Job([sys.executable, "-m", "dtrain", "train", NO_REPORT, *argv], folder, env)
+    """``python -m dtrain train ARGV`` in ``folder``."""
+    return Job([sys.executable, "-m", "dtrain", "train", *argv], folder, env)

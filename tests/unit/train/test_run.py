@@ -82,6 +82,7 @@ def test_files_of_a_run(whole: Path) -> None:
     assert sorted(path.name for path in whole.iterdir()) == [
         "checkpoints",
         "config.yaml",
+        "environment.json",
         "metrics.jsonl",
         "precision",
         "precision.json",
