@@ -137,7 +137,7 @@ class CallRecorder(TorchDispatchMode):
         current: Any = torch._C._current_autograd_node()
         is_recomputed = current is not None and (bool(self._running) or torch.is_grad_enabled())
         if current is None or is_recomputed:
-            node = torch.autograd._get_sequence_nr() - 1  # autograd makes the node before it calls the kernel
+            node = torch._C._autograd._get_sequence_nr() - 1  # autograd makes the node before it calls the kernel
             module = self._running[-1] if self._running else ""
             if not self._nodes or node > self._nodes[-1]:
                 self._nodes.append(node)

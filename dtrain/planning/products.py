@@ -71,6 +71,11 @@ class Product:
         """FLOPs per byte of memory traffic."""
         return self.flops / self.nbytes
 
+    @property
+    def is_batched(self) -> bool:
+        """Whether it multiplies several pairs of matrices, both of them activations."""
+        return self.signature.name in ("bmm", "baddbmm")
+
     def tile_efficiency(self, tile: tuple[int, int]) -> float:
         """Returns the share of the output's tiles that the output fills."""
         return self.m * self.n / (self._num_tiles(tile) / self.batch * tile[0] * tile[1])
@@ -89,7 +94,7 @@ def is_product(signature: Signature) -> bool:
     name = signature.name
     return (
         name in _MATRICES
-        or name.startswith("convolution")
+        or name in ("convolution", "convolution_backward")
         or name in (*_FORWARD_ATTENTION, *_BACKWARD_ATTENTION, *_FLEX)
     )
 
@@ -99,6 +104,8 @@ def products(calls: Iterable[Call]) -> list[Product]:
     found: list[Product] = []
     forward: dict[int, list[Call]] = {}  # products of matrices by the node of autograd
     for call in calls:
+        if not is_product(call.signature):
+            continue
         name, args = call.signature.name, call.signature.args
         if name in _MATRICES:
             if not call.in_backward or call.is_recomputed:
@@ -113,10 +120,9 @@ def products(calls: Iterable[Call]) -> list[Product]:
             found.extend(_convolution_backward(call))
         elif name in (*_FORWARD_ATTENTION, _FLEX[0]):
             found.append(_attention(call, args[:3], is_forward=True))
-        elif name in _BACKWARD_ATTENTION:
-            found.append(_attention(call, args[1:4], is_forward=False))
-        elif name == _FLEX[1]:
-            found.append(_attention(call, args[:3], is_forward=False))
+        else:
+            inputs = args[:3] if name == _FLEX[1] else args[1:4]
+            found.append(_attention(call, inputs, is_forward=False))
     return found
 
 
@@ -133,7 +139,7 @@ def _sizes(call: Call) -> tuple[int, int, int]:
 
 
 def _backward_part(call: Call, candidates: Iterable[Call]) -> str:
-    """Returns the part of a product of backward: sums over the rows M of forward make a weight gradient, over N another.
+    """Returns the part of a product of backward: a sum over the rows M of forward is a weight gradient, one over N not.
 
     If M = N, a weight gradient is the one that reads the storage of forward's left operand.
     """

@@ -27,7 +27,7 @@ def fold_names(pattern: str, names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0] or "(the model)"
     runs: list[list[int]] = []
-    for index in (int(found[0]) for name in names if (found := _INDEX.search(name))):
+    for index in sorted(int(found[0]) for name in names if (found := _INDEX.search(name))):
         if runs and index == runs[-1][-1] + 1:
             runs[-1].append(index)
         else:

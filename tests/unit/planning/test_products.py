@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtrain.config.schema import RunConfig
 from dtrain.planning.calls import CallRecorder
-from dtrain.planning.devices import find_device
 from dtrain.planning.products import DGRAD, FPROP, WGRAD, Product, products
 from dtrain.train.planned import PlannedRun
 from tests.unit.tools.plan.planned_runs import planned_run
