@@ -44,7 +44,7 @@ class Signature:
     """An operation and its arguments, in which tensors are :class:`TensorSpec`; equal ones take equal time."""
 
     func: Any
-    leaves: tuple[Any, ...]
+    values: tuple[Any, ...]
     structure: pytree.TreeSpec
 
     @property
@@ -52,7 +52,7 @@ class Signature:
         return self.arguments()[0]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = pytree.tree_unflatten(list(self.leaves), self.structure)
+        args, kwargs = pytree.tree_unflatten(list(self.values), self.structure)
         return args, kwargs
 
     @property
@@ -62,7 +62,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call of an operation.
 
     Attributes:
@@ -98,7 +98,7 @@ class CallRecorder(TorchDispatchMode):
         model: whose modules have names; calls outside of them belong to the model, whose name is empty.
         """
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._running: list[str] = []
         self._nodes: list[int] = []  # sequence numbers, ascending, of nodes that a call of forward made
@@ -148,13 +148,13 @@ class CallRecorder(TorchDispatchMode):
             module = self._owners[index] if index >= 0 else ""
         signature, storages = _describe(func, args, kwargs)
         result = func(*args, **kwargs)
-        outputs = tuple(TensorSpec.of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-        self.calls.append(Call(signature, outputs, storages, module, node, current is not None, is_recomputed))
+        outputs = tuple(TensorSpec.of(value) for value in pytree.tree_leaves(result) if isinstance(value, Tensor))
+        self.calls.append(RecordedCall(signature, outputs, storages, module, node, current is not None, is_recomputed))
         return result
 
 
 def _describe(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Signature, tuple[int, ...]]:
-    leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    values, structure = pytree.tree_flatten((tuple(args), kwargs))
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    specs = tuple(TensorSpec.of(value) if isinstance(value, Tensor) else value for value in values)
     return Signature(func, specs, structure), tuple(tensor.untyped_storage()._cdata for tensor in tensors)

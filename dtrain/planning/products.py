@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtrain.planning.calls import Call, Signature, TensorSpec
+from dtrain.planning.calls import RecordedCall, Signature, TensorSpec
 from dtrain.precision.rules import format_name
 
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
@@ -33,7 +33,7 @@ _FLEX = ("flex_attention", "flex_attention_backward")
 
 
 @dataclass(frozen=True)
-class Product:
+class MatrixProduct:
     """A product of ``batch`` pairs of matrices [m, k] and [k, n].
 
     A convolution is counted as the product that im2col makes of it: m are its positions, k the values of a window. In
@@ -90,7 +90,7 @@ class Product:
 
 
 def is_product(signature: Signature) -> bool:
-    """Whether :func:`products` makes a :class:`Product` of a call with this signature."""
+    """Whether :func:`products` makes a :class:`MatrixProduct` of a call with this signature."""
     name = signature.name
     return (
         name in _MATRICES
@@ -99,10 +99,10 @@ def is_product(signature: Signature) -> bool:
     )
 
 
-def products(calls: Iterable[Call]) -> list[Product]:
+def products(calls: Iterable[RecordedCall]) -> list[MatrixProduct]:
     """Returns the products of ``calls``, in their order; those of backward are assigned to the calls of forward."""
-    found: list[Product] = []
-    forward: dict[int, list[Call]] = {}  # products of matrices by the node of autograd
+    found: list[MatrixProduct] = []
+    forward: dict[int, list[RecordedCall]] = {}  # products of matrices by the node of autograd
     for call in calls:
         if not is_product(call.signature):
             continue
@@ -126,19 +126,19 @@ def products(calls: Iterable[Call]) -> list[Product]:
     return found
 
 
-def _sides(call: Call) -> tuple[TensorSpec, TensorSpec]:
+def _sides(call: RecordedCall) -> tuple[TensorSpec, TensorSpec]:
     first = _MATRICES[call.signature.name]
     left, right = call.signature.args[first : first + 2]
     return left, right
 
 
-def _sizes(call: Call) -> tuple[int, int, int]:
+def _sizes(call: RecordedCall) -> tuple[int, int, int]:
     """Returns M, N, K."""
     left, right = _sides(call)
     return left.shape[-2], right.shape[-1], left.shape[-1]
 
 
-def _backward_part(call: Call, candidates: Iterable[Call]) -> str:
+def _backward_part(call: RecordedCall, candidates: Iterable[RecordedCall]) -> str:
     """Returns the part of a product of backward: a sum over the rows M of forward is a weight gradient, one over N not.
 
     If M = N, a weight gradient is the one that reads the storage of forward's left operand.
@@ -158,7 +158,7 @@ def _backward_part(call: Call, candidates: Iterable[Call]) -> str:
     return DGRAD
 
 
-def _matmul(call: Call, part: str) -> Product:
+def _matmul(call: RecordedCall, part: str) -> MatrixProduct:
     left, right = _sides(call)
     m, n, k = _sizes(call)
     batch = left.shape[0] if len(left.shape) == 3 else 1
@@ -167,8 +167,8 @@ def _matmul(call: Call, part: str) -> Product:
 
 
 def _convolution(
-    call: Call, part: str, x: TensorSpec, weight: TensorSpec, y: TensorSpec, transposed: bool, groups: int
-) -> Product:
+    call: RecordedCall, part: str, x: TensorSpec, weight: TensorSpec, y: TensorSpec, transposed: bool, groups: int
+) -> MatrixProduct:
     small, large = (x, y) if transposed else (y, x)  # the window of a position of the first is in the second
     num_spatial = len(weight.shape) - 2
     has_batch = len(small.shape) == len(weight.shape)
@@ -187,7 +187,7 @@ def _convolution(
     )
 
 
-def _convolution_backward(call: Call) -> Iterator[Product]:
+def _convolution_backward(call: RecordedCall) -> Iterator[MatrixProduct]:
     args = call.signature.args
     dy, x, weight, transposed, groups, mask = *args[:3], args[7], args[9], args[10]
     for part, is_needed in ((DGRAD, mask[0]), (WGRAD, mask[1])):
@@ -195,7 +195,7 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
             yield _convolution(call, part, x, weight, dy, transposed, groups)
 
 
-def _attention(call: Call, inputs: tuple[Any, ...], *, is_forward: bool) -> Product:
+def _attention(call: RecordedCall, inputs: tuple[Any, ...], *, is_forward: bool) -> MatrixProduct:
     queries, keys, values = inputs
     batch, heads, m, head_dim = queries.shape
     n, value_dim = keys.shape[-2], values.shape[-1]
@@ -203,13 +203,19 @@ def _attention(call: Call, inputs: tuple[Any, ...], *, is_forward: bool) -> Prod
     columns = head_dim + value_dim if is_forward else 3 * head_dim + 2 * value_dim
     flops = 2 * batch * heads * m * n * columns
     outputs = call.outputs[:1] if is_forward else call.outputs[:3]
-    specs = (*(leaf for leaf in call.signature.args if isinstance(leaf, TensorSpec)), *outputs)
+    specs = (*(value for value in call.signature.args if isinstance(value, TensorSpec)), *outputs)
     nbytes = sum(spec.nbytes for spec in specs if len(spec.shape) == 4)
     part = FPROP if is_forward else DGRAD
     return _product(call, ATTENTION, part, (m, n, head_dim, batch * heads), queries.dtype, flops, nbytes)
 
 
 def _product(
-    call: Call, kind: str, part: str, sizes: tuple[int, int, int, int], dtype: torch.dtype, flops: int, nbytes: int
-) -> Product:
-    return Product(kind, call.module, part, *sizes, dtype, flops, nbytes, call.is_recomputed, call.signature)
+    call: RecordedCall,
+    kind: str,
+    part: str,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    flops: int,
+    nbytes: int,
+) -> MatrixProduct:
+    return MatrixProduct(kind, call.module, part, *sizes, dtype, flops, nbytes, call.is_recomputed, call.signature)

@@ -18,11 +18,11 @@ _INDEXED = {"embedding": 0, "embedding_dense_backward": 0, "nll_loss_forward": 0
 def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
     """Returns a function that calls the operation on new tensors of ``device`` with random values."""
     high = _num_indices(signature)
-    leaves = [
-        tensor_of(leaf, device, high) if isinstance(leaf, TensorSpec) else device if _is_device(leaf) else leaf
-        for leaf in signature.leaves
+    values = [
+        tensor_of(value, device, high) if isinstance(value, TensorSpec) else device if _is_device(value) else value
+        for value in signature.values
     ]
-    args, kwargs = pytree.tree_unflatten(leaves, signature.structure)
+    args, kwargs = pytree.tree_unflatten(values, signature.structure)
     return lambda: signature.func(*args, **kwargs)
 
 
@@ -39,8 +39,8 @@ def tensor_of(spec: TensorSpec, device: torch.device, high: int = 1) -> Tensor:
     return values.as_strided(spec.shape, spec.stride)
 
 
-def _is_device(leaf: Any) -> bool:
-    return isinstance(leaf, torch.device) and leaf.type != "meta"
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type != "meta"
 
 
 def _num_indices(signature: Signature) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from dtrain.planning.calls import Signature, TensorSpec
-from dtrain.planning.products import ATTENTION, CONVOLUTION, WGRAD, Product
+from dtrain.planning.products import ATTENTION, CONVOLUTION, WGRAD, MatrixProduct
 from dtrain.tools.plan.arguments import bind
 from dtrain.tools.plan.rules import Cause, affected, channels
 from dtrain.tools.timing import elapsed_ms
@@ -49,7 +49,7 @@ def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: f
     return 1 - after / before
 
 
-def padded_signature(cause: Cause, product: Product, multiple: int) -> Signature | None:
+def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Signature | None:
     """Returns the call of ``product`` with the sizes of ``cause`` padded, or None if it has none of them."""
     if product.kind == CONVOLUTION:
         return _padded_convolution(cause, product, multiple)
@@ -75,7 +75,7 @@ def padded_signature(cause: Cause, product: Product, multiple: int) -> Signature
     return _mapped(product.signature, resize)
 
 
-def _padded_convolution(cause: Cause, product: Product, multiple: int) -> Signature | None:
+def _padded_convolution(cause: Cause, product: MatrixProduct, multiple: int) -> Signature | None:
     into, out = channels(product)
     new = {size: cause.padded(size, multiple) for size in (into, out) if size in cause.sizes}
     args, kwargs = product.signature.arguments()
@@ -83,23 +83,23 @@ def _padded_convolution(cause: Cause, product: Product, multiple: int) -> Signat
     if not new or args[9 if is_backward else 8] != 1 or (is_backward and product.part == WGRAD and args[10][0]):
         return None  # with groups; or the other gradient of the same call stands for both
     index = 2 if is_backward else 1
-    leaves = list(args)
+    values = list(args)
     for position in range(index + 2):
-        spec = leaves[position]
+        spec = values[position]
         if isinstance(spec, TensorSpec):
             dims = (0, 1) if position == index else (0,) if len(spec.shape) == 1 else (1,)
-            leaves[position] = _resized(
+            values[position] = _resized(
                 spec, {dim: (spec.shape[dim], new.get(spec.shape[dim], spec.shape[dim])) for dim in dims}
             )
     if is_backward and args[3]:  # sizes of the bias
-        leaves[3] = [new.get(size, size) for size in args[3]]
-    flat, structure = pytree.tree_flatten((tuple(leaves), kwargs))
+        values[3] = [new.get(size, size) for size in args[3]]
+    flat, structure = pytree.tree_flatten((tuple(values), kwargs))
     return Signature(product.signature.func, tuple(flat), structure)
 
 
 def _mapped(signature: Signature, change: Callable[[TensorSpec], TensorSpec]) -> Signature:
     return replace(
-        signature, leaves=tuple(change(leaf) if isinstance(leaf, TensorSpec) else leaf for leaf in signature.leaves)
+        signature, values=tuple(change(value) if isinstance(value, TensorSpec) else value for value in signature.values)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from dtrain.planning.products import ATTENTION, CONVOLUTION, FPROP, WGRAD, Product
+from dtrain.planning.products import ATTENTION, CONVOLUTION, FPROP, WGRAD, MatrixProduct
 
 BATCH, SIZE, HEAD_DIM = "batch", "size", "head dim"
 MULTIPLES = {"tf32": 4, "bf16": 8, "fp16": 8, "fp8": 16}
@@ -33,7 +33,7 @@ class Cause:
     multiple: int
     sizes: set[int] = field(default_factory=set)
     uses: dict[tuple[str, str], None] = field(default_factory=dict)
-    products: list[Product] = field(default_factory=list)
+    products: list[MatrixProduct] = field(default_factory=list)
 
     def padded(self, size: int, multiple: int | None = None) -> int:
         """Returns what one of ``sizes`` becomes if ``size`` is padded to a multiple."""
@@ -41,12 +41,14 @@ class Cause:
         return factor * (self.size + -self.size % (multiple or self.multiple))
 
 
-def multiple_of(product: Product, *, tf32: bool) -> int:
+def multiple_of(product: MatrixProduct, *, tf32: bool) -> int:
     name = product.format
     return MULTIPLES.get("tf32" if name == "fp32" and tf32 else name, 1)
 
 
-def find_causes(products: Iterable[Product], linears: Mapping[str, tuple[int, int]], *, tf32: bool) -> list[Cause]:
+def find_causes(
+    products: Iterable[MatrixProduct], linears: Mapping[str, tuple[int, int]], *, tf32: bool
+) -> list[Cause]:
     """Returns the causes in the order in which forward meets them.
 
     Args:
@@ -75,7 +77,7 @@ def find_causes(products: Iterable[Product], linears: Mapping[str, tuple[int, in
     return merged
 
 
-def affected(cause: Cause, product: Product) -> dict[str, int]:
+def affected(cause: Cause, product: MatrixProduct) -> dict[str, int]:
     """Returns the sizes of ``product``, by name of its attribute, that ``cause`` is the cause of."""
     if cause.kind == HEAD_DIM:
         return {"k": product.k} if product.kind == ATTENTION else {}
@@ -88,7 +90,7 @@ def affected(cause: Cause, product: Product) -> dict[str, int]:
     return {name: size for name in names if (size := getattr(product, name)) in cause.sizes}
 
 
-def channels(product: Product) -> tuple[int, int]:
+def channels(product: MatrixProduct) -> tuple[int, int]:
     """Returns the channels that go into a convolution's forward, and those that come out of it."""
     args = product.signature.args
     weight, transposed, groups = (args[1], args[6], args[8]) if product.part == FPROP else (args[2], args[7], args[9])
@@ -96,7 +98,7 @@ def channels(product: Product) -> tuple[int, int]:
     return (first, second) if transposed else (second, first)
 
 
-def _sizes(product: Product, linears: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str, int]]:
+def _sizes(product: MatrixProduct, linears: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str, int]]:
     if product.kind == ATTENTION:
         yield HEAD_DIM, "head dim", product.k
     elif product.kind == CONVOLUTION:

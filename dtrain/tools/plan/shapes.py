@@ -11,7 +11,7 @@ from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, VOCAB
 from dtrain.models.factory import vocabulary
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.devices import Device
-from dtrain.planning.products import ATTENTION, CONVOLUTION, Product, products
+from dtrain.planning.products import ATTENTION, CONVOLUTION, MatrixProduct, products
 from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 from dtrain.tools.plan.folding import fold
 from dtrain.tools.plan.padding import MIN_GAIN, measured_gain
@@ -46,7 +46,7 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
     show([cause_table(causes, gains, run)])
 
 
-def record_products(run: PlannedRun) -> tuple[list[Product], dict[str, tuple[int, int]]]:
+def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tuple[int, int]]]:
     """Returns the products of a micro-batch, and the features of the model's Linears by name."""
     with run.engine() as (engine, batch):
         model = engine.module
@@ -68,7 +68,7 @@ def assumed_tile(device: Device) -> tuple[int, int] | None:
     return (128, 256) if device.capability >= _HOPPER else (128, 128)
 
 
-def product_table(found: Sequence[Product], device: Device, *, tf32: bool, folded: bool) -> Table:
+def product_table(found: Sequence[MatrixProduct], device: Device, *, tf32: bool, folded: bool) -> Table:
     columns = (
         "module",
         "pass",
@@ -86,7 +86,7 @@ def product_table(found: Sequence[Product], device: Device, *, tf32: bool, folde
     return Table("Products of one micro-batch", columns, fold(rows, folded=folded))
 
 
-def _cells(product: Product, device: Device, *, tf32: bool) -> tuple[str, ...]:
+def _cells(product: MatrixProduct, device: Device, *, tf32: bool) -> tuple[str, ...]:
     name = "tf32" if tf32 and product.format == "fp32" else product.format
     ridge = ridge_point(device, name)
     bound = "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
@@ -114,7 +114,7 @@ def ridge_point(device: Device, format_name: str) -> float | None:
     return None if rate is None or device.bandwidth is None else rate / device.bandwidth
 
 
-def _summary(found: Sequence[Product], run: PlannedRun, *, tf32: bool) -> list[str]:
+def _summary(found: Sequence[MatrixProduct], run: PlannedRun, *, tf32: bool) -> list[str]:
     device = run.device
     flops = sum(product.flops for product in found)
     again = sum(product.flops for product in found if product.is_recomputed)

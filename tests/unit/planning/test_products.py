@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from dtrain.planning.calls import CallRecorder
-from dtrain.planning.products import DGRAD, FPROP, WGRAD, Product, products
+from dtrain.planning.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
 from dtrain.train.planned import PlannedRun
 from tests.unit.tools.plan.planned_runs import planned_run
 
@@ -35,21 +35,21 @@ def counted() -> Iterator[Callable[[], dict[str, int]]]:
         yield lambda: {str(op).split(".")[-1]: n for op, n in counter.get_flop_counts()["Global"].items()}
 
 
-def by_op(found: list[Product]) -> dict[str, int]:
+def by_op(found: list[MatrixProduct]) -> dict[str, int]:
     flops: Counter[str] = Counter()
     for product in found:
         flops[product.signature.name] += product.flops
     return dict(flops)
 
 
-def of_run(run: PlannedRun) -> tuple[list[Product], dict[str, int]]:
+def of_run(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, int]]:
     with run.engine() as (engine, batch), counted() as flops, CallRecorder(engine.module) as recorder:
         for micro_batch in engine.accumulate([batch]):
             engine.backward(engine(**micro_batch))
     return products(recorder.calls), flops()
 
 
-def of_module(model: nn.Module, *inputs: Tensor) -> tuple[list[Product], dict[str, int]]:
+def of_module(model: nn.Module, *inputs: Tensor) -> tuple[list[MatrixProduct], dict[str, int]]:
     with FakeTensorMode(allow_non_fake_inputs=True), counted() as flops, CallRecorder(model) as recorder:
         model(*inputs).float().sum().backward()
     return products(recorder.calls), flops()
