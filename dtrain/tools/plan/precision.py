@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,11 +21,10 @@ from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, deci
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
+from dtrain.tools.plan.folding import fold
 from dtrain.tools.tables import Table, show
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 
-_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # an index within a module's name
-_PLACEHOLDER = "#"
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
 
 
@@ -92,25 +90,11 @@ def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[
 
 def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:
     """Returns a table with a row per module, or per set of modules that differ only in the index of a block."""
-    equal: dict[tuple[str, ...], list[str]] = {}
-    for module in contract.modules:
-        pattern = _INDEX.sub(_PLACEHOLDER, module.name, count=1) if folded else module.name
-        shape = _shape(model.get_submodule(module.name))
-        equal.setdefault((pattern, module.kind, shape, module.format, module.reason), []).append(module.name)
-    rows = [(_name(pattern, names), *cells) for (pattern, *cells), names in equal.items()]
-    return Table("Modules", ("module", "kind", "weight", "format", "reason"), rows)
-
-
-def _name(pattern: str, names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return names[0] or "(the model)"
-    runs: list[list[int]] = []
-    for index in (int(found[0]) for name in names if (found := _INDEX.search(name))):
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return pattern.replace(_PLACEHOLDER, ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs))
+    rows = [
+        (module.name, module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
+        for module in contract.modules
+    ]
+    return Table("Modules", ("module", "kind", "weight", "format", "reason"), fold(rows, folded=folded))
 
 
 def _shape(module: nn.Module) -> str:

@@ -16,8 +16,8 @@ from dtrain.precision.hardware import has_float8_tensor_cores, rate
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.accept.part import PartRequest, save_partial
 from dtrain.tools.accept.parts.models import MODELS
-from dtrain.tools.accept.timing import time_ms
 from dtrain.tools.tables import Table
+from dtrain.tools.timing import time_ms
 
 _ROWS = 8192  # tokens in a forward: 2 sequences of 4,096
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

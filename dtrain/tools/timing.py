@@ -18,13 +18,14 @@ def time_ms(run: Callable[[], object], device: torch.device, rounds: int = 10, b
     than ``budget_s``.
     """
     run()
-    first = _elapsed_ms(run, device, 1)
+    first = elapsed_ms(run, device, 1)
     calls = max(1, math.ceil(_LEAST_MS[device.type] / max(first, 1e-3)))
     rounds = min(rounds, max(3, int(1000 * budget_s / (first * calls))))
-    return [_elapsed_ms(run, device, calls) for _ in range(rounds)]
+    return [elapsed_ms(run, device, calls) for _ in range(rounds)]
 
 
-def _elapsed_ms(run: Callable[[], object], device: torch.device, calls: int) -> float:
+def elapsed_ms(run: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Returns the milliseconds of one call of ``run``, the mean of ``calls`` of them."""
     if device.type != "cuda":
         begin = time.perf_counter()
         for _ in range(calls):

@@ -1,0 +1,52 @@
+"""Real arguments of a recorded call, with random values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dtrain.planning.calls import Signature, TensorSpec
+
+_INDEXED = {"embedding": 0, "embedding_dense_backward": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
+"""Operations whose integers are indices, and the argument whose first or last dimension they index."""
+
+
+def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
+    """Returns a function that calls the operation on new tensors of ``device`` with random values."""
+    high = _num_indices(signature)
+    values = [
+        tensor_of(value, device, high) if isinstance(value, TensorSpec) else device if _is_device(value) else value
+        for value in signature.values
+    ]
+    args, kwargs = pytree.tree_unflatten(values, signature.structure)
+    return lambda: signature.func(*args, **kwargs)
+
+
+def tensor_of(spec: TensorSpec, device: torch.device, high: int = 1) -> Tensor:
+    """Returns a tensor of random values; integers are below ``high``."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    extent = extent if spec.numel else 0
+    if (spec.dtype.is_floating_point and spec.dtype.itemsize > 1) or spec.dtype.is_complex:
+        values = torch.randn(extent, dtype=spec.dtype, device=device)
+    elif spec.dtype.is_floating_point:
+        values = torch.randn(extent, device=device).to(spec.dtype)
+    else:
+        values = torch.randint(high, (extent,), device=device).to(spec.dtype)
+    return values.as_strided(spec.shape, spec.stride)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type != "meta"
+
+
+def _num_indices(signature: Signature) -> int:
+    name, args = signature.name, signature.args
+    if name not in _INDEXED:
+        return 2 if name.startswith("bitwise") else 1
+    if name == "embedding_dense_backward":
+        return int(args[2])
+    return int(args[_INDEXED[name]].shape[-1 if name.startswith("nll") else 0])

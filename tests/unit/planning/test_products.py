@@ -1,0 +1,143 @@
+"""Products of a step, against torch's counter of FLOPs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from dtrain.planning.calls import CallRecorder
+from dtrain.planning.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
+from dtrain.train.planned import PlannedRun
+from tests.unit.tools.plan.planned_runs import planned_run
+
+_CPU_ATTENTION = {  # torch's counter does not know the CPU's kernels
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda dy, q, k, v, *_, **__: sdpa_backward_flop_count(dy, q, k, v)
+    ),
+}
+
+
+@contextmanager
+def counted() -> Iterator[Callable[[], dict[str, int]]]:
+    counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+    with counter:
+        yield lambda: {str(op).split(".")[-1]: n for op, n in counter.get_flop_counts()["Global"].items()}
+
+
+def by_op(found: list[MatrixProduct]) -> dict[str, int]:
+    flops: Counter[str] = Counter()
+    for product in found:
+        flops[product.signature.name] += product.flops
+    return dict(flops)
+
+
+def of_run(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, int]]:
+    with run.engine() as (engine, batch), counted() as flops, CallRecorder(engine.module) as recorder:
+        for micro_batch in engine.accumulate([batch]):
+            engine.backward(engine(**micro_batch))
+    return products(recorder.calls), flops()
+
+
+def of_module(model: nn.Module, *inputs: Tensor) -> tuple[list[MatrixProduct], dict[str, int]]:
+    with FakeTensorMode(allow_non_fake_inputs=True), counted() as flops, CallRecorder(model) as recorder:
+        model(*inputs).float().sum().backward()
+    return products(recorder.calls), flops()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("model=gpt2-124m", "model.num_layers=2"),
+        ("precision=fp8", "model.num_layers=2", "model.num_kv_heads=2"),
+        ("precision=fp8", "model.num_layers=2", "precision.float8.emulate=true", "engine.zero_stage=3"),
+    ],
+)
+def test_flops_of_runs_equal_torchs(keys: tuple[str, ...]) -> None:
+    found, expected = of_run(planned_run(*keys, device="h100-80gb", ranks=4))
+    assert by_op(found) == expected
+    assert {product.part for product in found} == {FPROP, DGRAD, WGRAD}
+
+
+class Attentions(nn.Module):
+    """Attention by the fused kernel with grouped queries, by products of its own, and recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 64)
+        self.inner = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh())
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), dim=1)
+        fused = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(-2)
+        weights = (x @ x.transpose(1, 2)).softmax(-1)
+        inner: Any = checkpoint(self.inner, torch.baddbmm(fused, weights, x), use_reentrant=False)
+        return self.out(inner).relu()
+
+
+class Convolutions(nn.Module):
+    """Convolutions of one and two dimensions, with stride, and transposed; in the last, positions equal channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 12, 3, stride=2, bias=False)
+        self.up = nn.ConvTranspose2d(12, 6, 2, stride=2)
+        self.line = nn.Conv1d(6, 5, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.line(self.up(self.second(self.first(images))).flatten(2))
+
+
+def test_flops_of_attention_variants_and_recomputation_equal_torchs() -> None:
+    model = Attentions()
+    found, expected = of_module(model, torch.randn(2, 16, 32, requires_grad=True))
+    assert by_op(found) == expected
+    assert [(p.module, p.part, p.is_recomputed) for p in found if p.module == "inner.0"] == [
+        ("inner.0", FPROP, False),
+        ("inner.0", FPROP, True),
+        ("inner.0", WGRAD, False),
+        ("inner.0", DGRAD, False),
+    ]
+    assert [(p.m, p.n, p.k) for p in found if p.module == "qkv"] == [(32, 64, 32), (32, 32, 64), (64, 32, 32)]
+    assert [p.part for p in found if p.module == "qkv"] == [FPROP, DGRAD, WGRAD]
+
+
+def test_flops_of_convolutions_equal_torchs() -> None:
+    found, expected = of_module(Convolutions(), torch.randn(2, 3, 10, 10))
+    assert by_op(found) == expected
+    first = [(p.part, p.m, p.n, p.k) for p in found if p.module == "first"]
+    assert first == [(FPROP, 200, 8, 27), (WGRAD, 8, 27, 200)], "no gradient of the images is computed"
+
+
+def test_weight_gradients_are_found_if_all_sizes_are_equal() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    found, _ = of_module(model, torch.randn(16, 16))
+    assert Counter((p.module, p.part) for p in found) == Counter(
+        [("0", FPROP), ("0", WGRAD), ("1", FPROP), ("1", WGRAD), ("1", DGRAD)]
+    )
+
+
+def test_groups_of_a_convolution_multiply_fewer_channels() -> None:
+    found, _ = of_module(nn.Conv1d(8, 12, 3, groups=4, padding=1), torch.randn(2, 8, 10))
+    assert [(p.part, p.m, p.n, p.k, p.batch) for p in found] == [(FPROP, 20, 3, 6, 4), (WGRAD, 3, 6, 20, 4)]
+    assert {p.flops for p in found} == {2 * 4 * 20 * 3 * 6}
+
+
+def test_tiles_and_waves() -> None:
+    found = of_module(nn.Linear(64, 257, bias=False), torch.randn(130, 64))[0][0]
+    assert found.tile_efficiency((128, 128)) == 130 * 257 / (2 * 3 * 128 * 128)
+    assert found.wave_efficiency((128, 128), 4) == 6 / 8
+    assert found.nbytes == 4 * (130 * 64 + 64 * 257 + 130 * 257)
