@@ -103,12 +103,12 @@ def margin(device: Device, num_ranks: int, tensors: int, heap: int) -> Margin:
     """Returns the band for allocator, kernels and communication beside ``tensors`` bytes.
 
     On a CPU it is measured (docs/planning.md): malloc's heap, which holds ``heap`` bytes of the tensors, keeps 6 to
-    24 % more; kernels take up to 64 MiB, and libraries that the first step loads up to 96 MiB. On a GPU it is not: the
+    24 % more; kernels take up to 64 MiB, and libraries that the first step loads up to 256 MiB. On a GPU it is not: the
     driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB on Hopper, NCCL
     takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
     """
     if device.type == "cpu":
-        high = int(0.24 * heap) + (64 + 96) * _MIB
+        high = int(0.24 * heap) + (64 + 256) * _MIB
         return Margin(int(0.06 * heap), high, ("fragments of the heap", "scratch of kernels", "libraries"))
     low, high = 400 * _MIB, 850 * _MIB + tensors // 12
     if num_ranks > 1:

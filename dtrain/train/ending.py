@@ -17,6 +17,7 @@ from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import HERE, find_device
 from dtrain.telemetry.memory import PeakMeter
+from dtrain.telemetry.report.page import REPORT_FILE, write_report
 from dtrain.train.memory.plan import plan_memory
 from dtrain.train.memory.receipt import Receipt, is_out_of_memory, out_of_memory
 from dtrain.train.planned import PlannedRun
@@ -41,6 +42,14 @@ def write_receipt(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: 
         return
     for line in receipt.lines():
         logger.info(line)
+
+
+def write_page(run_dir: RunDir) -> None:
+    """Writes ``report.html``."""
+    try:
+        write_report([run_dir.path], run_dir.path / REPORT_FILE)
+    except Exception as error:  # the run is finished and saved
+        logger.warning("no %s: %s", REPORT_FILE, describe(error))
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.texts import compact, printable
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
-from dtrain.train.ending import explained_out_of_memory, write_receipt
+from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -199,6 +199,7 @@ def _train(
         if config.report:
             with watch.ending():
                 write_receipt(config, engine, dataset, run_dir, meter)
+                write_page(run_dir)
         _log_summary(summary, run_dir, stop)
     return exit_code
 

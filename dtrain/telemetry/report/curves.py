@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -77,10 +77,9 @@ def chart(title: str, curves: Sequence[Curve], *, log: bool = False, marks: Sequ
     left, right = min(min(c.steps) for c in curves), max(max(c.steps) for c in curves)
     if left == right:
         left, right = left - 1, right + 1
-    values = [
-        v for c in curves for bounds in (c.values, c.low, c.high) if len(bounds) for v in (min(bounds), max(bounds))
-    ]
-    bottom, top = _range(min(values), max(values), log=log)
+    drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if len(values)]
+    bottom, top = _range(min(map(min, drawn)), max(map(max, drawn)), log=log)
+    base = HEIGHT - _BOTTOM
 
     def x(step: float) -> float:
         return _LEFT + _COLUMNS * (step - left) / (right - left)
@@ -103,15 +102,16 @@ def chart(title: str, curves: Sequence[Curve], *, log: bool = False, marks: Sequ
         f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{HEIGHT - _BOTTOM}" y2="{HEIGHT - _BOTTOM}"/>'
     )
     for step in _thin_marks(marks, left, right):
-        parts.append(
-            f'<line class="skip" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"><title>step {number(step)} skipped</title></line>'
-        )
+        line = f'<line class="skip" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{base}">'
+        parts.append(f"{line}<title>step {number(step)} skipped</title></line>")
     for curve in curves:
         parts += _draw(curve, x, y, left, right)
     return "".join([*parts, "</svg>"])
 
 
-def _draw(curve: Curve, x, y, left: float, right: float) -> list[str]:  # type: ignore[no-untyped-def]
+def _draw(
+    curve: Curve, x: Callable[[float], float], y: Callable[[float], float], left: float, right: float
+) -> list[str]:
     color = COLORS[curve.color % len(COLORS)]
     parts = []
     if len(curve.low):

@@ -30,6 +30,7 @@ _PHASES = (
     ("update_ms", "update"),
 )
 _LARGEST_PRECISION_ROWS = 8
+REPORT_FILE = "report.html"
 _OWN_KEYS = ("run_dir", "resume")  # differ in every run
 
 
@@ -84,17 +85,12 @@ def page(runs: Sequence[Run]) -> str:
 
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     found = []
+    skipped = [skip["step"] for run in runs for skip in run.metrics.skips]
     for title, fields, log in _CHARTS:
         curves = [curve for name in fields for curve in _curves(runs, name)]
-        if fields == ("loss_scale",) and all(
-            value == 1.0 for curve in curves for value in (min(curve.values), max(curve.values))
-        ):
+        if title == "Loss scale" and all(min(curve.values) == max(curve.values) == 1.0 for curve in curves):
             continue
-        marks = (
-            [skip["step"] for run in runs for skip in run.metrics.skips]
-            if fields in (("loss_scale",), _CHARTS[0][1])
-            else []
-        )
+        marks = skipped if title in ("Loss", "Loss scale") else []
         svg = chart(title, curves, log=log, marks=marks)
         if svg:
             found.append((title, svg))
@@ -179,9 +175,10 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
 def _sections(run: Run) -> Iterator[Section]:
     yield _what_ran(run)
-    yield Section("Skipped steps", ("step", "reason", "loss scale", "culprit"), [
-        (_text(s["step"]), _text(s["reason"]), _text(s["loss_scale"]), _text(s["culprit"])) for s in run.metrics.skips
-    ], [f"{run.metrics.num_skipped} skipped in all"] + [f"a hang was recorded: failures/{name}" for name in run.hangs])  # fmt: skip
+    columns = ("step", "reason", "loss_scale", "culprit")
+    skips = [tuple(_text(skip[name]) for name in columns) for skip in run.metrics.skips]
+    notes = [f"{run.metrics.num_skipped} skipped in all", *(f"a hang: failures/{name}" for name in run.hangs)]
+    yield Section("Skipped steps", columns, skips, notes)
     yield _time(run)
     yield _memory(run)
     yield _precision(run)
@@ -233,8 +230,8 @@ def _time(run: Run) -> Section:
     mfu, rate = run.summary.get("mfu"), run.summary.get("tokens_per_s")
     if isinstance(mfu, float) and rate:
         notes.append(
-            f"MFU {100 * mfu:.1f} %: FLOPs of the model for a token x {number(rate)} tokens/s / ranks / peak rate of the device in this "
-            "precision; causal attention counts half, recomputation does not count"
+            f"MFU {100 * mfu:.1f} % = FLOPs of the model for a token x {number(rate)} tokens/s / ranks / peak rate of "
+            "the device in this precision; causal attention counts half, recomputation not at all"
         )
     return Section("Time of a step", ("phase", "time", "share"), rows, notes)
 
@@ -264,26 +261,12 @@ def _precision(run: Run) -> Section:
         shares, update = own.get("shares") or {}, own.get("update") or {}
         found.append((shares.get("flushed_fp16") or 0.0, name, own.get("format", ""), shares, update))
     found.sort(key=lambda item: (-item[0], item[1]))
-    rows = [
-        (
-            name,
-            str(form),
-            _share(shares.get("zeros")),
-            _share(shares.get("flushed_fp16")),
-            _share(shares.get("flushed_e4m3")),
-            _share(update.get("lost_bf16")),
-        )
-        for _, name, form, shares, update in found[:_LARGEST_PRECISION_ROWS]
-    ]
+    rows = []
+    for _, name, form, shares, update in found[:_LARGEST_PRECISION_ROWS]:
+        lost = [*(shares.get(key) for key in ("zeros", "flushed_fp16", "flushed_e4m3")), update.get("lost_bf16")]
+        rows.append((name, str(form), *map(_share, lost)))
     step = run.precision.get("step")
-    columns = (
-        "parameter",
-        "computed in",
-        "zeros",
-        "FP16 would flush",
-        "E4M3 would flush",
-        "lost without FP32 master (BF16)",
-    )
+    columns = ("parameter", "computed in", "zeros", "FP16 flushes", "E4M3 flushes", "lost without master")
     return Section("Precision", columns, rows, [f"step {step}; the gradients of which FP16 would flush most"])
 
 

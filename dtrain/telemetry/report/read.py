@@ -18,6 +18,7 @@ from dtrain.errors import CheckpointError, ConfigError
 from dtrain.redaction.redact import redact_text, redact_values
 from dtrain.telemetry.host import ENVIRONMENT_FILE
 from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, FAILURES, METRICS_FILE, SUMMARY_FILE
+from dtrain.telemetry.texts import printable
 
 SERIES = (
     "loss", "val_loss", "val_loss_ema", "lr", "grad_norm", "loss_scale", "tokens_per_s", "peak_memory", "step_ms",
@@ -146,9 +147,7 @@ class Run:
             text = (self.path / "sample.txt").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
-        return redact_text("".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text))[
-            :_MAX_SAMPLE
-        ]
+        return redact_text(printable(text))[:_MAX_SAMPLE]
 
     @property
     def state(self) -> str:

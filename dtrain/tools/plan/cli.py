@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from dtrain.config.schema import RunConfig
     from dtrain.train.planned import PlannedRun
 
-_USAGE = """usage: dtrain plan memory|shapes|time|precision [option ...] [key=value ...]
+_USAGE = """usage: dtrain plan memory|shapes|precision [option ...] [key=value ...]
 
   memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
   shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
-  time       time of a step, share of Tensor Cores, limit of a faster format, and more ranks
   precision  the format of each module of the model, with the reason
 
-All take the keys of dtrain train. memory, shapes and time also take:
+All take the keys of dtrain train. memory and shapes also take:
 
   device=NAME    here (default), cpu, or a GPU that need not be here: h100-80gb, a100-40gb, h200-141gb, l4-24gb, ...
   ranks=N        ranks of the job; default: those that this command would start
@@ -37,10 +36,10 @@ Options:
   dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={"blocks.0.*": bf16}'
 
 No weights are made, and nothing is written or sent. Tables are drawn on a terminal and Markdown elsewhere."""
-_PLANS = ("memory", "shapes", "time", "precision")
+_PLANS = ("memory", "shapes", "precision")
 _ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
-_OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
-_KEYS = {"memory": ("device", "ranks", "shard_size"), "shapes": ("device", "ranks"), "time": ("device", "ranks")}
+_OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "precision": (_ALL,)}
+_KEYS = {"memory": ("device", "ranks", "shard_size"), "shapes": ("device", "ranks")}
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,10 @@ def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
         from dtrain.tools.plan.memory import show_memory
 
         show_memory(run)
+    elif plan == "shapes":
+        from dtrain.tools.plan.shapes import show_shapes
+
+        show_shapes(run, measure=_NO_MEASURE not in given.options, folded=_ALL not in given.options)
 
 
 def _planned(config: RunConfig, keys: dict[str, str]) -> PlannedRun:

@@ -14,7 +14,6 @@ _USAGE = """usage: dtrain report RUN [RUN ...] [out=FILE] [verify=true]
   verify=true  hash every byte of the checkpoints, instead of checking names and sizes
 
 One HTML file without script or request. Several runs share axes; runs that differ only in their seed become a band."""
-REPORT_FILE = "report.html"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("dtrain report needs the directory of a run, such as runs/mine")
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("dtrain report was given a run twice; name each once")
-    from dtrain.telemetry.report.page import write_report
+    from dtrain.telemetry.report.page import REPORT_FILE, write_report
 
     target = Path(out) if out else (paths[0] if len(paths) == 1 else Path()) / REPORT_FILE
     if not target.parent.is_dir():

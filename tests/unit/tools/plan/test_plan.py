@@ -86,7 +86,7 @@ def test_a_model_that_needs_values_gets_them(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["speed"], "dtrain plan cannot plan 'speed'; valid: memory, precision, shapes, time"),
+        (["speed"], "dtrain plan cannot plan 'speed'; valid: memory, precision, shapes"),
         (["memory", "device=h100-80g"], "device=h100-80g is not known; did you mean 'h100-80gb'?"),
         (["memory", "rank=4"], "unknown key 'rank'; did you mean"),
         (["memory", "ranks=0"], "ranks=0 must be a whole number from 1"),
@@ -116,7 +116,7 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"]):
         assert main(["plan", *argv]) == 0
-        assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|time|precision [option ...]")
+        assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|precision [option ...]")
     assert main(["plan", "precision", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: dtrain plan precision [option ...] [key=value ...]")
 
