@@ -243,7 +243,7 @@ def _mean(series: Series) -> float:
 
 def _memory(run: Run) -> Section:
     rows = []
-    for row in run.memory.get("rows", []):
+    for row in _records(run.memory.get("rows")):
         low, high, measured = row.get("planned_low"), row.get("planned_high"), row.get("measured")
         planned = _bytes(low) if low == high else f"{_bytes(low)} to {_bytes(high)}"
         rows.append((str(row.get("kind")), planned, _bytes(measured)))
@@ -276,8 +276,8 @@ def _share(value: Any) -> str:
 
 def _contract(run: Run) -> Section:
     counts: dict[str, int] = {}
-    for module in run.contract.get("modules") or []:
-        if isinstance(module, dict):
+    for module in _records(run.contract.get("modules")):
+        if module:
             counts[str(module.get("format"))] = counts.get(str(module.get("format")), 0) + 1
     rows = [(key, _text(value)) for key, value in run.contract.items() if isinstance(value, (str, int, float, bool))]
     rows += [(f"modules in {form}", str(count)) for form, count in sorted(counts.items())]
@@ -334,6 +334,11 @@ _FIGURES = ("loss", "validation loss", "tokens / s", "MFU", "skipped steps", "pe
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def _records(value: Any) -> list[dict[str, Any]]:
+    """Returns the mappings in a list that a file should hold."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _text(value: Any) -> str:

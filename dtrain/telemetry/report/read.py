@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from dtrain.checkpoint.inspection import CheckpointStatus, verify
@@ -31,12 +34,12 @@ _MAX_SKIPS = 200  # listed
 _MAX_SAMPLE = 4000  # characters
 
 
-@dataclass
+@dataclass(frozen=True)
 class Series:
     """Values of one field by step."""
 
-    steps: array[float] = field(default_factory=lambda: array("d"))
-    values: array[float] = field(default_factory=lambda: array("d"))
+    steps: Sequence[float] = ()
+    values: Sequence[float] = ()
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -166,31 +169,64 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, values
 
 
+class _Lines:
+    """Lines with the same keys: their steps, and the values of the fields that are kept, one line after the other."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self.names = [name for name in SERIES if name in keys]
+        self.steps = array("d")
+        self._values = array("d")
+        self._get = itemgetter(*self.names, "step")  # several, so that it returns a tuple
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self.steps.append(record["step"])
+        numel, row = len(self._values), self._get(record)[:-1]
+        try:
+            self._values.extend(row)
+        except TypeError:  # null: a number that is not finite
+            del self._values[numel:]
+            self._values.extend(value if isinstance(value, (int, float)) else math.nan for value in row)
+
+    def columns(self) -> Iterator[tuple[str, array[float]]]:
+        for index, name in enumerate(self.names):
+            yield name, self._values[index :: len(self.names)]
+
+
 def _read_metrics(path: Path) -> Metrics:
-    series = {name: Series() for name in SERIES}
-    appends = [(name, own.steps.append, own.values.append) for name, own in series.items()]
+    by_keys: dict[tuple[str, ...], _Lines] = {}
     skips: list[dict[str, Any]] = []
     num_skipped, last = 0, {}
-    if not path.is_file():
-        return Metrics(series, skips, 0, {})
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-                step = record["step"] + 0
-            except (ValueError, TypeError, KeyError, RecursionError):  # torn by a crash
-                continue
-            if "precision" in record:
-                continue
-            for name, add_step, add_value in appends:
-                value = record.get(name)
-                if type(value) is float or type(value) is int:
-                    add_step(step)
-                    add_value(value)
-            if "applied" in record:
-                last = record
-                if not record["applied"]:
-                    num_skipped += 1
-                    if len(skips) < _MAX_SKIPS:
-                        skips.append({key: record.get(key) for key in ("step", "reason", "loss_scale", "culprit")})
-    return Metrics(series, redact_values(skips), num_skipped, redact_values(last))
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                    keys = tuple(record)
+                    if keys not in by_keys:
+                        by_keys[keys] = _Lines(keys)
+                    by_keys[keys].add(record)
+                except (ValueError, TypeError, KeyError, RecursionError):  # torn by a crash
+                    continue
+                if "applied" in record:
+                    last = record
+                    if not record["applied"]:
+                        num_skipped += 1
+                        if len(skips) < _MAX_SKIPS:
+                            skips.append({key: record.get(key) for key in ("step", "reason", "loss_scale", "culprit")})
+    return Metrics(_series(by_keys.values()), redact_values(skips), num_skipped, redact_values(last))
+
+
+def _series(lines: Collection[_Lines]) -> dict[str, Series]:
+    """Returns each field by ascending step, without values that are not finite."""
+    found: dict[str, list[tuple[array[float], array[float]]]] = {name: [] for name in SERIES}
+    for own in lines:
+        for name, values in own.columns():
+            found[name].append((own.steps, values))
+    series = {}
+    for name, parts in found.items():
+        at = np.concatenate([np.asarray(steps) for steps, _ in parts] or [np.empty(0)])
+        numbers = np.concatenate([np.asarray(values) for _, values in parts] or [np.empty(0)])
+        kept = np.isfinite(numbers)
+        order = np.argsort(at[kept], kind="stable")
+        series[name] = Series(at[kept][order].tolist(), numbers[kept][order].tolist())
+    return series

@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     if len({path.resolve() for path in paths}) < len(paths):
         raise ConfigError("dtrain report was given a run twice; name each once")
     from dtrain.telemetry.report.page import REPORT_FILE, write_report
+    from dtrain.telemetry.report.read import Run
 
+    for path in paths:
+        Run.open(path)  # its mistakes come first
     target = Path(out) if out else (paths[0] if len(paths) == 1 else Path()) / REPORT_FILE
     if not target.parent.is_dir():
         raise ConfigError(f"out={target}: {target.parent} is no folder; make it, or name another file")

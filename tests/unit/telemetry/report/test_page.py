@@ -1,0 +1,182 @@
+"""The page of one run and of several."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dtrain.errors import ConfigError
+from dtrain.telemetry.report.page import page, write_report
+from dtrain.telemetry.report.read import Run
+from tests.helpers.run_folders import make_run, training_line
+from tests.unit.telemetry.report.regenerate_golden import GOLDEN, golden_page
+
+HOSTILE = "<script>alert('x')</script> \"q\" 'é' & \x1b[31m"
+_VOID = {"meta"}
+
+
+class _Balanced(HTMLParser):
+    """Collects the text, and checks that tags are closed in their order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def require_safe(text: str) -> None:
+    """Asserts that the page is well formed, runs nothing and loads nothing."""
+    parsed = _Balanced(text)
+    assert not parsed.tags & {"script", "iframe", "object", "embed", "img", "link", "base", "form"}
+    assert not [name for name, _ in parsed.attributes if name.startswith("on") or name in ("src", "href", "srcset")]
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert len(text) < 2_000_000
+
+
+def page_of(*paths: Path) -> str:
+    text = page([Run.open(path) for path in paths])
+    require_safe(text)
+    return text
+
+
+def test_the_same_files_give_the_golden_bytes(tmp_path: Path) -> None:
+    text = golden_page(tmp_path)
+    require_safe(text)
+    assert text == GOLDEN.read_text(encoding="utf-8"), "run python -m tests.unit.telemetry.report.regenerate_golden"
+
+
+def test_what_a_reader_looks_for(tmp_path: Path) -> None:
+    text = page_of(make_run(tmp_path / "run", lr=2e-3))
+    for expected in (
+        "finished · 40 of 200 steps · tiny · native",
+        "<td>optim.lr</td><td>0.002</td><td>0.001</td>",
+        "<td>7</td><td>overflow</td><td>3.277e+04</td><td>rank 1, blocks.0.attn.qkv.weight</td>",
+        "<td>backward</td><td>30.00 ms</td><td>50.0 %</td>",
+        "<td>other</td><td>1.00 ms</td><td>1.7 %</td>",
+        "<td>peak</td><td>1.00 GiB to 2.00 GiB</td><td>1.50 GiB</td>",
+        "MFU 41.0 % = FLOPs of the model for a token x",
+        "step 7 skipped",
+        "<td>slowest rank</td><td>1</td>",
+    ):
+        assert expected.replace("3.277e+04", "32.77k") in text, expected
+
+
+def test_runs_that_differ_in_their_seed_are_a_band(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
+    text = page_of(*runs, make_run(tmp_path / "other", lr=3e-3))
+    assert "seed0 (seeds 0, 1, 2)" in text
+    assert "mean of 3 seeds" in text
+    assert text.count("<polygon") >= 4
+    assert "<td>seed</td><td>0</td><td>1</td><td>2</td><td>0</td>" in text
+    assert "<td>optim.lr</td><td>0.001</td><td>0.001</td><td>0.001</td><td>0.003</td>" in text
+
+
+def test_a_killed_run_and_an_older_one(tmp_path: Path) -> None:
+    killed = make_run(tmp_path / "killed")
+    (killed / "summary.json").unlink()
+    with (killed / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 41, "loss": 1.')
+    assert "unfinished · 40 of 200 steps" in page_of(killed)
+    older = tmp_path / "older"
+    older.mkdir()
+    lines = [{"step": step, "loss": 1.0, "applied": True} for step in (1, 2)]
+    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert "<h2>Loss</h2>" in page_of(older)
+    (older / "metrics.jsonl").write_text("", encoding="utf-8")
+    assert "unfinished" in page_of(older)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "config.yaml", "memory.json", "precision.json", "environment.json"])
+@pytest.mark.parametrize("content", ["", "[1, 2]", '{"rows": 3, "modules": 4}', "\x00", "[" * 100_000])
+def test_damaged_files_are_left_out(tmp_path: Path, name: str, content: str) -> None:
+    run = make_run(tmp_path / "run")
+    (run / name).write_text(content, encoding="utf-8")
+    assert "<h2>Loss</h2>" in page_of(run)
+
+
+def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a<b>&'c", name=HOSTILE, sample_txt=f"{HOSTILE} api_key=sk-abcdefghijklmnopqrstuvwx1234")
+    skipped = {
+        **training_line(7),
+        "step": 41,
+        "culprit": HOSTILE,
+        "reason": "token=hf_abcdefghijklmnopqrstuvwxyz123456",
+    }
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(skipped) + "\n")
+    text = page_of(run, make_run(tmp_path / "other")) + page_of(run)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "hf_abcdefghijklmnopqrstuvwxyz123456" not in text
+    assert "sk-abcdefghijklmnopqrstuvwx1234" not in text
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder; expected a run directory"):
+        Run.open(tmp_path / "none")
+    make_run(tmp_path / "sweep" / "1")
+    with pytest.raises(ConfigError, match=r"is no run directory: .*; a sweep's runs lie inside: .*sweep/1"):
+        Run.open(tmp_path / "sweep")
+
+
+def test_many_lines_are_read_in_time(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lines = [json.dumps(training_line(step)) + "\n" for step in range(1, 2001)]
+    with (run / "metrics.jsonl").open("w", encoding="utf-8") as file:
+        for block in range(50):
+            file.writelines(line.replace('{"step": ', f'{{"step": {block}', 1) for line in lines)
+    start = time.process_time()
+    text = page_of(run)
+    assert time.process_time() - start < 10 / 10 * 3  # a tenth of a million lines; 10 s for a million, times three
+    assert len(text) < 400_000
+
+
+@pytest.mark.processes
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    write_report([make_run(tmp_path / "run")], tmp_path / "report.html")
+    picture = tmp_path / "page.png"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --window-size=1280,1600"
+    )
+    done = subprocess.run(
+        [browser, *flags.split(), f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}",
+         f"file://{tmp_path}/report.html"],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr
+    from matplotlib import image
+
+    pixels = (255 * image.imread(picture)[..., :3]).astype(np.uint8)
+    colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    assert pixels.shape[:2] == (1600, 1280)
+    assert len(colors) > 100
+    assert counts.max() < 0.9 * pixels[..., 0].size
