@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, TypeAlias
 from xml.sax.saxutils import escape
+
+import numpy as np
 
 WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 14, 34
 _COLUMNS = WIDTH - _LEFT - _RIGHT
 COLORS = ("#2f6fde", "#d9622b", "#2a9d6f", "#8e5bd0", "#c23b6b", "#7a7f1d", "#1f93a8", "#8a5a3c")
 """By the number of the run."""
+
+
+Numbers: TypeAlias = "Sequence[float] | np.ndarray[Any, np.dtype[np.float64]]"
 
 
 @dataclass(frozen=True)
@@ -28,39 +35,28 @@ class Curve:
 
     label: str
     color: int
-    steps: Sequence[float]
-    values: Sequence[float]
-    low: Sequence[float] = ()
-    high: Sequence[float] = ()
+    steps: Numbers
+    values: Numbers
+    low: Numbers = ()
+    high: Numbers = ()
     is_dashed: bool = False
 
 
-def thin(
-    steps: Sequence[float], values: Sequence[float], low: float, high: float, columns: int
-) -> list[tuple[float, float]]:
+def thin(steps: Numbers, values: Numbers, low: float, high: float, columns: int) -> list[tuple[float, float]]:
     """Returns the points of a curve that a chart of ``columns`` pixels between ``low`` and ``high`` can show.
 
     Of each column the first, the least, the largest and the last remain, in their order.
     """
-    if len(steps) <= 2 * columns:
-        return list(zip(steps, values, strict=True))
-    factor = columns / ((high - low) or 1.0)
-    kept: list[tuple[float, float]] = []
-    column, first = -1, 0
-    for index, step in enumerate(steps):
-        own = min(int((step - low) * factor), columns - 1)
-        if own != column:
-            kept += _extremes(steps, values, first, index)
-            column, first = own, index
-    return kept + _extremes(steps, values, first, len(steps))
-
-
-def _extremes(steps: Sequence[float], values: Sequence[float], start: int, stop: int) -> list[tuple[float, float]]:
-    if start >= stop:
-        return []
-    part = values[start:stop]
-    chosen = {start, start + part.index(min(part)), start + part.index(max(part)), stop - 1}
-    return [(steps[index], values[index]) for index in sorted(chosen)]
+    at, numbers = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if len(at) > 2 * columns:
+        column = np.minimum(((at - low) * (columns / ((high - low) or 1.0))).astype(np.int64), columns - 1)
+        starts = [0, *(np.flatnonzero(np.diff(column)) + 1).tolist(), len(at)]
+        kept: list[int] = []
+        for start, stop in pairwise(starts):
+            part = numbers[start:stop]
+            kept += sorted({start, start + int(part.argmin()), start + int(part.argmax()), stop - 1})
+        at, numbers = at[kept], numbers[kept]
+    return list(zip(at.tolist(), numbers.tolist(), strict=True))
 
 
 def chart(title: str, curves: Sequence[Curve], *, log: bool = False, marks: Sequence[float] = ()) -> str:
@@ -74,11 +70,11 @@ def chart(title: str, curves: Sequence[Curve], *, log: bool = False, marks: Sequ
     curves = [curve for curve in curves if len(curve.steps)]
     if not curves:
         return ""
-    left, right = min(min(c.steps) for c in curves), max(max(c.steps) for c in curves)
+    left, right = float(min(np.min(c.steps) for c in curves)), float(max(np.max(c.steps) for c in curves))
     if left == right:
         left, right = left - 1, right + 1
-    drawn = [values for curve in curves for values in (curve.values, curve.low, curve.high) if len(values)]
-    bottom, top = _range(min(map(min, drawn)), max(map(max, drawn)), log=log)
+    drawn = [np.asarray(v) for curve in curves for v in (curve.values, curve.low, curve.high) if len(v)]
+    bottom, top = _range(float(min(map(np.min, drawn))), float(max(map(np.max, drawn))), log=log)
     base = HEIGHT - _BOTTOM
 
     def x(step: float) -> float:
@@ -131,8 +127,9 @@ def _draw(
 
 
 def _positive(curve: Curve) -> Curve:
-    kept = [(s, v) for s, v in zip(curve.steps, curve.values, strict=True) if v > 0]
-    return Curve(curve.label, curve.color, [s for s, _ in kept], [v for _, v in kept], is_dashed=curve.is_dashed)
+    steps, values = np.asarray(curve.steps), np.asarray(curve.values)
+    kept = values > 0
+    return replace(curve, steps=steps[kept], values=values[kept], low=(), high=())
 
 
 def _range(low: float, high: float, *, log: bool) -> tuple[float, float]:

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import directory_error
@@ -88,7 +90,7 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     skipped = [skip["step"] for run in runs for skip in run.metrics.skips]
     for title, fields, log in _CHARTS:
         curves = [curve for name in fields for curve in _curves(runs, name)]
-        if title == "Loss scale" and all(min(curve.values) == max(curve.values) == 1.0 for curve in curves):
+        if title == "Loss scale" and all((np.asarray(curve.values) == 1.0).all() for curve in curves):
             continue
         marks = skipped if title in ("Loss", "Loss scale") else []
         svg = chart(title, curves, log=log, marks=marks)
@@ -108,7 +110,7 @@ def _curves(runs: Sequence[Run], name: str) -> Iterator[Curve]:
         if len(series) == 1:
             yield Curve(label, color, series[0].steps, series[0].values, is_dashed=dashed)
             continue
-        tables = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+        tables = [dict(zip(one.steps.tolist(), one.values.tolist(), strict=True)) for one in series]
         steps = sorted(set(tables[0]).intersection(*tables[1:]))
         columns = [[table[step] for table in tables] for step in steps]
         mean = [sum(column) / len(column) for column in columns]
@@ -157,7 +159,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
 
     def final(name: str) -> float | None:
         values = run.metrics.series[name].values
-        return values[-1] if values else None
+        return float(values[-1]) if len(values) else None
 
     tokens_s, mfu = summary.get("tokens_per_s") or final("tokens_per_s"), summary.get("mfu")
     peaks = run.metrics.series["peak_memory"].values
@@ -167,7 +169,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         ("tokens / s", _text(tokens_s)),
         ("MFU", f"{100 * mfu:.1f} %" if isinstance(mfu, float) else "unknown"),
         ("skipped steps", _text(last.get("skipped_steps", 0))),
-        ("peak memory", _bytes(max(peaks)) if peaks else "-"),
+        ("peak memory", _bytes(float(max(peaks))) if len(peaks) else "-"),
         ("ranks", _text(summary.get("world_size") or run.environment.get("world_size"))),
     ]
     return [(name, value) for name, value in tiles if value != "-"]
@@ -237,8 +239,8 @@ def _time(run: Run) -> Section:
 
 
 def _mean(series: Series) -> float:
-    values = series.values[1:] or series.values
-    return sum(values) / len(values) if values else 0.0
+    values = series.values[1:] if len(series.values) > 1 else series.values
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _memory(run: Run) -> Section:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import yaml
@@ -32,17 +34,21 @@ SERIES = (
 
 _MAX_SKIPS = 200  # listed
 _MAX_SAMPLE = 4000  # characters
+_BATCH = 1000  # lines
+
+
+FloatArray: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
 class Series:
     """Values of one field by step."""
 
-    steps: Sequence[float] = ()
-    values: Sequence[float] = ()
+    steps: FloatArray
+    values: FloatArray
 
     def __bool__(self) -> bool:
-        return bool(self.steps)
+        return bool(len(self.steps))
 
 
 @dataclass(frozen=True)
@@ -170,49 +176,58 @@ def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Lines:
-    """Lines with the same keys: their steps, and the values of the fields that are kept, one line after the other."""
+    """Lines with the same keys: their step and the fields that are kept, one line after the other."""
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self.names = [name for name in SERIES if name in keys]
-        self.steps = array("d")
+    def __init__(self, keys: Collection[str]) -> None:
+        self.names = ["step", *(name for name in SERIES if name in keys)]
         self._values = array("d")
-        self._get = itemgetter(*self.names, "step")  # several, so that it returns a tuple
+        self._get = itemgetter(*self.names) if self.names[1:] else lambda record: (record["step"],)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        self.steps.append(record["step"])
-        numel, row = len(self._values), self._get(record)[:-1]
+        numel, row = len(self._values), self._get(record)
         try:
             self._values.extend(row)
         except TypeError:  # null: a number that is not finite
             del self._values[numel:]
             self._values.extend(value if isinstance(value, (int, float)) else math.nan for value in row)
 
-    def columns(self) -> Iterator[tuple[str, array[float]]]:
-        for index, name in enumerate(self.names):
-            yield name, self._values[index :: len(self.names)]
+    def columns(self) -> dict[str, array[float]]:
+        return {name: self._values[index :: len(self.names)] for index, name in enumerate(self.names)}
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines that are JSON objects with a step; a crash may have cut one short."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while lines := list(islice(file, _BATCH)):
+            try:
+                records = json.loads(f"[{','.join(lines)}]")  # in half the time of one call for each
+            except (ValueError, RecursionError):
+                records = []
+                for line in lines:
+                    with suppress(ValueError, RecursionError):
+                        records.append(json.loads(line))
+            for record in records:
+                if isinstance(record, dict) and type(record.get("step")) in (int, float):
+                    yield record
 
 
 def _read_metrics(path: Path) -> Metrics:
     by_keys: dict[tuple[str, ...], _Lines] = {}
     skips: list[dict[str, Any]] = []
     num_skipped, last = 0, {}
-    if path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                    keys = tuple(record)
-                    if keys not in by_keys:
-                        by_keys[keys] = _Lines(keys)
-                    by_keys[keys].add(record)
-                except (ValueError, TypeError, KeyError, RecursionError):  # torn by a crash
-                    continue
-                if "applied" in record:
-                    last = record
-                    if not record["applied"]:
-                        num_skipped += 1
-                        if len(skips) < _MAX_SKIPS:
-                            skips.append({key: record.get(key) for key in ("step", "reason", "loss_scale", "culprit")})
+    known: tuple[str, ...] | None = None
+    for record in _records(path) if path.is_file() else ():
+        keys = tuple(record)
+        if keys != known:  # mostly those of the line before
+            known = keys
+            add = by_keys.setdefault(keys, _Lines(keys)).add
+        add(record)
+        if "applied" in record:
+            last = record
+            if not record["applied"]:
+                num_skipped += 1
+                if len(skips) < _MAX_SKIPS:
+                    skips.append({key: record.get(key) for key in ("step", "reason", "loss_scale", "culprit")})
     return Metrics(_series(by_keys.values()), redact_values(skips), num_skipped, redact_values(last))
 
 
@@ -220,13 +235,14 @@ def _series(lines: Collection[_Lines]) -> dict[str, Series]:
     """Returns each field by ascending step, without values that are not finite."""
     found: dict[str, list[tuple[array[float], array[float]]]] = {name: [] for name in SERIES}
     for own in lines:
-        for name, values in own.columns():
-            found[name].append((own.steps, values))
+        steps, *_ = columns = list(own.columns().values())
+        for name, values in zip(own.names[1:], columns[1:], strict=True):
+            found[name].append((steps, values))
     series = {}
     for name, parts in found.items():
         at = np.concatenate([np.asarray(steps) for steps, _ in parts] or [np.empty(0)])
         numbers = np.concatenate([np.asarray(values) for _, values in parts] or [np.empty(0)])
         kept = np.isfinite(numbers)
         order = np.argsort(at[kept], kind="stable")
-        series[name] = Series(at[kept][order].tolist(), numbers[kept][order].tolist())
+        series[name] = Series(at[kept][order], numbers[kept][order])
     return series
