@@ -117,7 +117,7 @@ AGAIN = "the same command with run_dir={path} continues from step 2"
         (_fail, f"failed: StorageError: disk full\ufffd[2J at step 4; {AGAIN}", False),
         (_end_silently, f"ended without a message, such as by SIGKILL; {AGAIN}", False),
         (_kill, "killed: process {pid} on here has ended without a message; " + AGAIN, False),
-        (_hold, f"running: process {os.getpid()} on here", True),
+        (_hold, "running: process {pid} on here", True),
         (_hold_elsewhere, "running: process 4711 on node7", True),
         (
             _fall_silent,
@@ -136,7 +136,7 @@ def test_every_state_has_its_sentence(
     before = files(path)
     run = WatchedRun(path)
     view = run.view()
-    leases = [json.loads(file.read_text()) for file in path.glob("checkpoints/lease*") if arrange is _kill]
+    leases = [json.loads(file.read_text()) for file in path.glob("checkpoints/lease*") if arrange in (_hold, _kill)]
     assert view.status == expected.format(path=path, pid=leases[0]["pid"] if leases else 0)
     assert run.may_change is may_change
     assert view.is_running is expected.startswith("running")
