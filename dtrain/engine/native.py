@@ -19,7 +19,7 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.matrix import matrix_updates, storages
+from dtrain.optim.matrix import HeldMatrix, matrix_updates, storages
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
@@ -70,10 +70,22 @@ class NativeEngine(StepEngine):
         self.check_contract()
         self.await_readers()
 
+    def _held_matrices(self, rule: int) -> list[list[HeldMatrix]]:
+        """Returns what each rank holds of the parameters that rule number ``rule`` updates."""
+        return [
+            [
+                (interval.spec.name, interval.spec.shape, interval.start, interval.stop)
+                for buffer in self.sharded.buffers
+                for interval in buffer.segment.of_rank(rank).intervals()
+                if self.plan.classes[interval.spec.update_class].rule == rule
+            ]
+            for rank in range(self.comm.world_size)
+        ]
+
     def _build_optimizer(self) -> None:
         # before anything that may fail on a single rank, because it communicates
         shards = [list(buffer.matrix_shards(self.plan)) for buffer in self.sharded.buffers]
-        self._matrices = matrix_updates(self.plan.rules, shards, self.comm)
+        self._matrices = matrix_updates(self.plan.rules, shards, self.comm, self._held_matrices)
 
         def build() -> None:
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]

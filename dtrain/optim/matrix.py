@@ -7,9 +7,10 @@ is element by element, on the shards. A matrix that every rank holds is not sent
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from dtrain.precision.fake import block_starts
 
 _BLOCK = 1 << 16
 """Elements of one call of the rule on a CPU: few enough that its temporaries stay in the cache."""
+
+HeldMatrix: TypeAlias = tuple[str, Sequence[int], int, int]
+"""Name and shape of a matrix parameter, and the first and the last element plus one that a rank holds."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,23 @@ class MatrixUpdate:
         rule: the optimizer.
         segments: shards of the matrices in each segment of this rank; a rank may have none.
         comm: the ranks that hold the matrices.
+        held: what each rank holds, the same on all; None if they know only their own, and tell each other.
 
     Attributes:
         buffers: the memory in which matrices travel.
     """
 
-    def __init__(self, rule: MatrixRule, segments: Sequence[Sequence[MatrixShard]], comm: Communicator) -> None:
+    def __init__(
+        self,
+        rule: MatrixRule,
+        segments: Sequence[Sequence[MatrixShard]],
+        comm: Communicator,
+        held: Sequence[Sequence[HeldMatrix]] | None = None,
+    ) -> None:
         self._rule = rule
         self._comm = comm
         shards = list(chain.from_iterable(segments))
-        self._plan = plan = _agree(rule, shards, comm)
+        self._plan = plan = _plan(rule, comm, _exchange(shards, comm) if held is None else held)
         dtype = rule.matrix_dtype
         # of equal sizes on all ranks, as a transport needs them
         self._sent = comm.allocate(plan.max_sent, dtype)
@@ -172,7 +183,10 @@ def storages(updates: Mapping[int, MatrixUpdate]) -> dict[str, list[Tensor]]:
 
 
 def matrix_updates(
-    rules: Sequence[Rule], segments: Sequence[Sequence[MatrixShard]], comm: Communicator
+    rules: Sequence[Rule],
+    segments: Sequence[Sequence[MatrixShard]],
+    comm: Communicator,
+    held_by: Callable[[int], Sequence[Sequence[HeldMatrix]]] | None = None,
 ) -> dict[int, MatrixUpdate]:
     """Returns the update of each rule among ``rules`` that needs whole matrices, by its number; all ranks call.
 
@@ -180,22 +194,26 @@ def matrix_updates(
         rules: the rules, by number.
         segments: the shards of all matrices in each segment of this rank.
         comm: the ranks that hold them.
+        held_by: returns what each rank holds for a rule, by its number; None: the ranks tell each other.
     """
     found = {}
     for number, rule in enumerate(rules):
         if isinstance(rule, MatrixRule):
             own = [[shard for shard in segment if shard.part.update_class.rule == number] for segment in segments]
-            found[number] = MatrixUpdate(rule, own, comm)
+            found[number] = MatrixUpdate(rule, own, comm, None if held_by is None else held_by(number))
     return found
 
 
-def _agree(rule: MatrixRule, shards: Sequence[MatrixShard], comm: Communicator) -> MatrixPlan:
-    """Returns the plan of all ranks, which exchange their intervals."""
+def _exchange(shards: Sequence[MatrixShard], comm: Communicator) -> list[list[HeldMatrix]]:
     own = [[s.name, list(s.shape), s.start, s.start + s.part.master.numel()] for s in shards]
+    return [json.loads(text) for text in comm.exchange_text(json.dumps(own))]
+
+
+def _plan(rule: MatrixRule, comm: Communicator, held_by_rank: Sequence[Sequence[HeldMatrix]]) -> MatrixPlan:
     held = []
-    for text in comm.exchange_text(json.dumps(own)):
+    for of_rank in held_by_rank:
         intervals = []
-        for name, shape, start, stop in json.loads(text):
+        for name, shape, start, stop in of_rank:
             matrices = matrices_of(name, shape, rule.splits.get(name))
             intervals += [interval for interval, _ in cut_at_matrices(matrices, start, stop)]
         held.append(intervals)

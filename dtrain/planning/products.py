@@ -30,6 +30,8 @@ _FORWARD_ATTENTION = tuple(
 )
 _BACKWARD_ATTENTION = tuple(f"{name}_backward" for name in _FORWARD_ATTENTION)
 _FLEX = ("flex_attention", "flex_attention_backward")
+_CONVOLUTIONS = ("convolution", "convolution_backward")
+_PRODUCTS = frozenset((*_MATRICES, *_CONVOLUTIONS, *_FORWARD_ATTENTION, *_BACKWARD_ATTENTION, *_FLEX))
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,14 @@ class MatrixProduct:
         return math.ceil(self.m / tile[0]) * math.ceil(self.n / tile[1]) * self.batch
 
 
+def computes_product(name: str) -> bool:
+    """Whether an operation of this name, which the profiler has seen, runs the kernel of a product."""
+    return name in _PRODUCTS or "conv" in name  # such as mkldnn_convolution, inside of convolution
+
+
 def is_product(signature: Signature) -> bool:
     """Whether :func:`products` makes a :class:`MatrixProduct` of a call with this signature."""
-    name = signature.name
-    return (
-        name in _MATRICES
-        or name in ("convolution", "convolution_backward")
-        or name in (*_FORWARD_ATTENTION, *_BACKWARD_ATTENTION, *_FLEX)
-    )
+    return signature.name in _PRODUCTS
 
 
 def products(calls: Iterable[RecordedCall]) -> list[MatrixProduct]:

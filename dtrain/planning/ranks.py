@@ -1,11 +1,12 @@
 """The collectives of one rank among many that are not there: buffers are allocated as a transport does, none is sent.
 
-A plan runs the engine with it on fake tensors, so it holds what a rank of that many would hold.
+A plan runs the engine with it on fake tensors, so it holds what a rank of that many would hold; or on real ones, so it
+computes what such a rank would compute. What the other ranks would send is this rank's own then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,75 +25,102 @@ from dtrain.distributed.process_group import AllToAllExchange
 from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.single_rank import SingleRank
+from dtrain.planning.timeline import Timeline, Transfer
+from dtrain.precision.fake import is_fake
 
 HOST, SOCKETS, NCCL = "host", "sockets", "nccl"
 """Transports: CPU ranks that read each other's memory, CPU ranks through sockets, and GPUs."""
 
 
-def planned_ranks(world_size: int, transport: str, on_output: Callable[[Tensor], None]) -> Communicator:
+def planned_ranks(
+    world_size: int, transport: str, device: torch.device, on_output: Callable[[Tensor], None], timeline: Timeline
+) -> Communicator:
     """Returns the communicator of rank 0 of ``world_size``.
 
     Args:
         world_size: number of ranks.
         transport: one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`.
+        device: of the rank's tensors.
         on_output: called with the output of each all-gather.
+        timeline: keeps when transfers would start and be waited for.
     """
-    cpu = torch.device("cpu")
-    return SingleRank(cpu) if world_size == 1 else PlannedRanks(world_size, transport, on_output)
+    if world_size == 1:
+        return SingleRank(device)
+    return PlannedRanks(world_size, transport, device, on_output, timeline)
 
 
 class _Held:
     """A collective in flight, which holds tensors until it is waited for."""
 
-    def __init__(self, *tensors: Tensor) -> None:
+    def __init__(self, timeline: Timeline, number: int, *tensors: Tensor) -> None:
+        self._timeline = timeline
+        self._number: int | None = number
         self._tensors = tensors
 
     def wait(self) -> None:
-        self._tensors = ()
+        if self._number is not None:
+            self._timeline.wait(self._number)
+        self._number, self._tensors = None, ()
 
 
 class _Announced:
-    def __init__(self, tensor: Tensor, world_size: int) -> None:
+    def __init__(self, tensor: Tensor, weight: int, world_size: int, held: _Held) -> None:
         self._tensor = tensor
+        self._weight = weight
         self._world_size = world_size
+        self._held = held
 
     def wait(self) -> tuple[list[Tensor], list[int]]:
-        return [self._tensor] * self._world_size, [0] * self._world_size
+        self._held.wait()
+        return [self._tensor] * self._world_size, [self._weight] * self._world_size
 
 
 class PlannedRanks(Communicator):
     """Rank 0 of ``world_size``; the arguments are those of :func:`planned_ranks`."""
 
-    def __init__(self, world_size: int, transport: str, on_output: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        transport: str,
+        device: torch.device,
+        on_output: Callable[[Tensor], None],
+        timeline: Timeline,
+    ) -> None:
         self.rank = 0
         self.world_size = world_size
-        self.device = torch.device("cpu")
+        self.device = device
         self.schedule = CollectiveSchedule()
         self.process_group = None
         self._transport = transport
         self._on_output = on_output
+        self._timeline = timeline
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
         self.schedule.record("all_gather", label, output)
         self._on_output(output)
-        return _Held(output, shard)
+        self._fill(output.view(self.world_size, -1).unbind(), [shard] * self.world_size)
+        return self._start("all_gather", output.nbytes, output, shard)
 
     def reduce_scatter_sum(
         self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
         self.schedule.record("reduce_scatter_sum", label, flat)
+        self._fill([output], [flat.view(self.world_size, -1)[self.rank]])
+        nbytes = flat.numel() * dtype.itemsize
         if self._transport == SOCKETS or (self._transport == NCCL and dtype != torch.float32):
-            return _Held(flat.to(dtype), torch.empty_like(flat, dtype=dtype))  # sent and received
-        return _Held(flat)
+            sent, received = flat.to(dtype), torch.empty_like(flat, dtype=dtype)
+            return self._start("reduce_scatter_sum", nbytes, sent, received)
+        return self._start("reduce_scatter_sum", nbytes, flat)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
         """As :meth:`dtrain.distributed.process_group.ProcessGroup.all_to_all_single`."""
         self.schedule.record("all_to_all_single", label, flat)
-        return _Held(output, flat)
+        self._fill([output], [flat])
+        return self._start("all_to_all_single", flat.nbytes, output, flat)
 
     def all_to_all(
         self,
@@ -105,25 +133,40 @@ class PlannedRanks(Communicator):
         label: str,
     ) -> Handle:
         self.schedule.record("all_to_all", label, recorded(input.dtype, total))
-        return _Held(output, input)
+        self._fill([output], [output.new_zeros(())])
+        return self._start("all_to_all", output.nbytes, output, input)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
         self.schedule.record("all_reduce_max", label, tensor)
-        return _Held()
+        return self._start("all_reduce_max", 2 * tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
         self.schedule.record("broadcast", label, tensor)
+        self._start("broadcast", tensor.nbytes).wait()
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
         self.schedule.record("gather_rows", label, row)
+        self._start("gather_rows", self.world_size * row.nbytes).wait()
         return row.unsqueeze(0).expand(self.world_size, -1).contiguous()
 
     def exchange_text(self, text: str) -> list[str]:
         return [text] * self.world_size
 
     def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
-        """As :meth:`dtrain.distributed.host_memory.HostMemory.announce`."""
-        return _Announced(tensor, self.world_size)
+        """As :meth:`dtrain.distributed.host_memory.HostMemory.announce`; the engine itself reads the memory."""
+        return _Announced(tensor, weight, self.world_size, self._start("announce", 0))
+
+    def _start(self, op: str, nbytes: int, *held: Tensor) -> _Held:
+        """Starts a transfer of ``nbytes``, of which each rank has an equal part."""
+        received = nbytes * (self.world_size - 1) // self.world_size
+        return _Held(self._timeline, self._timeline.start(Transfer(op, received, self.world_size)), *held)
+
+    def _fill(self, outputs: Iterable[Tensor], values: Sequence[Tensor]) -> None:
+        """Gives ``outputs`` values that the engine can compute with."""
+        with self._timeline.absent():
+            for output, value in zip(outputs, values, strict=True):
+                if not is_fake(output):
+                    output.copy_(value)
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if self._transport != HOST or not sends:

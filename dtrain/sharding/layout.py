@@ -164,6 +164,11 @@ class ArenaSegment:
     def numel(self) -> int:
         return self.stop - self.start
 
+    def of_rank(self, rank: int) -> ArenaSegment:
+        """Returns the segment of another rank: the same if this one is all of the buffer, else its shard."""
+        is_whole = self.numel == self.layout.numel
+        return self if is_whole else ArenaSegment(self.layout, *self.layout.shard(rank))
+
     def of(self, flat: Tensor) -> Tensor:
         """Returns the elements of ``flat`` [layout.numel] that lie in this range."""
         return flat[self.start : self.stop]

@@ -23,6 +23,7 @@ from dtrain.models import build_model
 from dtrain.planning.devices import Device
 from dtrain.planning.fake_step import fake_batch, fake_engine
 from dtrain.planning.ranks import HOST, NCCL, SOCKETS, planned_ranks
+from dtrain.planning.timeline import Timeline
 from dtrain.train.setup import make_engine
 
 _NUM_TREE_MICRO_BATCHES = 8
@@ -93,18 +94,24 @@ class PlannedRun:
         batch = {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in self.batch.items()}
         return replace(self, config=config, batch=batch)
 
+    @property
+    def transport(self) -> str:
+        """How the ranks of the run would communicate."""
+        return NCCL if self.device.type == "cuda" else HOST if self.config.launch.shared_memory else SOCKETS
+
     @contextmanager
     def engine(
-        self, on_output: Callable[[Tensor], None] = lambda _: None
+        self, on_output: Callable[[Tensor], None] = lambda _: None, timeline: Timeline | None = None
     ) -> Iterator[tuple[NativeEngine, dict[str, Tensor]]]:
         """Yields the engine of rank 0 and a micro-batch; inside, tensors are fake, and the device is a CPU.
 
         Args:
             on_output: called with the output of each all-gather.
+            timeline: keeps the transfers.
         """
         config = _executable(self.config, self.device)
-        transport = NCCL if self.device.type == "cuda" else HOST if config.launch.shared_memory else SOCKETS
-        comm = planned_ranks(self.num_ranks, transport, on_output)
+        cpu = torch.device("cpu")
+        comm = planned_ranks(self.num_ranks, self.transport, cpu, on_output, timeline or Timeline(cpu))
         model = build_without_values(config, self.vocab_size)
 
         def build(model: nn.Module, comm: Communicator) -> Engine:

@@ -85,7 +85,12 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
         return run_steps(engine, batch, count, tracker)
 
 
-@pytest.mark.parametrize(("ranks", "keys"), CASES, ids=lambda value: "-".join(value) if isinstance(value, list) else "")
+_MUON = (2, ["precision=bf16", "engine.zero_stage=2", "optim=muon"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys"), [*CASES, _MUON], ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+)
 def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
     config = configuration(ranks, keys, TINY)
     plan = plan_memory(PlannedRun.of(config, find_device("cpu", ranks), ranks))

@@ -99,8 +99,9 @@ class Terminal:
 
     def wait(self) -> int:
         """Reads to the end; returns the exit code."""
+        deadline = time.monotonic() + PATIENCE_S
         while self._read():
-            pass
+            assert time.monotonic() < deadline, "it does not end:\n" + "\n".join(self.screen.lines)
         return self._process.wait(PATIENCE_S)
 
     def _read(self) -> bool:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.precision.fake import is_fake
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _EXPONENT_OF_MAX = {E4M3: 8, E5M2: 15}  # both largest numbers are 1.75 times a power of two: 448 and 57,344
 
@@ -95,7 +97,9 @@ def decode(values: Tensor) -> Tensor:
         return values.float()
     # PyTorch decodes E4M3 bit by bit on CPU, which takes eight times as long as this look-up
     indices = values.contiguous().view(torch.uint8).view(-1).int()
-    return torch.index_select(_table(values.dtype), 0, indices).view(values.shape)
+    # the kept table is real, and fake tensors meet only their own kind
+    table = _new_table(values.dtype) if is_fake(values) else _table(values.dtype)
+    return torch.index_select(table, 0, indices).view(values.shape)
 
 
 def dequantize(matrix: Quantized) -> Tensor:
@@ -125,6 +129,10 @@ def _amax(x: Tensor, *, rowwise: bool) -> Tensor:
 
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
+    return _new_table(dtype)
+
+
+def _new_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
 
 

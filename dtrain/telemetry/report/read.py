@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -183,20 +183,21 @@ class _Lines:
         self._values = array("d")
         self._get = itemgetter(*self.names) if self.names[1:] else lambda record: (record["step"],)
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        numel, row = len(self._values), self._get(record)
+    def extend(self, records: Sequence[Mapping[str, Any]]) -> None:
+        numel, rows = len(self._values), list(map(self._get, records))
         try:
-            self._values.extend(row)
+            self._values.extend(chain.from_iterable(rows))
         except TypeError:  # null: a number that is not finite
             del self._values[numel:]
-            self._values.extend(value if isinstance(value, (int, float)) else math.nan for value in row)
+            values = chain.from_iterable(rows)
+            self._values.extend(value if isinstance(value, (int, float)) else math.nan for value in values)
 
     def columns(self) -> dict[str, array[float]]:
         return {name: self._values[index :: len(self.names)] for index, name in enumerate(self.names)}
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines that are JSON objects with a step; a crash may have cut one short."""
+def _batches(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yields the lines that are JSON objects with a step, some at a time; a crash may have cut one short."""
     with path.open(encoding="utf-8", errors="replace") as file:
         while lines := list(islice(file, _BATCH)):
             try:
@@ -206,27 +207,22 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 for line in lines:
                     with suppress(ValueError, RecursionError):
                         records.append(json.loads(line))
-            for record in records:
-                if isinstance(record, dict) and type(record.get("step")) in (int, float):
-                    yield record
+            yield [r for r in records if isinstance(r, dict) and type(r.get("step")) in (int, float)]
 
 
 def _read_metrics(path: Path) -> Metrics:
     by_keys: dict[tuple[str, ...], _Lines] = {}
     skips: list[dict[str, Any]] = []
     num_skipped, last = 0, {}
-    known: tuple[str, ...] | None = None
-    for record in _records(path) if path.is_file() else ():
-        keys = tuple(record)
-        if keys != known:  # mostly those of the line before
-            known = keys
-            add = by_keys.setdefault(keys, _Lines(keys)).add
-        add(record)
-        if "applied" in record:
-            last = record
-            if not record["applied"]:
-                num_skipped += 1
-                if len(skips) < _MAX_SKIPS:
+    for batch in _batches(path) if path.is_file() else ():
+        for keys, group in groupby(batch, key=tuple):  # by keys: most lines have those of the line before
+            records = list(group)
+            by_keys.setdefault(keys, _Lines(keys)).extend(records)
+            if "applied" in keys:
+                last = records[-1]
+                skipped = [record for record in records if not record["applied"]]
+                num_skipped += len(skipped)
+                for record in skipped[: _MAX_SKIPS - len(skips)]:
                     skips.append({key: record.get(key) for key in ("step", "reason", "loss_scale", "culprit")})
     return Metrics(_series(by_keys.values()), redact_values(skips), num_skipped, redact_values(last))
 

@@ -13,17 +13,19 @@ if TYPE_CHECKING:
     from dtrain.config.schema import RunConfig
     from dtrain.train.planned import PlannedRun
 
-_USAGE = """usage: dtrain plan memory|shapes|precision [option ...] [key=value ...]
+_USAGE = """usage: dtrain plan memory|shapes|time|precision [option ...] [key=value ...]
 
   memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
   shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
+  time       how long a step takes on this device and what it consists of; what faster products would bring
   precision  the format of each module of the model, with the reason
 
-All take the keys of dtrain train. memory and shapes also take:
+All take the keys of dtrain train. memory, shapes and time also take:
 
   device=NAME    here (default), cpu, or a GPU that need not be here: h100-80gb, a100-40gb, h200-141gb, l4-24gb, ...
   ranks=N        ranks of the job; default: those that this command would start
   shard_size=N   memory: ranks that share the states, if fewer than all
+  network=FILE   time: what dtrain bench collectives bench.out=FILE has measured between such ranks
 
 Options:
 
@@ -33,13 +35,19 @@ Options:
 
   dtrain plan memory model=llama-8b device=h100-80gb ranks=64 engine.zero_stage=3
   dtrain plan shapes model.hidden_dim=500
+  dtrain plan time ranks=8 network=network.json
   dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={"blocks.0.*": bf16}'
 
-No weights are made, and nothing is written or sent. Tables are drawn on a terminal and Markdown elsewhere."""
-_PLANS = ("memory", "shapes", "precision")
+Nothing is written or sent. Only time makes weights, and trains some steps on this device if it is the planned one.
+Tables are drawn on a terminal and Markdown elsewhere."""
+_PLANS = ("memory", "shapes", "time", "precision")
 _ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
-_OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "precision": (_ALL,)}
-_KEYS = {"memory": ("device", "ranks", "shard_size"), "shapes": ("device", "ranks")}
+_OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
+_KEYS = {
+    "memory": ("device", "ranks", "shard_size"),
+    "shapes": ("device", "ranks"),
+    "time": ("device", "ranks", "network"),
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,11 @@ def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
         from dtrain.tools.plan.memory import show_memory
 
         show_memory(run)
-    elif plan == "shapes":
+    elif plan == "time":
+        from dtrain.tools.plan.time import show_time
+
+        show_time(run, Path(given.keys["network"]) if "network" in given.keys else None)
+    else:
         from dtrain.tools.plan.shapes import show_shapes
 
         show_shapes(run, measure=_NO_MEASURE not in given.options, folded=_ALL not in given.options)

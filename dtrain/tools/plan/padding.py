@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 
 import torch
 from torch.utils import _pytree as pytree
 
 from dtrain.planning.calls import Signature, TensorSpec
 from dtrain.planning.products import ATTENTION, CONVOLUTION, WGRAD, MatrixProduct
-from dtrain.tools.plan.arguments import bind
 from dtrain.tools.plan.rules import Cause, affected, channels
-from dtrain.tools.timing import elapsed_ms
+from dtrain.tools.plan.timed_calls import bind, median_ms
 
 MIN_GAIN = 0.03
 """Smallest share of the products' time that an advice must save."""
-
-_ROUNDS, _LEAST_ROUNDS = 15, 5
-_LEAST_MS = 1.0  # shorter intervals measure the clock
 
 
 def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: float) -> float | None:
@@ -41,7 +36,7 @@ def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: f
     deadline = time.monotonic() + budget_s
     before = after = 0.0
     for (own, changed), count in counts.most_common():
-        times = _medians((own, changed), device, deadline)
+        times = median_ms([bind(signature, device) for signature in (own, changed)], device, deadline)
         if times is None:
             return None
         before += count * times[0]
@@ -116,20 +111,3 @@ def _resized(spec: TensorSpec, sizes: dict[int, tuple[int, int]]) -> TensorSpec:
             stride[dim] = step
             step *= shape[dim]
     return TensorSpec(tuple(shape), tuple(stride), spec.dtype)
-
-
-def _medians(signatures: Sequence[Signature], device: torch.device, deadline: float) -> list[float] | None:
-    """Returns the median milliseconds of each, timed in turn, so that a change of the clock rate meets all."""
-    runs = [bind(signature, device) for signature in signatures]
-    for run in runs:
-        run()
-    calls = [max(1, round(_LEAST_MS / max(elapsed_ms(run, device, 1), 1e-3))) for run in runs]
-    samples: list[list[float]] = [[] for _ in runs]
-    for number in range(_ROUNDS):
-        if time.monotonic() > deadline:
-            if number < _LEAST_ROUNDS:
-                return None
-            break
-        for run, count, taken in zip(runs, calls, samples, strict=True):
-            taken.append(elapsed_ms(run, device, count))
-    return [median(taken) for taken in samples]

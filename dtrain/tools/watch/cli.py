@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +21,7 @@ from dtrain.tools.watch.files import is_run
 from dtrain.tools.watch.state import WatchedRun
 
 _PERIOD_S = 1.0
+_PAUSES = 10  # of a period, after each of which Ctrl-C is heard
 _LISTED = 5
 
 _COLUMNS: Sequence[Column[LiveView]] = (
@@ -53,8 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.once or not sys.stdout.isatty() or terminal.is_dumb_terminal:
         _print(run.view(), terminal.encoding)
         return 0
-    with suppress(KeyboardInterrupt):
-        _follow(run, terminal)
+    _follow(run, terminal)
     return 0
 
 
@@ -66,13 +66,25 @@ def _print(view: LiveView, encoding: str) -> None:
 
 
 def _follow(run: WatchedRun, terminal: Console) -> None:
+    """Shows ``run`` until it ends, or until Ctrl-C."""
+    interrupted = False
+
+    def interrupt(*_: object) -> None:  # an exception could be lost: Python ignores those in finalizers
+        nonlocal interrupted
+        interrupted = True
+
+    previous = signal.signal(signal.SIGINT, interrupt)
     live = start_live(run.view, terminal, refreshes_per_s=None, transient=False)
     try:
-        while run.may_change:
-            time.sleep(_PERIOD_S)
-            live.refresh()
+        pause = 0
+        while run.may_change and not interrupted:
+            time.sleep(_PERIOD_S / _PAUSES)
+            pause = (pause + 1) % _PAUSES
+            if not pause:
+                live.refresh()
     finally:
         live.stop()
+        signal.signal(signal.SIGINT, previous)
 
 
 def _list_runs(path: Path) -> None:

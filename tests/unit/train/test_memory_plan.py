@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dtrain.cli.resolve import compose
 from dtrain.errors import OutOfMemoryError
 from dtrain.planning.devices import Device
+from dtrain.precision.float8.cast import decode
 from dtrain.train.memory.changes import cheapest_changes
 from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
 from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory
@@ -28,12 +29,19 @@ def planned(mebibytes: float, *keys: str, ranks: int = 2) -> tuple[PlannedRun, M
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
-    run, plan = planned(250)
+    run, plan = planned(600)
     size = largest_micro_batch(run, plan)
     assert size > 4
     assert plan_memory(run.with_micro_batch_size(size)).fit == "fits"
     # memory is not quite linear in the micro-batch
     assert plan_memory(run.with_micro_batch_size(size + max(1, size // 20))).fit != "fits"
+
+
+def test_planned_fp8_tensors_never_meet_real_ones() -> None:
+    values = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
+    for _ in range(2):  # before and after the first plan
+        assert decode(values).tolist() == [1.0, -2.0]
+        planned(600, "precision=fp8", ranks=1)
 
 
 def test_no_micro_batch_fits_beside_states_that_do_not() -> None:

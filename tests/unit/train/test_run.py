@@ -83,9 +83,11 @@ def test_files_of_a_run(whole: Path) -> None:
         "checkpoints",
         "config.yaml",
         "environment.json",
+        "memory.json",
         "metrics.jsonl",
         "precision",
         "precision.json",
+        "report.html",
         "summary.json",
     ]
     assert [path.name for path in (whole / "precision").iterdir()] == ["step-3.json"]

@@ -116,7 +116,7 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], argv: list[st
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"]):
         assert main(["plan", *argv]) == 0
-        assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|precision [option ...]")
+        assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|time|precision [option ...]")
     assert main(["plan", "precision", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: dtrain plan precision [option ...] [key=value ...]")
 

@@ -1,8 +1,10 @@
-"""Real arguments of a recorded call, with random values."""
+"""Recorded calls on real tensors with random values, and the time that they take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,9 +12,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtrain.planning.calls import Signature, TensorSpec
+from dtrain.tools.timing import elapsed_ms
 
 _INDEXED = {"embedding": 0, "embedding_dense_backward": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 """Operations whose integers are indices, and the argument whose first or last dimension they index."""
+
+_ROUNDS, _LEAST_ROUNDS = 15, 5
+_LEAST_MS = 1.0  # shorter intervals measure the clock
 
 
 def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
@@ -50,3 +56,23 @@ def _num_indices(signature: Signature) -> int:
     if name == "embedding_dense_backward":
         return int(args[2])
     return int(args[_INDEXED[name]].shape[-1 if name.startswith("nll") else 0])
+
+
+def median_ms(runs: Sequence[Callable[[], Any]], device: torch.device, deadline: float) -> list[float] | None:
+    """Returns the median milliseconds of each, timed in turn, so that a change of the clock rate meets all.
+
+    Args:
+        deadline: of ``time.monotonic``; None is returned if it comes before five rounds are done.
+    """
+    for run in runs:
+        run()
+    calls = [max(1, round(_LEAST_MS / max(elapsed_ms(run, device, 1), 1e-3))) for run in runs]
+    samples: list[list[float]] = [[] for _ in runs]
+    for number in range(_ROUNDS):
+        if time.monotonic() > deadline:
+            if number < _LEAST_ROUNDS:
+                return None
+            break
+        for run, count, taken in zip(runs, calls, samples, strict=True):
+            taken.append(elapsed_ms(run, device, count))
+    return [median(taken) for taken in samples]

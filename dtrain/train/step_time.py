@@ -1,0 +1,151 @@
+"""Times the steps of one rank: its real work on its device, and by a model of the network what it waits for others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from dtrain.config.engines import Native
+from dtrain.config.schema import RunConfig
+from dtrain.data import BatchLoader, load_dataset
+from dtrain.data.loader import Batch, PrefetchedBatches
+from dtrain.engine.interface import Engine
+from dtrain.models import build_model, train_flops_per_token
+from dtrain.planning.network import Network
+from dtrain.planning.ranks import NCCL, planned_ranks
+from dtrain.planning.timeline import Communication, Timeline, communicate
+from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
+from dtrain.train.setup import make_engine, make_loader
+from dtrain.train.trainer import micro_batch_weight, to_device
+
+PHASES = ("data_wait_ms", "forward_ms", "backward_ms", "update_ms")
+"""Phases of a step, by their names in ``metrics.jsonl``."""
+
+_WARMUP_STEPS, _LEAST_WINDOWS, _MOST_WINDOWS = 2, 3, 30
+_STEPS_OF_WINDOW = {"cpu": 1, "cuda": 5}  # the end of a window synchronizes with a GPU, which a step does not
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step on one rank, in each of some windows.
+
+    Attributes:
+        busy_ms: without waits for other ranks.
+        waited_ms: for other ranks.
+        hidden_ms: of communication while the rank computes.
+        phases_ms: medians by phase of :data:`PHASES`; on a GPU only the wait for data, because the host runs ahead.
+        num_transfers: collectives.
+        received: bytes that the rank receives.
+    """
+
+    busy_ms: list[float]
+    waited_ms: list[float]
+    hidden_ms: list[float]
+    phases_ms: dict[str, float]
+    num_transfers: int
+    received: int
+
+    @property
+    def ms(self) -> float:
+        return median(busy + waited for busy, waited in zip(self.busy_ms, self.waited_ms, strict=True))
+
+
+class PlannedRank:
+    """Rank 0 of a job whose other ranks are not there, on its real device with real data.
+
+    Attributes:
+        engine: of the run.
+        steps: batches of the rank, one for each step.
+        flops_per_token: of the model, for its utilization; None if unknown.
+    """
+
+    def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
+        """Args:
+        config: of the run; only its learning rate is replaced, by 0, because the gradients of others are made up.
+        num_ranks: ranks of the job; more than one take the native engine.
+        device: of the rank.
+        transport: of :func:`dtrain.planning.ranks.planned_ranks`.
+        """
+        if num_ranks > 1 and not isinstance(config.engine, Native):
+            config = replace(config, engine=Native(zero_stage=config.engine.zero_stage))
+        config = replace(config, optim=replace(config.optim, lr=0.0))
+        dataset = load_dataset(config.data, config.model.max_seq_len)
+        model = build_model(config.model, dataset.vocab_size, config.seed)
+        context = dataset.mean_context or config.model.max_seq_len
+        self.flops_per_token = train_flops_per_token(config.model, dataset.vocab_size, context)
+        self._timeline = Timeline(device)
+        comm = planned_ranks(num_ranks, transport, device, lambda _: None, self._timeline)
+        self.engine: Engine = make_engine(config, model, comm)
+        self._loader: BatchLoader = make_loader(config, dataset, self.engine)
+        self._tokens = config.train.global_batch_size * config.model.max_seq_len
+        self._prefetch = config.data.prefetch
+        self._overlaps = transport == NCCL
+
+    @contextmanager
+    def batches(self) -> Iterator[PrefetchedBatches]:
+        batches = PrefetchedBatches(self._loader, self._prefetch, self.engine.device)
+        try:
+            yield batches
+        finally:
+            batches.close()
+
+    def step(self, batch: Batch) -> None:
+        """Trains one step, as :class:`dtrain.train.trainer.Trainer` does."""
+        engine = self.engine
+        for micro in engine.accumulate(batch):
+            weight = micro_batch_weight(micro, self._loader, self._tokens)
+            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
+        engine.step()
+
+    def time(self, network: Network | None, budget_s: float, ready: Callable[[], None]) -> StepTime:
+        """Times steps for about ``budget_s`` seconds, after two that are not counted.
+
+        Args:
+            network: between the ranks; None: transfers take no time.
+            ready: called before the steps that count, to wait for processes that share the host.
+        """
+        device = self.engine.device
+        steps = _STEPS_OF_WINDOW[device.type]
+        busy: list[float] = []
+        communications: list[Communication] = []
+        phases: list[dict[str, float]] = []
+        with self.batches() as batches:
+            for _ in range(_WARMUP_STEPS):
+                self.step(next(batches))
+            ready()
+            deadline = time.monotonic() + budget_s
+            clock = PhaseTimes(self.engine.comm)
+            while len(busy) < _LEAST_WINDOWS or (time.monotonic() < deadline and len(busy) < _MOST_WINDOWS):
+                waited = 0.0
+                clock.window(1)
+                self._timeline.restart()
+                for _ in range(steps):
+                    batch = next(batches)
+                    waited += batches.waited_s
+                    self.step(batch)
+                trace = self._timeline.trace()
+                phases.append({"data_wait_ms": 1e3 * waited / steps, **clock.window(steps)})
+                busy.append(1e3 * trace.seconds / steps)
+                seconds_of = network.seconds if network is not None else lambda _: 0.0
+                communications.append(communicate(trace, seconds_of, overlaps=self._overlaps))
+        return StepTime(
+            busy_ms=busy,
+            waited_ms=[1e3 * one.waited / steps for one in communications],
+            hidden_ms=[1e3 * one.hidden / steps for one in communications],
+            phases_ms={name: median(one[name] for one in phases) for name in PHASES if name in phases[0]},
+            num_transfers=len(trace.transfers) // steps,
+            received=sum(transfer.nbytes for transfer in trace.transfers.values()) // steps,
+        )
+
+    def utilization(self, step_s: float) -> float | None:
+        """Returns the MFU of steps of ``step_s`` seconds, or None if a rate or the model's FLOPs are unknown."""
+        engine = self.engine
+        if self.flops_per_token is None:
+            return None
+        flops = self.flops_per_token * self._tokens / engine.world_size
+        return mfu(device_name(engine.device), engine.policy.name, flops / step_s)
