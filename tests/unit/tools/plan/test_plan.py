@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 from dtrain.__main__ import main
 from dtrain.config.schema import RunConfig
 from dtrain.tools.plan.precision import show_plan
+from tests.helpers.launch import ROOT
 
 
 def planned(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[dict[str, list[str]], str]:
@@ -153,3 +157,16 @@ def test_memory_of_fewer_ranks_than_all(capsys: pytest.CaptureFixture[str]) -> N
     text = capsys.readouterr().out
     assert "no engine shards over 2 of 8 ranks yet" in text
     assert "rank 0 of 2 on l4-24gb" in text
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_8g_parameters_are_planned_in_little_time_and_memory() -> None:
+    words = ["plan", "memory", "model=llama-8b", "device=h100-80gb", "ranks=64", "engine.zero_stage=3"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "dtrain", *words, "train.micro_batch_size=1"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "fits on h100-80gb" in text
+    assert after.ru_utime - before.ru_utime < 20, "seconds of a core"
+    assert after.ru_maxrss * 1024 < 2 * 2**30  # the largest child so far
