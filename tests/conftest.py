@@ -130,10 +130,13 @@ _LOGGER = (list(logger.handlers), logger.level, logger.propagate)
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Gives each test the same logger and the same random numbers, whichever tests and fixtures came before it."""
+    """Gives each test the same logger, random numbers and settings of torch, whichever tests came before it."""
+    from dtrain.train.setup import torch_settings_restored  # imports dtrain.kernels, which reads TRITON_INTERPRET
+
     torch.manual_seed(0)
     _restore_logger()
-    yield
+    with torch_settings_restored():
+        yield
     _restore_logger()
 
 

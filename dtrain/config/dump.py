@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from dtrain.config.fields import default_of
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 
 Record = TypeVar("Record")
@@ -22,6 +23,11 @@ HASH_EXCLUDES = ("run_dir", "resume", "report", "tracker", "launch", "supervise"
 def config_to_dict(config: Any) -> dict[str, Any]:
     """The record as nested dicts and lists in the order of the schema; tuples become lists."""
     return {item.name: _plain(getattr(config, item.name)) for item in fields(config)}
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """The defaults of the record ``kind`` as :func:`config_to_dict`, also if some must be given to make one."""
+    return {item.name: _plain(default_of(item)) for item in fields(kind)}
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -57,6 +57,11 @@ def above(default: Any, bound: float, doc: str, *, maximum: float | None = None)
 
 def between(default: Any, minimum: float, maximum: float, doc: str) -> Any:
     return setting(default, doc, min=minimum, max=maximum)
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Returns the default of a field that has one."""
+    return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
 def group(kind: type[Any], doc: str = "") -> Any:

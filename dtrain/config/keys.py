@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from dtrain.config.fields import written
+from dtrain.config.fields import default_of, written
 from dtrain.config.schema import GROUP_OPTIONS
 
 
@@ -50,7 +50,7 @@ def list_keys(schema: type[Any], options: Mapping[str, Sequence[str]]) -> list[K
 
 def _group(item: Field[Any], options: Sequence[str]) -> KeyGroup:
     doc = item.metadata["doc"].replace("``", "`")
-    keys = [Key(item.name, str(_default(item).name), doc, _listed(options))] if len(options) > 1 else []
+    keys = [Key(item.name, str(default_of(item).name), doc, _listed(options))] if len(options) > 1 else []
     records = GROUP_OPTIONS.get(item.name, {"": item.default_factory})
     merged: dict[str, dict[str, Key]] = {}
     for option, record in records.items():
@@ -78,7 +78,7 @@ def _record_keys(record: Any, prefix: str) -> Iterator[Key]:
 
 
 def _key(item: Field[Any], prefix: str) -> Key:
-    return Key(f"{prefix}{item.name}", written(_default(item)), item.metadata["doc"], _values(item))
+    return Key(f"{prefix}{item.name}", written(default_of(item)), item.metadata["doc"], _values(item))
 
 
 def _values(item: Field[Any]) -> str:
@@ -94,10 +94,6 @@ def _values(item: Field[Any]) -> str:
 
 def _listed(values: Sequence[Any]) -> str:
     return ", ".join(map(written, values))
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
 def _is_group(item: Field[Any]) -> bool:

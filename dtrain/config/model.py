@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, setting, written
+from dtrain.config.fields import CheckedRecord, above, at_least, between, default_of, group, one_of, setting, written
 from dtrain.config.imports import NAMED
 from dtrain.errors import ConfigError
 
@@ -111,8 +111,7 @@ class ModelConfig(CheckedRecord):
             )
 
     def _default(self, name: str) -> Any:
-        item: Any = ModelConfig.__dataclass_fields__[name]
-        return item.default if item.default is not MISSING else item.default_factory()
+        return default_of(ModelConfig.__dataclass_fields__[name])
 
     def _check_hf(self) -> None:
         if not self.path:

@@ -19,6 +19,7 @@ from dtrain.errors import ContractError
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.local_shards import check_frozen, full_tensors
 from dtrain.parameters.squares import sum_squares
+from dtrain.precision.fake import is_plain
 from dtrain.sharding.frozen_float8 import FrozenFloat8
 
 MASTER, MAIN_GRAD = "master", "main_grad"
@@ -183,7 +184,7 @@ class StateEngine(Engine):
     def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, full tensor) of the frozen parameters that can be written; all ranks call."""
         for name, values in self.replicated_frozen().items():
-            if type(self.frozen[name]) is nn.Parameter:  # a subclass may not hold its values itself
+            if is_plain(self.frozen[name]):
                 yield name, values
 
     def take_frozen(self, values: Mapping[str, Tensor]) -> None:

@@ -72,6 +72,10 @@ class HFCausalLM(nn.Module):
             )
 
 
+def _takes_positions(hf: Any) -> bool:
+    return "position_ids" in signature(hf.forward).parameters
+
+
 @torch.no_grad()
 def _keeps_documents_apart(hf: Any) -> bool:
     """Changes one token, and returns whether the logits of another document keep their values.
@@ -82,7 +86,7 @@ def _keeps_documents_apart(hf: Any) -> bool:
     config = text_config(hf)
     tokens = [token for token in range(min(7, config.vocab_size)) if token != getattr(config, "pad_token_id", None)]
     row = (tokens * 6)[:6]
-    takes_positions = "position_ids" in signature(hf.forward).parameters
+    takes_positions = _takes_positions(hf)
     positions = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])} if takes_positions else {}
     hf.eval()
     before, after = (
@@ -103,7 +107,7 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     """Builds the model of ``config.path`` in FP32, whatever its files hold; on ``meta`` without reading weights.
 
     With ``config.lora`` its weights are frozen, and adapters are trained beside them. Two forwards of six tokens show
-    that the model is causal, and whether it keeps packed documents apart.
+    that the model is causal, and whether it keeps packed documents apart; on ``meta`` it does if it takes positions.
 
     The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
 
@@ -124,7 +128,7 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
                 model = model_class._from_config(hf_config, **options)
             else:
                 model = _load(model_class, hf_config, str(config.path), options)
-            keeps_apart = not is_meta and _keeps_documents_apart(model)
+            keeps_apart = _takes_positions(model) if is_meta else _keeps_documents_apart(model)
         except ConfigError:
             raise
         except Exception as error:  # the class decides what it raises for values and weights that do not fit

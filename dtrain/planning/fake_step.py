@@ -6,23 +6,31 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
+from dtrain.errors import ConfigError
 
 Batch = Mapping[str, Tensor]
 
-_READ = torch.ops.aten._local_scalar_dense.default
+_ATEN = torch.ops.aten
+_READ = _ATEN._local_scalar_dense.default
+_NONZERO, _MASKED = _ATEN.nonzero.default, _ATEN.masked_select.default
 
 
 class _StandInValues(FakeTensorMode):
-    """Gives what the host reads of a fake tensor a value: 1, or false."""
+    """Gives what the host reads of a fake tensor a value: 1, or false; a mask selects all elements."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here; the guard would import the compiler, for a second
@@ -32,7 +40,20 @@ class _StandInValues(FakeTensorMode):
         if func is _READ:
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func in (_NONZERO, _MASKED):
+            _tell_of_selection()
+            if func is _NONZERO:
+                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         return self.dispatch(func, types, args, kwargs or {})
+
+
+@cache
+def _tell_of_selection() -> None:
+    logger.warning(
+        "the model selects elements by their values, such as with a mask; the plan has no values, so it counts all "
+        "elements, more than a step selects"
+    )
 
 
 @contextmanager
@@ -41,20 +62,34 @@ def fake_engine(
 ) -> Iterator[Engine]:
     """Yields an engine that ``build`` makes of ``model`` without values; inside, new tensors are fake.
 
-    The host may read them: a number is 1, a truth value false.
+    The host may read them: a number is 1, a truth value false. What is selected by a mask is all.
 
     Args:
         model: on ``meta`` or with values; its parameters and buffers are replaced by fake ones.
         build: makes the engine of a run.
         comm: from :func:`dtrain.planning.ranks.planned_ranks`.
+
+    Raises:
+        ConfigError: the model makes a tensor whose size depends on values in another way.
     """
-    with _StandInValues(), warnings.catch_warnings():
+    with _sizes_are_known(), _StandInValues(), warnings.catch_warnings():
         # a transport compares addresses, which are all 0 here
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         _drop_values(model)
         with _quiet():
             engine = build(model, comm)
         yield engine
+
+
+@contextmanager
+def _sizes_are_known() -> Iterator[None]:
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ConfigError(
+            f"a plan runs the model on tensors without values, and the size of the result of {error.func} depends on "
+            "them; replace the operation, or train some steps and read memory.json of the run"
+        ) from error
 
 
 def fake_batch(batch: Batch) -> dict[str, Tensor]:

@@ -15,7 +15,10 @@ from dtrain.precision.rules import format_name
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
 MATMUL, CONVOLUTION, ATTENTION = "matmul", "convolution", "attention"
 
-_MATRICES = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
+GROUPED = "_grouped_mm"
+"""Products of each expert's rows and its weight, in one call: the rows of all are counted together."""
+
+_MATRICES = {"mm": 0, "bmm": 0, GROUPED: 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """Operations of two matrices, and the argument in which the left one is."""
 
 _FORWARD_ATTENTION = tuple(
@@ -77,6 +80,11 @@ class MatrixProduct:
     def is_batched(self) -> bool:
         """Whether it multiplies several pairs of matrices, both of them activations."""
         return self.signature.name in ("bmm", "baddbmm")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether experts share M, or K in a weight gradient, in parts that depend on values."""
+        return self.signature.name == GROUPED
 
     def tile_efficiency(self, tile: tuple[int, int]) -> float:
         """Returns the share of the output's tiles that the output fills."""
@@ -163,7 +171,7 @@ def _backward_part(call: RecordedCall, candidates: Iterable[RecordedCall]) -> st
 def _matmul(call: RecordedCall, part: str) -> MatrixProduct:
     left, right = _sides(call)
     m, n, k = _sizes(call)
-    batch = left.shape[0] if len(left.shape) == 3 else 1
+    batch = left.shape[0] if len(left.shape) == len(right.shape) == 3 else 1
     nbytes = left.nbytes + right.nbytes + call.outputs[0].nbytes
     return _product(call, MATMUL, part, (m, n, k, batch), left.dtype, 2 * batch * m * n * k, nbytes)
 

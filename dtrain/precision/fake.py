@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _STORAGE_BITS = 48  # more than the bytes of any storage
 
@@ -10,6 +11,11 @@ _STORAGE_BITS = 48  # more than the bytes of any storage
 def is_fake(tensor: Tensor) -> bool:
     """Whether ``tensor`` has no memory."""
     return tensor.untyped_storage().device.type == "meta"
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of no class of a user's own, which may not hold its values itself."""
+    return type(tensor) in (Tensor, nn.Parameter, FakeTensor)
 
 
 def address(tensor: Tensor) -> int:

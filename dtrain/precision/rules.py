@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dtrain.errors import ConfigError, nearest
+from dtrain.precision.fake import is_plain
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision
 from dtrain.precision.float8.matmul import ALIGNMENT
@@ -175,7 +176,7 @@ class ModuleTree:
             return "its forward is replaced"
         if weight.dtype not in TRAINABLE_DTYPES:
             return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
-        if not weight.requires_grad and type(weight) is not nn.Parameter:
+        if not weight.requires_grad and not is_plain(weight):
             return f"its frozen weight is a {type(weight).__name__}"
         own = self._parameter_name(module, "weight")
         tied = [other for other in self._owners[id(weight)] if other != own]

@@ -31,6 +31,7 @@ from dtrain.parameters.groups import (
 )
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
+from dtrain.precision.fake import is_plain
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.weights import TransposeSet
 from dtrain.sharding.accumulate import RunningSum, TreeSum
@@ -160,7 +161,7 @@ class _Builder:
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
         """Yields the replicas of a group's frozen parameters that are sharded or FP8; the others stay as they are."""
-        plain = tuple((name, p) for name, p in group.parameters if type(p) is nn.Parameter and p.is_floating_point())
+        plain = tuple((name, p) for name, p in group.parameters if is_plain(p) and p.is_floating_point())
         for layout in self._layouts_of(ParamGroup(group.name, plain)):
             segment = self._placements.compute.segment(layout, self._comm.rank)
             if layout.dtype == E4M3:

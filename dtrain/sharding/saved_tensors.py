@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import Tensor
 
+from dtrain.precision.fake import is_plain
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.replicas import Replica
-
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # not a user's own class
 
 
 def _storage(tensor: Tensor) -> int:
@@ -51,7 +49,7 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves a view of an unsharded replica as a reference, any other tensor with its version."""
-        if type(tensor) in _PLAIN and tensor.layout == torch.strided:
+        if is_plain(tensor) and tensor.layout == torch.strided:
             found = self._copies.get(_storage(tensor))
             # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
             if found is not None and tensor.dtype == found[1].layout.dtype:

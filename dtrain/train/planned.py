@@ -24,7 +24,7 @@ from dtrain.planning.devices import Device
 from dtrain.planning.fake_step import fake_batch, fake_engine
 from dtrain.planning.ranks import HOST, NCCL, SOCKETS, planned_ranks
 from dtrain.planning.timeline import Timeline
-from dtrain.train.setup import make_engine
+from dtrain.train.setup import make_engine, torch_settings_restored
 
 _NUM_TREE_MICRO_BATCHES = 8
 """Micro-batches of a planned step in which partial sums stay (``reproducible``); two show all else."""
@@ -117,7 +117,7 @@ class PlannedRun:
         def build(model: nn.Module, comm: Communicator) -> Engine:
             return make_engine(config, model, comm)
 
-        with fake_engine(model, build, comm) as engine:
+        with torch_settings_restored(), fake_engine(model, build, comm) as engine:
             assert isinstance(engine, NativeEngine)
             yield engine, fake_batch(self.batch)
 

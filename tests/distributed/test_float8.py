@@ -7,7 +7,7 @@ import functools
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ pytestmark = pytest.mark.processes
 
 STEPS = range(4)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def digest(tensors: dict[str, Tensor]) -> str:

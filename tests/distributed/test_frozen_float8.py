@@ -78,14 +78,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture(autouse=True)
-def kernels() -> Any:
-    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,14 +36,6 @@ LORAS = {
 }
 WIDE = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
 OPTIMIZER = dtrain.AdamW(lr=LR, weight_decay=0.1)
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 def batch(step: int) -> Tensor:

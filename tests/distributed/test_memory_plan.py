@@ -85,11 +85,18 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
         return run_steps(engine, batch, count, tracker)
 
 
-_MUON = (2, ["precision=bf16", "engine.zero_stage=2", "optim=muon"])
+_ADAPTED = "model.factory=tests.helpers.planned_models:Adapted"
+_LATER = [  # than measurements of the resident set
+    (2, ["precision=bf16", "engine.zero_stage=2", "optim=muon"]),
+    (2, ["precision=bf16", "engine.zero_stage=3", _ADAPTED]),
+    (1, ["precision=fp8", _ADAPTED]),
+    (2, ["precision=fp8", "engine.zero_stage=3", _ADAPTED]),
+    (1, ["precision=bf16", "model.factory=tests.helpers.planned_models:Experts"]),
+]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "keys"), [*CASES, _MUON], ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+    ("ranks", "keys"), [*CASES, *_LATER], ids=lambda value: "-".join(value) if isinstance(value, list) else ""
 )
 def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
     config = configuration(ranks, keys, TINY)

@@ -163,15 +163,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    """A reproducible engine switches deterministic kernels on for its process."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_no_option_makes_the_host_wait_or_forgets_a_wait(name: str) -> None:
     options = {"world_size": 8, "zero_stage": 2, **OPTIONS[name]}

@@ -85,7 +85,7 @@ def chart(title: str, curves: Sequence[Curve], *, log: bool = False, marks: Sequ
         return _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - (scaled - bottom) / (top - bottom))
 
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">']
-    for tick in _ticks(bottom, top):
+    for tick in _log_ticks(bottom, top) if log else _ticks(bottom, top):
         at = _TOP + (HEIGHT - _TOP - _BOTTOM) * (1 - (tick - bottom) / (top - bottom))
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         text = number(10**tick if log else tick)
@@ -153,6 +153,16 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
         size = max(1.0, round(size))
     first = math.ceil(low / size)
     return [index * size for index in range(first, math.floor(high / size) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Returns logarithms of round numbers, for logarithms between ``low`` and ``high``."""
+    if high - low > 2:
+        return _ticks(low, high, whole=True)
+    if high - low < 1:
+        return [math.log10(tick) for tick in _ticks(10**low, 10**high)]
+    powers = range(math.floor(low), math.ceil(high))
+    return [at for power in powers for factor in (1, 2, 5) if low <= (at := power + math.log10(factor)) <= high]
 
 
 def number(value: float) -> str:

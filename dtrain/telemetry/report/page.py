@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.config.dump import config_to_dict
+from dtrain.config.dump import defaults
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import directory_error
 from dtrain.telemetry.metrics import write_atomically
@@ -209,11 +209,11 @@ _MISSING = object()
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the default of each key, with the options of the groups that the run has chosen."""
-    values = config_to_dict(RunConfig())
+    values = defaults(RunConfig)
     for group, options in GROUP_OPTIONS.items():
         chosen = options.get(str(config.get(f"{group}.name")))
         if chosen is not None:
-            values[group] = config_to_dict(chosen())
+            values[group] = {**defaults(chosen), "name": values[group]["name"]}
     return dict(flatten(values))
 
 

@@ -130,7 +130,7 @@ def in_format(product: MatrixProduct, name: str, device: torch.device) -> Callab
 
     In FP8 it does so only where dtrain would: products of two matrices whose sizes are multiples of 16.
     """
-    is_linear = product.kind == MATMUL and product.batch == 1
+    is_linear = product.kind == MATMUL and product.batch == 1 and not product.is_grouped
     if name == "fp8":
         if not is_linear or product.n % _FLOAT8_MULTIPLE or product.k % _FLOAT8_MULTIPLE:
             return bind(product.signature, device)

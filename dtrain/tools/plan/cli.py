@@ -13,15 +13,7 @@ if TYPE_CHECKING:
     from dtrain.config.schema import RunConfig
     from dtrain.train.planned import PlannedRun
 
-_USAGE = """usage: dtrain plan memory|shapes|time|precision [option ...] [key=value ...]
-
-  memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
-  shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
-  time       how long a step takes on this device and what it consists of; what faster products would bring
-  precision  the format of each module of the model, with the reason
-
-All take the keys of dtrain train. memory, shapes and time also take:
-
+_OWN = """\
   device=NAME    here (default), cpu, or a GPU that need not be here: h100-80gb, a100-40gb, h200-141gb, l4-24gb, ...
   ranks=N        ranks of the job; default: those that this command would start
   shard_size=N   memory: ranks that share the states, if fewer than all
@@ -31,15 +23,26 @@ Options:
 
   --against RUN  memory: beside what the run in this folder has measured; takes its configuration from there
   --all          shapes, precision: a row for each module; without it equal blocks share a row
-  --no-measure   shapes: print the rules only, and time nothing
+  --no-measure   shapes: print the rules only, and time nothing"""
+_USAGE = f"""usage: dtrain plan memory|shapes|time|precision [option ...] [key=value ...]
+
+  memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
+  shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
+  time       how long a step takes on this device and what it consists of; what faster products would bring
+  precision  the format of each module of the model, with the reason
+
+All take the keys of dtrain train (dtrain train --help). memory, shapes and time also take:
+
+{_OWN}
 
   dtrain plan memory model=llama-8b device=h100-80gb ranks=64 engine.zero_stage=3
   dtrain plan shapes model.hidden_dim=500
   dtrain plan time ranks=8 network=network.json
-  dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={"blocks.0.*": bf16}'
+  dtrain plan precision precision=fp8 model=llama-1b 'precision.rules={{"blocks.0.*": bf16}}'
 
 Nothing is written or sent. Only time makes weights, and trains some steps on this device if it is the planned one.
 Tables are drawn on a terminal and Markdown elsewhere."""
+_HELP = frozenset(("-h", "--help"))
 _PLANS = ("memory", "shapes", "time", "precision")
 _ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
 _OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
@@ -62,7 +65,7 @@ class _Arguments:
 def main(argv: Sequence[str]) -> int:
     """Runs ``dtrain plan``; returns the exit code."""
     plan, *words = list(argv) or ["--help"]
-    if plan in ("-h", "--help"):
+    if plan in _HELP:
         print(_USAGE)
         return 0
     if plan not in _PLANS:
@@ -72,11 +75,13 @@ def main(argv: Sequence[str]) -> int:
         return _compare(given)
     from dtrain.cli.resolve import read_jobs
 
-    jobs = read_jobs(given.words, f"plan {plan} [option ...]")
+    jobs = read_jobs(given.words, f"plan {plan}")
     if len(jobs) > 1:
         raise ConfigError(f"dtrain plan {plan} shows one run; remove --multirun")
     for job in jobs:  # empty if Hydra printed its own output, such as --help
         _show(plan, job.config, given)
+    if not _HELP.isdisjoint(words):
+        print(f"\nOf dtrain plan itself:\n\n{_OWN}")
     return 0
 
 

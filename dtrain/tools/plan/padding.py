@@ -63,8 +63,8 @@ def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Sig
 
     def resize(spec: TensorSpec) -> TensorSpec:
         rows, columns = next(specs, spec.shape[-2:] or (0, 0))
-        if len(spec.shape) < 2:  # a bias or a scale
-            return _resized(spec, {-1: (product.n, n)}) if spec.shape else spec
+        if len(spec.shape) < 2:  # a bias, a scale, or where the rows of experts end
+            return _resized(spec, {-1: (product.n, n)}) if spec.shape and spec.dtype.is_floating_point else spec
         return _resized(spec, {-2: (spec.shape[-2], rows), -1: (spec.shape[-1], columns)})
 
     return _mapped(product.signature, resize)

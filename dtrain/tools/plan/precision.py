@@ -10,12 +10,10 @@ import torch
 from torch import nn
 
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import choose_device
-from dtrain.models import build_model
 from dtrain.precision.contract import Contract, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy
@@ -23,6 +21,7 @@ from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
 from dtrain.tools.plan.folding import fold
 from dtrain.tools.tables import Table, show
+from dtrain.train.planned import build_without_values
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
@@ -39,7 +38,7 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
-    model = _build(config)
+    model = build_without_values(config, VOCAB_SIZE)
     check_patterns(config, model)
     policy = make_policy(config).on(device)
     candidates = float8_candidates(policy, model)
@@ -52,17 +51,6 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     show(tables)
     for line in summary(contract, model, device):
         print(line)
-
-
-def _build(config: RunConfig) -> nn.Module:
-    """Builds the model without weights, or with weights if its code needs values."""
-    # model=hf has a vocabulary of its own, whatever the data's
-    vocab_size = 1 if config.model.factory == HF_FACTORY else VOCAB_SIZE
-    try:
-        with torch.device("meta"):
-            return build_model(config.model, vocab_size, config.seed)
-    except (RuntimeError, NotImplementedError):
-        return build_model(config.model, vocab_size, config.seed)
 
 
 def _decisions_without_timing(

@@ -110,7 +110,9 @@ def _sizes(product: MatrixProduct, linears: Mapping[str, tuple[int, int]]) -> It
         n, k = product.n, product.k
         if product.format == "fp8" and product.module in linears:
             k, n = linears[product.module]
-        yield from ((BATCH, "M", product.m), (SIZE, "N", n), (SIZE, "K", k))
+        if not product.is_grouped:
+            yield BATCH, "M", product.m
+        yield from ((SIZE, "N", n), (SIZE, "K", k))
 
 
 def _merge_multiples(causes: Mapping[tuple[str, int, int], Cause]) -> list[Cause]:

@@ -92,7 +92,7 @@ def _cells(product: MatrixProduct, device: Device, *, tf32: bool) -> tuple[str, 
     bound = "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
     tile = assumed_tile(device)
     efficiency = "-"
-    if tile is not None and device.num_sms is not None and product.kind != ATTENTION:
+    if tile is not None and device.num_sms is not None and product.kind != ATTENTION and not product.is_grouped:
         efficiency = f"{product.tile_efficiency(tile):.0%} x {product.wave_efficiency(tile, device.num_sms):.0%}"
     return (
         product.part + (" again" if product.is_recomputed else ""),
@@ -141,6 +141,8 @@ def _summary(found: Sequence[MatrixProduct], run: PlannedRun, *, tf32: bool) -> 
         )
     if any(product.kind == ATTENTION for product in found):
         lines.append("attention: M and N are tokens, K is the head dim, pairs are heads of samples")
+    if any(product.is_grouped for product in found):
+        lines.append("experts: M, and K in wgrad, are the rows of all")
     if any(product.kind == CONVOLUTION for product in found):
         lines.append(
             "convolution: M are positions, K the values of a window, pairs are groups; in wgrad K are positions"
@@ -194,6 +196,8 @@ def describe(cause: Cause, run: PlannedRun) -> tuple[str, str]:
             f"the head of {model.factory}: padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the "
             "vocabulary before the loss"
         )
+    if size == model.lora.r:
+        return f"r {size}", "model.lora.r"
     if not is_built_in:
         names = {dimension for _, dimension in cause.uses}
         what = "channels" if any(name.startswith("channels") for name in names) else "size"

@@ -49,7 +49,10 @@ def show_time(run: PlannedRun, network: Path | None) -> None:
     for line in summary(times, run, network):
         print(line)
     print()
-    show([item_table(times), format_table(times)])
+    show([item_table(times), format_table(times)] if times.speedups else [item_table(times)])
+    if not times.speedups:
+        faster = f"{limit(product_share(times)):.3g} times as fast"
+        print(f"Amdahl's limit: {faster} if products took no time; in no other format have they been timed")
 
 
 def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> RankTime:
@@ -133,13 +136,13 @@ def _communication(times: RankTime, run: PlannedRun, network: Path | None) -> st
 
 
 def item_table(times: RankTime) -> Table:
-    step_ms = sum(times.step.busy_ms) / len(times.step.busy_ms)
+    step_ms = _work_ms(times)
     others = [item for item in times.items if not item.is_product]
     rows = [_item_row(item, step_ms) for item in others[:_NUM_ITEMS]]
     rest = others[_NUM_ITEMS:]
     rows.append((f"{len(rest)} other operations", "", *_time_cells(sum(item.ms for item in rest), step_ms), ""))
     left = step_ms - sum(item.ms for item in times.items)
-    rows.append(("no operation: Python, launches", "", *_time_cells(max(left, 0.0), step_ms), ""))
+    rows.append(("no operation: Python, launches", "", *_time_cells(left, step_ms), ""))
     title = f"Largest items beside products, which are {product_share(times):.0%} of the work"
     return Table(title, ("operation", "calls", "ms", "share", "compile"), rows)
 
@@ -155,8 +158,13 @@ def _time_cells(ms: float, step_ms: float) -> tuple[str, str]:
 
 def product_share(times: RankTime) -> float:
     """Returns the share of products in a rank's own work."""
+    return sum(item.ms for item in times.items if item.is_product) / _work_ms(times)
+
+
+def _work_ms(times: RankTime) -> float:
+    """Returns the milliseconds of a rank's own work: of the steps without the profiler, or of those in it if slower."""
     busy = times.step.busy_ms
-    return min(1.0, sum(item.ms for item in times.items if item.is_product) / (sum(busy) / len(busy)))
+    return max(sum(busy) / len(busy), sum(item.ms for item in times.items))
 
 
 def format_table(times: RankTime) -> Table:

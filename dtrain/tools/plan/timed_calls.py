@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtrain.planning.calls import Signature, TensorSpec
+from dtrain.planning.products import GROUPED
 from dtrain.tools.timing import elapsed_ms
 
 _INDEXED = {"embedding": 0, "embedding_dense_backward": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
@@ -28,8 +29,18 @@ def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
         tensor_of(value, device, high) if isinstance(value, TensorSpec) else device if _is_device(value) else value
         for value in signature.values
     ]
+    if signature.name == GROUPED:
+        values[2] = _equal_ends(signature, device)
     args, kwargs = pytree.tree_unflatten(values, signature.structure)
     return lambda: signature.func(*args, **kwargs)
+
+
+def _equal_ends(signature: Signature, device: torch.device) -> Tensor:
+    """Returns where each expert's rows end if all have the same number."""
+    left, right, ends = signature.args[:3]
+    total = right.shape[-1] if len(left.shape) == 3 else left.shape[0] if len(right.shape) == 3 else left.shape[-1]
+    (count,) = ends.shape
+    return torch.tensor([total * (i + 1) // count for i in range(count)], dtype=ends.dtype, device=device)
 
 
 def tensor_of(spec: TensorSpec, device: torch.device, high: int = 1) -> Tensor:

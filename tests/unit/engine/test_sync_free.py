@@ -6,7 +6,7 @@ import copy
 import math
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,6 @@ from tests.helpers.zoo import make
 
 ALL_STAGES = sorted(STAGES)
 DYNAMIC = dtrain.LossScale("dynamic", init=64.0, growth_interval=3, hysteresis=2)
-
-
-@pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
-    """Reproducible engines in this process switch deterministic kernels on; other tests have their own."""
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
 
 
 # -- no reads ----------------------------------------------------------------------------------------------------------

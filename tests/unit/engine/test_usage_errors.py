@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,17 +287,9 @@ def test_a_record_and_its_shorthand_are_the_same() -> None:
     assert start(engine=dtrain.Native(zero_stage=1), zero_stage=1).options.zero_stage == 1, "no contradiction"
 
 
-@pytest.fixture
-def kernels() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.use_deterministic_algorithms(before)
-
-
 TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda step: 1.0)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -405,7 +397,6 @@ def test_unsupported_values_are_refused(options: dict[str, Any], message: str) -
         start(**options)
 
 
-@pytest.mark.usefixtures("kernels")
 def test_batch_norm_cannot_be_reproducible() -> None:
     with pytest.raises(ConfigError, match=r"cannot hold with '1' \(BatchNorm1d\).*use GroupNorm or LayerNorm"):
         start(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), reproducible=True)

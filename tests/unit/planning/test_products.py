@@ -136,6 +136,18 @@ def test_groups_of_a_convolution_multiply_fewer_channels() -> None:
     assert {p.flops for p in found} == {2 * 4 * 20 * 3 * 6}
 
 
+def test_experts_of_a_grouped_product_are_counted_together() -> None:
+    keys = ("model.factory=tests.helpers.planned_models:Experts", "model.hidden_dim=32", "precision=bf16")
+    found, _ = of_run(planned_run(*keys, "train.micro_batch_size=2", "model.max_seq_len=64"))
+    grouped = [p for p in found if p.is_grouped]
+    assert [(p.part, p.m, p.n, p.k, p.batch) for p in grouped] == [
+        (FPROP, 128, 64, 32, 1),
+        (WGRAD, 32, 64, 128, 1),
+        (DGRAD, 128, 32, 64, 1),
+    ]
+    assert {p.flops for p in grouped} == {2 * 128 * 64 * 32}
+
+
 def test_tiles_and_waves() -> None:
     found = of_module(nn.Linear(64, 257, bias=False), torch.randn(130, 64))[0][0]
     assert found.tile_efficiency((128, 128)) == 130 * 257 / (2 * 3 * 128 * 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,9 @@ from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memor
 from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory
 from dtrain.train.planned import PlannedRun
 from dtrain.train.run import run_training
+from tests.helpers.hf_models import build_hf, save_hf
+from tests.helpers.token_shards import write_packed_shards
+from tests.unit.tools.plan.planned_runs import planned_run
 
 _KEYS = ("experiment=smoke", "model.hidden_dim=128", "train.micro_batch_size=4", "train.global_batch_size=16")
 
@@ -44,10 +48,25 @@ def test_planned_fp8_tensors_never_meet_real_ones() -> None:
         planned(600, "precision=fp8", ranks=1)
 
 
+def test_a_model_of_transformers_on_packed_documents(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shards = write_packed_shards(tmp_path / "tokens", [20, 33, 7, 12] * 30, seq_len=16)
+    keys = ("model=hf", f"model.path={save_hf(tmp_path / 'hf', 'llama')}", "model.max_seq_len=16")
+    plan = plan_memory(planned_run(*keys, "data=tokens", f"data.path={shards}"))
+    num_parameters = sum(parameter.numel() for parameter in build_hf(tmp_path / "hf").parameters())
+    assert 4 * num_parameters <= plan.step.states["main_grad"] < 4.2 * num_parameters  # rows are padded
+    assert plan.step.peak["activations"] > 0
+
+
 def test_no_micro_batch_fits_beside_states_that_do_not() -> None:
     run, plan = planned(8)
     assert plan.fit == "does not fit"
     assert largest_micro_batch(run, plan) == 0
+
+
+def test_a_plan_leaves_the_settings_of_torch_as_they_were() -> None:
+    planned(600, "engine.reproducible=true")
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_each_proposed_change_makes_the_run_fit() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +39,19 @@ def test_any_finite_curve_is_drawn(values: dict[int, float], log: bool) -> None:
 
 def test_no_points_are_no_chart() -> None:
     assert chart("x", []) == chart("x", [Curve("c", 0, [], [])]) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ((0.5, 3.1), ["1", "2", "3"]),
+        ((0.07, 1.2), ["0.1", "0.2", "0.5", "1"]),
+        ((1e-4, 1e3), ["0.0001", "0.01", "1", "100"]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis_are_round(values: tuple[float, float], ticks: list[str]) -> None:
+    svg = chart("x", [Curve("c", 0, [1, 2], values)], log=True)
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == ticks
 
 
 def test_numbers() -> None:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import ConfigError
 from dtrain.telemetry.report.page import page, write_report
 from dtrain.telemetry.report.read import Run
@@ -84,6 +86,20 @@ def test_what_a_reader_looks_for(tmp_path: Path) -> None:
         "<td>slowest rank</td><td>1</td>",
     ):
         assert expected.replace("3.277e+04", "32.77k") in text, expected
+
+
+OPTIONS = [(group, option) for group, records in GROUP_OPTIONS.items() for option in records]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_runs_of_every_option(tmp_path: Path, group: str, option: str) -> None:
+    run = make_run(tmp_path / "run")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config[group]["name"] = option
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    text = page_of(run)
+    assert "finished · 40 of 200 steps" in text
+    assert (f"<td>{group}.name</td><td>{option}</td>" in text) is (option != getattr(RunConfig(), group).name)
 
 
 def test_runs_that_differ_in_their_seed_are_a_band(tmp_path: Path) -> None:

@@ -121,8 +121,11 @@ def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"]):
         assert main(["plan", *argv]) == 0
         assert capsys.readouterr().out.startswith("usage: dtrain plan memory|shapes|time|precision [option ...]")
-    assert main(["plan", "precision", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: dtrain plan precision [option ...] [key=value ...]")
+    for argv in (["memory", "--help"], ["precision", "-h"]):
+        assert main(["plan", *argv]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: dtrain plan {argv[0]} ")
+        assert "  network=FILE " in shown.partition("Of dtrain plan itself:")[2]
 
 
 def test_on_a_terminal_the_table_is_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dtrain.tools.plan import padding, shapes
 from dtrain.tools.plan.rules import Cause, find_causes
 from dtrain.tools.plan.shapes import describe, record_products, show_shapes
 from dtrain.train.planned import PlannedRun
+from tests.helpers.hf_models import save_hf
 from tests.helpers.shaped_models import Shaped
 from tests.unit.tools.plan.planned_runs import planned_run
 
@@ -94,6 +96,16 @@ def test_a_size_and_its_multiples_are_one_cause_with_its_key() -> None:
     assert [describe(cause, run) for cause in found.values()] == [
         ("hidden_dim 60, 180 = 3 x 60", "model.hidden_dim"),
         ("head dim 12", "model.num_heads = model.hidden_dim / head dim"),
+    ]
+
+
+def test_the_rank_of_adapters_and_the_sizes_of_a_transformers_model_have_their_own_places(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "hf", "llama", intermediate_size=60, vocab_size=264)
+    lora = "model.lora={r: 4, alpha: 8, targets: [q_proj]}"
+    run = planned_run("model=hf", f"model.path={folder}", "model.max_seq_len=16", lora, "precision=bf16")
+    assert [describe(cause, run) for cause in causes_of(run).values()] == [
+        ("r 4", "model.lora.r"),
+        ("size 60", "config.json of model.path"),
     ]
 
 
