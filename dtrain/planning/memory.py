@@ -17,7 +17,7 @@ ACTIVATIONS, BACKWARD, UPDATE, UNSHARDED = "activations", "backward", "update", 
 PER_SAMPLE = (ACTIVATIONS, BACKWARD)
 """Kinds that grow with the micro-batch."""
 
-_NUM_STEPS = 2  # buffers that stay are allocated in the first
+NUM_STEPS = 2  # buffers that stay are allocated in the first
 _MIB = 2**20
 
 
@@ -29,13 +29,15 @@ class StepMemory:
         states: between steps, by the kinds of ``engine.memory()``.
         peak: at the moment of a step when most is live, by kind.
         first: at the peak of the first step, in which the buffers that stay are allocated late.
-        heap: at the peak, in storages smaller than :data:`dtrain.planning.storages.HEAP_LIMIT`.
+        largest: of one storage of a step; a kernel may copy it, such as into another layout.
+        fragments: that malloc's heap holds in addition at the peak, between two bounds; (0, 0) for a GPU.
     """
 
     states: Mapping[str, int]
     peak: Mapping[str, int]
     first: int
-    heap: int
+    largest: int
+    fragments: tuple[int, int]
 
     @property
     def total(self) -> int:
@@ -52,7 +54,7 @@ def run_steps(
     batch: Mapping[str, Tensor],
     num_micro_batches: int,
     tracker: StorageTracker,
-    num_steps: int = _NUM_STEPS,
+    num_steps: int = NUM_STEPS,
 ) -> StepMemory:
     """Runs steps of ``engine``, on real or on fake tensors, and returns the memory of the last one.
 
@@ -63,7 +65,9 @@ def run_steps(
         tracker: entered.
         num_steps: the first one allocates the buffers that stay.
     """
-    first = 0
+    first = tracker.largest = 0
+    for heap in tracker.heaps:
+        heap.trim()  # as malloc does up to here: engine.initialize raises its thresholds at its end
     for _ in range(num_steps):
         _relabel_states(engine, tracker)
         tracker.reset_peak()
@@ -77,7 +81,8 @@ def run_steps(
             engine.step()
         first = first or sum(tracker.peak.values())
     peak = {kind: nbytes for kind, nbytes in tracker.peak.items() if nbytes}
-    return StepMemory(engine.memory(), peak, first, tracker.peak_heap)
+    held = [max(0, heap.peak - sum(peak.values())) for heap in tracker.heaps] or [0]
+    return StepMemory(engine.memory(), peak, first, tracker.largest, (min(held), max(held)))
 
 
 def _relabel_states(engine: StateEngine, tracker: StorageTracker) -> None:
@@ -99,17 +104,18 @@ class Margin:
     reasons: tuple[str, ...]
 
 
-def margin(device: Device, num_ranks: int, tensors: int, heap: int) -> Margin:
+def margin(device: Device, num_ranks: int, tensors: int, largest: int, fragments: tuple[int, int]) -> Margin:
     """Returns the band for allocator, kernels and communication beside ``tensors`` bytes.
 
-    On a CPU it is measured (docs/planning.md): malloc's heap, which holds ``heap`` bytes of the tensors, keeps 6 to
-    24 % more; kernels take up to 64 MiB, and libraries that the first step loads up to 256 MiB. On a GPU it is not: the
-    driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB on Hopper, NCCL
-    takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
+    On a CPU it is measured (docs/planning.md): ``fragments`` of malloc's heap are simulated, and may be a tenth less;
+    kernels take up to two copies of the ``largest`` storage and 64 MiB, and libraries that the first step loads up to
+    256 MiB. On a GPU it is not: the driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB on
+    Hopper, NCCL takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
     """
     if device.type == "cpu":
-        high = int(0.24 * heap) + (64 + 256) * _MIB
-        return Margin(int(0.06 * heap), high, ("fragments of the heap", "scratch of kernels", "libraries"))
+        low, high = fragments
+        kernels = 2 * largest + (64 + 256) * _MIB
+        return Margin(int(0.9 * low), high + kernels, ("fragments of the heap", "scratch of kernels", "libraries"))
     low, high = 400 * _MIB, 850 * _MIB + tensors // 12
     if num_ranks > 1:
         low, high = low + 100 * _MIB, high + 1024 * _MIB

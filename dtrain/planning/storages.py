@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.planning.heap import Heap
+
 _DEVICE = torch.ops.prim.device.default
-
-
-HEAP_LIMIT = 31 * 2**20
-"""Bytes from which glibc's malloc maps a block instead of taking it from its heap (``engine.initialize`` sets it)."""
 
 
 class StorageTracker(TorchDispatchMode):
@@ -30,16 +28,21 @@ class StorageTracker(TorchDispatchMode):
         label: kind of the storages that are allocated from now on.
         live: bytes by kind.
         peak: ``live`` at the moment when its sum was largest.
-        peak_heap: bytes at that moment in storages smaller than :data:`HEAP_LIMIT`.
+        largest: bytes of the largest storage so far.
+        heaps: as given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, heaps: Sequence[Heap] = ()) -> None:
+        """Args:
+        heaps: simulated ones that take the same blocks.
+        """
         super().__init__()
         self.label = "other"
         self.live: Counter[str] = Counter()
         self.peak: Mapping[str, int] = {}
-        self.peak_heap = 0
-        self._total = self._peak_total = self._heap = 0
+        self.largest = 0
+        self.heaps = heaps
+        self._total = self._peak_total = 0
         self._known: dict[int, tuple[str, int]] = {}  # label and bytes, by the identity of the storage
 
     @classmethod
@@ -67,19 +70,22 @@ class StorageTracker(TorchDispatchMode):
         self._known[identity] = self.label, nbytes
         weakref.finalize(storage, self._remove, identity).atexit = False
         self.live[self.label] += nbytes
-        self._count(nbytes)
+        self.largest = max(self.largest, nbytes)
+        self._total += nbytes
+        for heap in self.heaps:
+            heap.allocate(identity, nbytes)
         if self._total > self._peak_total:
             self.reset_peak()
 
     def _remove(self, identity: int) -> None:
         label, nbytes = self._known.pop(identity, ("", 0))
-        self.live[label] -= nbytes
-        self._count(-nbytes)
+        self._uncount(identity, label, nbytes)
 
-    def _count(self, nbytes: int) -> None:
-        self._total += nbytes
-        if abs(nbytes) < HEAP_LIMIT:
-            self._heap += nbytes
+    def _uncount(self, identity: int, label: str, nbytes: int) -> None:
+        self.live[label] -= nbytes
+        self._total -= nbytes
+        for heap in self.heaps:
+            heap.release(identity)
 
     def relabel(self, label: str, tensors: Iterable[Tensor]) -> None:
         """Counts the storages of ``tensors`` as ``label`` from now on."""
@@ -96,12 +102,11 @@ class StorageTracker(TorchDispatchMode):
         for storage in storages:
             label, nbytes = self._known.get(storage._cdata, (self.label, 0))
             self._known[storage._cdata] = label, 0
-            self.live[label] -= nbytes
-            self._count(-nbytes)
+            self._uncount(storage._cdata, label, nbytes)
 
     def reset_peak(self) -> None:
         """Takes what is live now as the peak."""
-        self.peak, self.peak_heap, self._peak_total = dict(self.live), self._heap, self._total
+        self.peak, self._peak_total = dict(self.live), self._total
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:

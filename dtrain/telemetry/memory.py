@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import resource
 import sys
@@ -35,6 +36,12 @@ def _status(name: str) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
+def _return_free_memory() -> None:
+    """Gives back what malloc keeps free: memory that is taken from it later would not be growth."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 class PeakMeter:
     """Measures the peak from now on: of the device's memory on a GPU, of the growth of this process on a CPU.
 
@@ -49,6 +56,7 @@ class PeakMeter:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
+        _return_free_memory()
         with suppress(OSError):  # on other systems than Linux
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): VmHWM starts again
         self._start = _status("VmRSS")

@@ -16,7 +16,6 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import HERE, find_device
-from dtrain.telemetry.memory import PeakMeter
 from dtrain.telemetry.report.page import REPORT_FILE, write_report
 from dtrain.train.memory.plan import plan_memory
 from dtrain.train.memory.receipt import Receipt, is_out_of_memory, out_of_memory
@@ -30,9 +29,8 @@ def planned_here(config: RunConfig, device: torch.device, num_ranks: int, datase
     return PlannedRun.of(config, find_device(name, LaunchEnv.read().local_world_size), num_ranks, dataset)
 
 
-def write_receipt(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir, meter: PeakMeter) -> None:
-    """Writes ``memory.json`` and logs it: what rank 0 was planned to need, and what it took."""
-    peak = meter.peak(engine.comm.foreign_nbytes())
+def write_receipt(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir, peak: int | None) -> None:
+    """Writes ``memory.json`` and logs it: what rank 0 was planned to need, and ``peak``, the bytes that it took."""
     try:
         plan = plan_memory(planned_here(config, engine.device, engine.world_size, dataset))
         receipt = Receipt.of(plan, engine.memory(), peak)

@@ -184,6 +184,7 @@ def _train(
     try:
         with watch.ending():
             result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
+        peak = meter.peak(comm.foreign_nbytes())  # of training, which is what was planned
         summary = _summarize(config, engine, result, flops, time.monotonic() - start)
         if comm.rank == 0:
             write_summary(run_dir.path, summary)
@@ -198,7 +199,7 @@ def _train(
     if comm.rank == 0:
         if config.report:
             with watch.ending():
-                write_receipt(config, engine, dataset, run_dir, meter)
+                write_receipt(config, engine, dataset, run_dir, peak)
                 write_page(run_dir)
         _log_summary(summary, run_dir, stop)
     return exit_code

@@ -80,12 +80,9 @@ def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan
     scaled = {kind: int(nbytes * factor) if kind in PER_SAMPLE else nbytes for kind, nbytes in others.items()}
     peak = {**states, **scaled, UNSHARDED: unsharded}
     total = sum(peak.values())
-    return MemoryPlan(
-        run.device,
-        run.num_ranks,
-        StepMemory(states, peak, first=total, heap=total * plan.step.heap // plan.step.total),
-        copy,
-    )
+    low, high = (total * nbytes // plan.step.total for nbytes in plan.step.fragments)
+    step = StepMemory(states, peak, first=total, largest=plan.step.largest, fragments=(low, high))
+    return MemoryPlan(run.device, run.num_ranks, step, copy)
 
 
 def _unsharded_bytes(engine: NativeEngine) -> int:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dtrain.engine.model_state import StateEngine
 from dtrain.planning.devices import Device
-from dtrain.planning.memory import UNSHARDED, Margin, StepMemory, margin, run_steps
+from dtrain.planning.heap import Heap
+from dtrain.planning.memory import NUM_STEPS, UNSHARDED, Margin, StepMemory, margin, run_steps
 from dtrain.planning.storages import StorageTracker
 from dtrain.train.planned import PlannedRun
 
@@ -16,6 +17,9 @@ SAVED_COPY = "saved_copy"
 """Kind of the copy of masters and states that an asynchronous save writes, in the memory of the host."""
 
 MARGIN = "margin"
+_OBJECTS = (1, 2)
+"""Small objects of a tensor on malloc's heap, the least and the most: its storage, and what else holds it."""
+
 _TOO_SMALL = 2**13  # bytes; not shown
 FITS = "fits"
 
@@ -55,8 +59,8 @@ class MemoryPlan:
         return self._margin(self.tensors)
 
     def _margin(self, tensors: int) -> Margin:
-        heap = tensors * self.step.heap // self.step.total
-        return margin(self.device, self.num_ranks, tensors, heap)
+        low, high = (tensors * nbytes // self.step.total for nbytes in self.step.fragments)
+        return margin(self.device, self.num_ranks, tensors, self.step.largest, (low, high))
 
     @property
     def rows(self) -> list[Row]:
@@ -89,13 +93,13 @@ class MemoryPlan:
         )
 
 
-def plan_memory(run: PlannedRun, num_steps: int = 2) -> MemoryPlan:
+def plan_memory(run: PlannedRun, num_steps: int = NUM_STEPS) -> MemoryPlan:
     """Returns the memory of ``run``, whose model and engine take ``num_steps`` steps on fake tensors.
 
     Raises:
         DtrainError: ``dtrain train`` would refuse the run.
     """
-    tracker = StorageTracker()
+    tracker = StorageTracker([Heap(count) for count in _OBJECTS] if run.device.type == "cpu" else ())
 
     def count_unsharded(output: Tensor) -> None:
         tracker.relabel(UNSHARDED, [output])
@@ -117,21 +121,19 @@ def saved_copy(run: PlannedRun, engine: StateEngine) -> int:
 def largest_micro_batch(run: PlannedRun, plan: MemoryPlan) -> int:
     """Returns the largest micro-batch whose upper bound fits; 0: none does.
 
-    Memory grows about linearly with the micro-batch. The growth is taken from the plan; then it is corrected by a first
-    step with the micro-batch that was found.
+    Memory grows about linearly with the micro-batch. The growth is taken from the plan; then it is corrected by a plan
+    of the micro-batch that was found.
     """
     own = run.config.train.micro_batch_size
-
-    def largest(per_sample: float) -> int:
-        low, high = 0, 2**20  # `low` fits, or nothing does
-        while high - low > 1:
-            size = (low + high) // 2
-            fits = plan.can_hold(plan.tensors + per_sample * (size - own))
-            low, high = (size, high) if fits else (low, size)
-        return low
-
-    size = largest(plan.step.growing / own)
+    size, high = 0, 2**20  # `size` fits, or nothing does
+    while high - size > 1:
+        middle = (size + high) // 2
+        fits = plan.can_hold(plan.tensors + plan.step.growing / own * (middle - own))
+        size, high = (middle, high) if fits else (size, middle)
     if size in (0, own):
         return size
-    first = plan_memory(run.with_micro_batch_size(size), num_steps=1).step.first
-    return largest((first - plan.step.first) / (size - own))
+    # one step shows how the tensors grow, but not all fragments
+    other = plan_memory(run.with_micro_batch_size(size), NUM_STEPS if run.device.type == "cpu" else 1)
+    tensors = plan.tensors + other.step.first - plan.step.first
+    per_sample = (tensors + other._margin(tensors).high - plan.high) / (size - own)
+    return max(0, int(own + (run.device.memory - plan.high) / max(per_sample, 1.0)))

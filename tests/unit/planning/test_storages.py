@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.planning.storages import HEAP_LIMIT, StorageTracker
+from dtrain.planning.heap import LIMIT, Heap
+from dtrain.planning.storages import StorageTracker
 
 
 def test_storages_are_counted_once_until_they_are_freed() -> None:
@@ -36,12 +37,15 @@ def test_a_storage_can_be_given_another_kind_and_be_excluded() -> None:
         assert sum(tracker.live.values()) == 32
 
 
-def test_only_small_storages_lie_on_the_heap() -> None:
-    with StorageTracker() as tracker:
-        held = [torch.empty(HEAP_LIMIT, dtype=torch.uint8), torch.empty(1000, dtype=torch.uint8)]
-    assert tracker.peak_heap == 1000
-    assert sum(tracker.peak.values()) == HEAP_LIMIT + 1000
-    del held
+def test_heaps_take_what_is_counted() -> None:
+    heap = Heap(1)
+    with StorageTracker([heap]) as tracker:
+        held = [torch.empty(LIMIT, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)]
+        assert heap.peak == LIMIT + 5096
+        tracker.exclude([held[0].untyped_storage()])
+        held.append(torch.empty(LIMIT - 1, dtype=torch.uint8))
+    assert heap.peak == LIMIT - 1 + 96 + 5096
+    assert tracker.largest == LIMIT
 
 
 @settings(deadline=None)
