@@ -109,8 +109,9 @@ def margin(device: Device, num_ranks: int, tensors: int, largest: int, fragments
 
     On a CPU it is measured (docs/planning.md): ``fragments`` of malloc's heap are simulated, and may be a tenth less;
     kernels take up to two copies of the ``largest`` storage and 64 MiB, and libraries that the first step loads up to
-    256 MiB. On a GPU it is not: the driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a workspace of 32 MiB on
-    Hopper, NCCL takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by up to 8 %.
+    256 MiB. On a GPU it is not: the driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a
+    workspace of 32 MiB on Hopper, NCCL takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by
+    up to 8 %.
     """
     if device.type == "cpu":
         low, high = fragments
