@@ -13,11 +13,11 @@ from bisect import bisect_left, insort
 LIMIT = 31 * 2**20
 """Bytes from which glibc's malloc maps a block instead of taking it from its heap (``engine.initialize`` sets it)."""
 
-_SMALL = 2048  # bytes; smaller blocks come from malloc's caches
+_SMALL = 2048  # bytes; smaller blocks are too few bytes to count
 _ALIGNMENT = 64
 _REMAINDERS = _ALIGNMENT + 32  # MINSIZE: bytes of both remainders of a block
 _GRANULE = 16
-_CACHED = 2 * 7  # remainders, of two sizes, that malloc's cache of a thread keeps
+_CACHED = 2 * 7  # remainders that malloc's cache of a thread keeps: about seven of each of two sizes
 
 
 class Heap:
@@ -77,7 +77,7 @@ class Heap:
             self._end += needed
             self._extent = max(self._extent, self._end)
         self._count += 1
-        before = self._count * _GRANULE % _ALIGNMENT  # addresses are not known
+        before = self._count * _GRANULE % _ALIGNMENT  # addresses are not known: offsets are spread evenly
         behind = _REMAINDERS - before
         end = start + before + nbytes
         self._blocks[key] = start + before, nbytes

@@ -28,7 +28,7 @@ class StepMemory:
     Attributes:
         states: between steps, by the kinds of ``engine.memory()``.
         peak: at the moment of a step when most is live, by kind.
-        first: at the peak of the first step, in which the buffers that stay are allocated late.
+        first: at the peak of the first step, in which persistent buffers are allocated when they are first used.
         largest: of one storage of a step; a kernel may copy it, such as into another layout.
         fragments: that malloc's heap holds in addition at the peak, between two bounds; (0, 0) for a GPU.
     """
@@ -67,7 +67,7 @@ def run_steps(
     """
     first = tracker.largest = 0
     for heap in tracker.heaps:
-        heap.trim()  # as malloc does up to here: engine.initialize raises its thresholds at its end
+        heap.trim()  # as malloc does until engine.initialize, at its end, raises malloc's thresholds
     for _ in range(num_steps):
         _relabel_states(engine, tracker)
         tracker.reset_peak()
@@ -109,9 +109,9 @@ def margin(device: Device, num_ranks: int, tensors: int, largest: int, fragments
 
     On a CPU it is measured (docs/planning.md): ``fragments`` of malloc's heap are simulated, and may be a tenth less;
     kernels take up to two copies of the ``largest`` storage and 64 MiB, and libraries that the first step loads up to
-    256 MiB. On a GPU it is not: the driver's context and the modules of kernels take 0.4 to 0.8 GiB, cuBLAS takes a
-    workspace of 32 MiB on Hopper, NCCL takes 0.1 to 1 GiB for its channels, and the allocator rounds and fragments by
-    up to 8 %.
+    256 MiB. On a GPU it is not: the driver's context and the modules of kernels take 400 to 818 MiB, cuBLAS a workspace
+    of 32 MiB (Hopper), NCCL's channels 100 MiB to 1.1 GiB, and the allocator's rounding and fragments up to a twelfth
+    of the tensors.
     """
     if device.type == "cpu":
         low, high = fragments

@@ -34,6 +34,20 @@ LARGE = {
     "train.save_every": 0,  # the loop below does not save
 }
 
+_SMALL = "train.micro_batch_size=4"
+_RECOMPUTED = "model.factory=tests.helpers.planned_models:Recomputed"
+FITTED: list[tuple[int, list[str]]] = [  # by which the number of small objects was chosen (planning/heap.py)
+    (1, ["precision=fp32", "optim=lion", "model.num_layers=4", "model.hidden_dim=384", "model.num_heads=6"]),
+    (1, ["precision=bf16", _RECOMPUTED, "model.num_layers=4", "model.hidden_dim=768", "model.num_heads=12", _SMALL]),
+    (1, ["precision=fp32", _RECOMPUTED, _SMALL]),
+    (2, ["precision=bf16", "engine.zero_stage=1", "train.global_batch_size=32"]),
+    (2, ["precision=fp32", "engine.zero_stage=2", _SMALL, "model.max_seq_len=256"]),
+    (1, ["precision=bf16", "model.factory=tests.helpers.planned_models:Convolutions"]),
+    (2, ["precision=fp8", "engine.zero_stage=3", _SMALL]),
+    (1, ["precision=bf16", "model=gpt2-124m", "model.max_seq_len=256", _SMALL]),
+    (4, ["precision=fp32", "engine.zero_stage=3", "train.micro_batch_size=2", "model.max_seq_len=128"]),
+]
+
 
 def expected(plan: MemoryPlan) -> int:
     """Returns the middle of the plan's band, without what a first step loads: libraries, 64 MiB of kernels."""
@@ -72,11 +86,11 @@ def measure(ranks: int, keys: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    cases = []
-    for ranks, keys in CASES:
-        cases.append(measure(ranks, keys))
-        print(cases[-1], flush=True)
-    result = {"host": asdict(describe_host()), "defaults": LARGE, "cases": cases}
+    result: dict[str, Any] = {"host": asdict(describe_host()), "defaults": LARGE, "cases": [], "fitted": []}
+    for name, configurations in (("cases", CASES), ("fitted", FITTED)):
+        for ranks, keys in configurations:
+            result[name].append(measure(ranks, keys))
+            print(result[name][-1], flush=True)
     Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 

@@ -81,7 +81,7 @@ def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan
     peak = {**states, **scaled, UNSHARDED: unsharded}
     total = sum(peak.values())
     low, high = (total * nbytes // plan.step.total for nbytes in plan.step.fragments)
-    step = StepMemory(states, peak, first=total, largest=plan.step.largest, fragments=(low, high))
+    step = StepMemory(states, peak, first=total, largest=int(plan.step.largest * factor), fragments=(low, high))
     return MemoryPlan(run.device, run.num_ranks, step, copy)
 
 
