@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dtrain import checkpoint, errors
     from dtrain.checkpoint.frozen_source import FrozenSource
     from dtrain.config.audit import Audit
+    from dtrain.config.blocks import Blocks
     from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
     from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon, TorchOptimizer
     from dtrain.config.precision import Float8, LossScale
@@ -31,6 +32,7 @@ __all__ = [
     "AdamW",
     "AdamWBF16",
     "Audit",
+    "Blocks",
     "Constant",
     "Cosine",
     "Culprit",
@@ -58,6 +60,7 @@ __all__ = [
 _HOMES = {
     "dtrain.checkpoint.frozen_source": ("FrozenSource",),
     "dtrain.config.audit": ("Audit",),
+    "dtrain.config.blocks": ("Blocks",),
     "dtrain.config.engines": ("DDP", "FSDP2", "DeepSpeed", "Native"),
     "dtrain.config.optim": ("SGD", "Adam", "AdamW", "AdamWBF16", "Lion", "Muon", "TorchOptimizer"),
     "dtrain.config.precision": ("Float8", "LossScale"),

@@ -31,7 +31,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_batch(config.train, world_size)
     _check_schedule(config.schedule, config.train.steps)
     keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
-    keys["replay_every"] = "audit.replay_every"
+    keys |= {"replay_every": "audit.replay_every", "recompute": "model.recompute", "compile_blocks": "model.compile"}
     precision = config.precision
     check_engine(
         config.engine.name,
@@ -40,6 +40,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
         optimizer=config.optim.name,
         compiles=getattr(config.optim, "compile", "auto"),
         replay_every=config.audit.replay_every,
+        blocks=config.model,
         format_key=lambda key: keys[key],
     )
 

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
+from dtrain.config.blocks import Blocks
 from dtrain.config.fields import written
 from dtrain.errors import ConfigError, nearest
 
@@ -102,6 +103,8 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "compile": ("auto", False, True),
     "optimizer": ("adamw", "adamw-bf16", "adam", "sgd", "lion", "muon", "torch"),
     "replay_every": (0, "above 0"),
+    "recompute": ("none", "selective", "full"),
+    "compile_blocks": ("none", "blocks", "auto"),
 }
 """Every key of several engines in which they differ, with all values that any engine supports."""
 
@@ -232,12 +235,14 @@ def check_engine(
     optimizer: str = "adamw",
     compiles: bool | str = "auto",
     replay_every: int = 0,
+    blocks: Blocks | None = None,
     format_key: Callable[[str], str] = str,
 ) -> None:
     """Checks that an engine supports a precision with the formats of its rules, an optimizer, and other settings.
 
     Args:
         precision: the name of a policy; one of the user's own is not known here.
+        blocks: what is done to the blocks of the model; None: nothing.
 
     Raises:
         ConfigError: as :func:`check`.
@@ -246,6 +251,8 @@ def check_engine(
     for name in dict.fromkeys(("fp32", *rules)):
         replays = "above 0" if replay_every else 0
         settings = {"rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
+        if blocks is not None:
+            settings |= {"recompute": blocks.recompute, "compile_blocks": blocks.compile}
         check(engine, format_key=format_key, **names, **settings)
 
 

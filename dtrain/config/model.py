@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
+from dtrain.config.blocks import Blocks
 from dtrain.config.fields import CheckedRecord, above, at_least, between, default_of, group, one_of, setting, written
 from dtrain.config.imports import NAMED
 from dtrain.errors import ConfigError
@@ -49,7 +50,7 @@ class Lora(CheckedRecord):
 
 
 @dataclass(frozen=True)
-class ModelConfig(CheckedRecord):
+class ModelConfig(Blocks):
     """Model to train: a built-in one, one of transformers (model=hf), or your own factory's. See docs/models.md."""
 
     name: str = "tiny"
@@ -76,7 +77,13 @@ class ModelConfig(CheckedRecord):
         {}, "Free keys for a factory of your own; model=hf weights=random: entries of config.json to replace."
     )
 
+    @property
+    def block_options(self) -> Blocks:
+        """What is done to the blocks, as the argument of ``initialize``."""
+        return Blocks(**{item.name: getattr(self, item.name) for item in fields(Blocks)})
+
     def _check(self) -> None:
+        super()._check()
         if not NAMED.fullmatch(self.factory):
             raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
         if self.factory == HF_FACTORY:

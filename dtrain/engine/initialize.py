@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
+from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
@@ -26,12 +27,15 @@ from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device, connect
+from dtrain.engine.blocks.compiled import resolve_compile
+from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.clip_warning import warn_of_clipping
 from dtrain.engine.deterministic import allow_deterministic_kernels, require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
 from dtrain.engine.settings import (
     audit_record,
+    blocks_record,
     check_model,
     check_others,
     check_precision,
@@ -65,6 +69,7 @@ def initialize(
     max_grad_norm: float | None = 1.0,
     ema_decay: float | None = None,
     audit: Audit | int | None = None,
+    blocks: Blocks | None = None,
     seed: int | None = None,
     comm: Communicator | None = None,
     frozen_source: FrozenSource | None = None,
@@ -95,6 +100,8 @@ def initialize(
             none.
         audit: how often the bits of weights and optimizer states are checked: ``dtrain.Audit(every=100)``, which is
             the default, or the number of steps; 0 for none. See docs/audit.md.
+        blocks: ``dtrain.Blocks(recompute="selective", compile="blocks")``: recompute the activations of the model's
+            blocks in backward, compile the blocks; None does neither. See docs/engine.md.
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
         frozen_source: ``dtrain.FrozenSource(folder)``, if all frozen parameters are those of a folder of safetensors
@@ -113,14 +120,17 @@ def initialize(
     ema_decay = checked_ema_decay(ema_decay)
     audits = audit_record(audit)
     optimizer = optimizer_record(optimizer)
-    options = StepOptions(record, optimizer, schedule_record(schedule, optimizer.lr), max_grad_norm, ema_decay, audits)
+    schedule = schedule_record(schedule, optimizer.lr)
+    options = StepOptions(record, optimizer, schedule, max_grad_norm, ema_decay, audits, blocks_record(blocks))
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
     check_others(seed, comm, frozen_source)
     check_model(model)
+    find_blocks(model, options.blocks)
     if record.reproducible:
         require_reproducible(model)
     device = _rank_device(model) if comm is None else comm.device
+    options = replace(options, blocks=replace(options.blocks, compile=resolve_compile(options.blocks.compile, device)))
     plan = plan_optimizer(model, on_device(options.optimizer, device), device, ema_decay)
     if comm is None:
         policy = policy.on(device)

@@ -79,6 +79,11 @@ class Engine(ABC):
         """
 
     @property
+    def compiled_graphs(self) -> int | None:
+        """Number of graphs into which the blocks were compiled so far; None: they are not compiled."""
+        return None
+
+    @property
     def rank(self) -> int:
         """Index of this rank."""
         return self.comm.rank

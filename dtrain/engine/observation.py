@@ -24,7 +24,7 @@ from dtrain.precision.float8.options import Recipe
 from dtrain.precision.forward import autocast_dtype, reduced_precision_region
 from dtrain.precision.policy import TRAINABLE_DTYPES, PrecisionPolicy
 from dtrain.precision.regions import in_full_precision_region
-from dtrain.precision.rules import is_compiled
+from dtrain.precision.rules import has_compiled_forward, modules_without_hooks
 
 _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
@@ -39,7 +39,8 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     - Modules of another 16-bit format than the modules around them run in that format, and so do norms, softmax and
       losses that a rule makes low-precision.
 
-    Compiled and scripted modules are not checked, nor are parameters that are read outside the module that owns them.
+    Of compiled and scripted modules, only the parameters of those with a compiled forward are checked. Parameters that
+    are read outside the module that owns them are not.
 
     Raises:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
@@ -50,12 +51,13 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     float8 = {id(model.get_submodule(name)) for name in contract.float8_modules}
     nodes: list[Node] = []  # keeps them alive until the graph that forward builds does
     handles: list[Any] = []
-    # a hook on a compiled module would compile it again, or not be called
-    closed = {id(part) for module in model.modules() if is_compiled(module) for part in module.modules()}
+    # a hook inside of a compiled module would compile it again, or not be called
+    closed = modules_without_hooks(model)
     for name, module in model.named_modules():
         if id(module) in closed:
             continue
-        names = {local: canonical[id(p)] for local, p in module.named_parameters(recurse=False)}
+        is_compiled = has_compiled_forward(module)  # then it stands for the modules inside, too
+        names = {local: canonical[id(p)] for local, p in module.named_parameters(recurse=is_compiled)}
         if names:
             # registered now, so it runs after the hook with which a library unshards the parameters
             check = partial(_check_parameters, names, contract, nodes)
@@ -86,7 +88,7 @@ def _is_known(module: nn.Module) -> bool:
 def _check_parameters(
     names: Mapping[str, str], contract: Contract, nodes: list[Node], module: nn.Module, _: Any
 ) -> None:
-    for local, parameter in module.named_parameters(recurse=False):
+    for local, parameter in module.named_parameters(recurse=has_compiled_forward(module)):
         name = names[local]
         want = contract.parameter_dtype(name)
         if parameter.dtype != want:

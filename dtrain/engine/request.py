@@ -8,6 +8,7 @@ from torch import nn
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
+from dtrain.config.blocks import Blocks
 from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import AnySchedule
@@ -26,6 +27,7 @@ class StepOptions:
         max_grad_norm: clipping threshold of the global norm, or None.
         ema_decay: decay of the moving average of the weights; None: no average.
         audit: which steps are audited.
+        blocks: what is done to the blocks of the model.
     """
 
     engine: EngineConfig
@@ -34,6 +36,7 @@ class StepOptions:
     max_grad_norm: float | None
     ema_decay: float | None = None
     audit: Audit = field(default_factory=Audit)
+    blocks: Blocks = field(default_factory=Blocks)
 
     @property
     def zero_stage(self) -> int:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
+from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import check_engine
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
@@ -26,7 +27,7 @@ from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = (
     *("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "ema_decay"),
-    *("audit", "seed", "comm", "frozen_source"),
+    *("audit", "blocks", "seed", "comm", "frozen_source"),
 )
 
 
@@ -83,6 +84,8 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         "rules": "precision.rules",
         "compile": "optimizer.compile",
         "replay_every": "audit.replay_every",
+        "recompute": "Blocks.recompute",
+        "compile_blocks": "Blocks.compile",
     }  # else the argument's own name
     check_engine(
         options.engine.name,
@@ -91,6 +94,7 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         optimizer=options.optimizer.name,
         compiles=getattr(options.optimizer, "compile", "auto"),
         replay_every=options.audit.replay_every,
+        blocks=options.blocks,
         format_key=lambda key: arguments.get(key, key),
     )
 
@@ -160,6 +164,15 @@ def audit_record(audit: Audit | int | None) -> Audit:
     if audit is None or isinstance(audit, Audit):
         return audit or Audit()
     return Audit(check_field(Audit, "every", audit, "audit"))
+
+
+def blocks_record(blocks: Blocks | None) -> Blocks:
+    """Returns the record of blocks, the default one for None; raises ``ConfigError`` for something else."""
+    if blocks is not None and not isinstance(blocks, Blocks):
+        raise ConfigError(
+            f"blocks={shown(blocks)} is not a record such as dtrain.Blocks(recompute='selective', compile='blocks')"
+        )
+    return blocks or Blocks()
 
 
 def check_others(seed: int | None, comm: Communicator | None, frozen_source: FrozenSource | None) -> None:

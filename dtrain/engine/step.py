@@ -30,6 +30,8 @@ from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import checked_lr
 from dtrain.engine.audit.replay import MicroBatchReplay
 from dtrain.engine.audit.state_audit import StateAudit
+from dtrain.engine.blocks.compiled import CompiledBlocks
+from dtrain.engine.blocks.install import install_blocks
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.explain import SkipExplainer
 from dtrain.engine.forward_calls import ForwardCalls
@@ -89,6 +91,7 @@ class StepEngine(StoredEngine):
         # 7 bytes: integers of the vote's records have 63 bits
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
+        self._compiled = self._install_blocks()
         self._losses = LossAccumulator()
         self._vote_tensors = VoteTensors(self.options.max_grad_norm)
         self._finalizer = StepFinalizer(
@@ -112,6 +115,19 @@ class StepEngine(StoredEngine):
         self._backward_failed = False  # a backward has begun and not ended
         self._is_averaged = False  # inside ``ema``
         self.sample: PrecisionSample | None = None
+
+    def _install_blocks(self) -> CompiledBlocks | None:
+        """Makes the blocks recomputed or compiled ones, as the options say."""
+        blocks = self.options.blocks
+        compiled = None
+        if blocks.compile != "none":
+            compiled = CompiledBlocks(self.comm, measures=blocks.compile == "auto")
+        install_blocks(self.module, blocks, getattr(self.options.engine, "sharding_units", []), compiled)
+        return compiled
+
+    @property
+    def compiled_graphs(self) -> int | None:
+        return None if self._compiled is None else self._compiled.num_graphs
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
@@ -288,6 +304,8 @@ class StepEngine(StoredEngine):
 
     def _end_step(self) -> None:
         """Ends the step under way, whether it was taken or not; its gradients are cleared later."""
+        if self._compiled is not None:
+            self._compiled.end_step(self.attempted_steps)
         self._losses.clear()
         self._stop_requested = self._save_expected = False
         self._end_batch()

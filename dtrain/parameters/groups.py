@@ -140,16 +140,20 @@ def _auto_units(model: nn.Module) -> list[str]:
     return units
 
 
-def find_units(model: nn.Module, sharding_units: str | Sequence[str]) -> list[str]:
-    """Returns the names of the modules that are sharded as units, see :func:`find_groups`."""
-    if sharding_units == "auto":
+def find_units(model: nn.Module, patterns: str | Sequence[str], setting: str = "sharding_units") -> list[str]:
+    """Returns the names of the modules that are sharded as units, see :func:`find_groups`.
+
+    Args:
+        setting: name of the setting of ``patterns`` in messages.
+    """
+    if patterns == "auto":
         return _auto_units(model)
     names = [name for name, _ in model.named_modules() if name]
     matched: list[str] = []
-    for pattern in [sharding_units] if isinstance(sharding_units, str) else sharding_units:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
-            raise ConfigError(f"sharding_units pattern '{pattern}' matches no module{nearest(pattern, names)}")
+            raise ConfigError(f"{setting} pattern '{pattern}' matches no module{nearest(pattern, names)}")
         matched += found
     # a unit inside another one would share its parameters, so the outer one wins
     return [name for name in names if name in matched and not _unit_of(name, matched)]

@@ -106,14 +106,14 @@ def set_matmul_precision(policy: PrecisionPolicy) -> None:
         setattr(matmul, name, False)
 
 
-def _own_forward(module: nn.Module) -> Callable[..., Any]:
+def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Returns the forward of ``module`` unbound, so that a deep copy of the module uses its own weights."""
     own = module.forward
     return own.__func__ if isinstance(own, MethodType) else lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) -> None:
-    original = _own_forward(module)
+    original = own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
@@ -124,11 +124,11 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
         with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)
 
-    _replace_forward(module, forward)
+    replace_forward(module, forward)
 
 
 def _run_in_reduced_precision(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    original = _own_forward(module)
+    original = own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if in_full_precision_region(device_type):  # dtrain.full_precision() in code wins over a rule
@@ -141,11 +141,11 @@ def _run_in_reduced_precision(module: nn.Module, device_type: str, dtype: torch.
         return _cast_reduced_precision(output, outer)
 
     vars(forward)[_REGION] = dtype
-    _replace_forward(module, forward)
+    replace_forward(module, forward)
 
 
 def _run_fp32_class_in(module: nn.Module, device_type: str, dtype: torch.dtype) -> None:
-    original = _own_forward(module)
+    original = own_forward(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if in_full_precision_region(device_type):
@@ -160,10 +160,11 @@ def _run_fp32_class_in(module: nn.Module, device_type: str, dtype: torch.dtype) 
         return pytree.tree_map(lambda value: _cast(value, outer if _has_dim(value) else torch.float32), output)
 
     vars(forward)[_REGION] = dtype
-    _replace_forward(module, forward)
+    replace_forward(module, forward)
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Makes ``forward``, which takes the module as its first argument, the forward of ``module``."""
     vars(forward)[OWN_FORWARD] = getattr(module.forward, "__func__", module.forward)
     module.forward = MethodType(forward, module)
 

@@ -33,6 +33,9 @@ POLICY = "policy"
 OWN_FORWARD = "own_forward"
 """Attribute of a replaced forward that stores the module's own forward."""
 
+COMPILED_FORWARD = "compiled_forward"
+"""Attribute of a replaced forward that runs compiled code in training; hooks of its module run outside of that."""
+
 _NORM_CLASS = re.compile(r"norm(?!al)", re.IGNORECASE)  # RMSNorm, BatchNorm2d, BatchNormAct2d; not NormalNoise
 _ROUTER_CLASS = re.compile(r"Router$")  # of a mixture of experts, as transformers names them: MixtralTopKRouter
 _SOFTMAX = (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin)
@@ -78,17 +81,32 @@ def fp32_class(module: nn.Module) -> str:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module runs as compiled or scripted code, which ignores hooks and a replaced class."""
+    """Whether a module runs as compiled or scripted code, which ignores a replaced class and hooks on what is inside.
+
+    Hooks on the module itself are ignored too, or compiled, unless :func:`has_compiled_forward`.
+    """
     is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: the import takes a second
     is_whole = is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)
-    return is_whole or _is_compiled_function(getattr(module, "forward", None))
+    return is_whole or has_compiled_forward(module)
+
+
+def has_compiled_forward(module: nn.Module) -> bool:
+    """Whether the forward of a module is compiled, so that hooks on the module itself run as ever."""
+    return _is_compiled_function(getattr(module, "forward", None))
+
+
+def modules_without_hooks(model: nn.Module) -> set[int]:
+    """Returns the ids of the modules in compiled code, on which hooks do not run."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    inside = {id(part) for module in compiled for part in list(module.modules())[1:]}
+    return inside | {id(module) for module in compiled if not has_compiled_forward(module)}
 
 
 def _is_compiled_function(function: Any) -> bool:
     """Whether ``torch.compile`` made ``function`` or one that it replaced; dynamo sets attributes on them."""
     while function is not None:
         is_dynamo = hasattr(function, "_torchdynamo_orig_callable")
-        if is_dynamo and not getattr(function, "_torchdynamo_disable", False):
+        if (is_dynamo and not getattr(function, "_torchdynamo_disable", False)) or hasattr(function, COMPILED_FORWARD):
             return True
         function = getattr(function, OWN_FORWARD, None)
     return False

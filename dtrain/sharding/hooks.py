@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from dtrain.sharding.group import ParameterGroup
 
 
@@ -23,6 +25,8 @@ class GuardedParameters(dict[str, Any]):
         self._require = require
 
     def __getitem__(self, key: str) -> Any:
+        if torch.compiler.is_compiling():  # the hooks of a compiled block are outside its graph, and ran before
+            return super().__getitem__(key)
         guard = self._guards.get(key)
         # repr() of a Linear reads its bias, to print whether there is one
         if guard is not None and not guard[0].may_be_read and sys._getframe(2).f_code.co_name != "extra_repr":

@@ -99,6 +99,8 @@ class UnshardScheduler:
         """Guards a module's parameters, and its forward, because ``nn.GRU`` and others bypass ``_parameters``."""
 
         def require_all(*_: Any) -> None:
+            if torch.compiler.is_compiling():  # the hooks of a compiled block are outside its graph, and ran before
+                return
             for group, name in guards.values():
                 self._require(group, name)
 

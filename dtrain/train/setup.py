@@ -27,6 +27,7 @@ from dtrain.data.text import ByteCodec
 from dtrain.data.tokenizer import TOKENIZER, TokenizerFile
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv, num_cores
+from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
@@ -126,6 +127,7 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
             )
     if isinstance(config.engine, Native):
         matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
+    find_blocks(model, config.model, "model.blocks")
     if isinstance(config.engine, (Native, FSDP2)):
         find_units(model, config.engine.sharding_units)
 
@@ -202,6 +204,7 @@ def make_engine(
             max_grad_norm=config.optim.max_grad_norm,
             ema_decay=config.ema.decay,
             audit=config.audit,
+            blocks=config.model.block_options,
             seed=config.seed,
             comm=comm,
         )

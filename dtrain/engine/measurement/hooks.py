@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.module_values import in_backward
 from dtrain.precision.policy import TRAINABLE_DTYPES
-from dtrain.precision.rules import is_compiled
+from dtrain.precision.rules import modules_without_hooks
 
 OnTensor = Callable[[Tensor], None]
 
@@ -43,9 +43,8 @@ def on_outputs(module: nn.Module, *, forward: OnTensor, gradient: OnTensor) -> I
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of ``model`` by name, except those in compiled code, which runs without hooks."""
-    modules = dict(model.named_modules())
-    compiled = {id(part) for module in modules.values() if is_compiled(module) for part in module.modules()}
-    return {name: module for name, module in modules.items() if id(module) not in compiled}
+    without = modules_without_hooks(model)
+    return {name: module for name, module in model.named_modules() if id(module) not in without}
 
 
 def matching_modules(model: nn.Module, patterns: Sequence[str], key: str) -> dict[str, nn.Module]:

@@ -1,0 +1,193 @@
+"""Compilation of blocks by ``torch.compile``: one graph for all equal blocks, counted, and no repetition unsaid."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.engine.blocks.recompute import Forward
+from dtrain.errors import ConfigError
+from dtrain.precision.hardware import has_compiler
+from dtrain.precision.rules import COMPILED_FORWARD
+
+_ROUNDS = 5
+"""Rounds of the measurement of ``compile=auto``, eager and compiled in turn, after one of each that is not counted."""
+
+
+def resolve_compile(mode: str, device: torch.device) -> str:
+    """Returns ``none``, ``blocks`` or ``auto`` for the device: on a CPU, and without a compiler, auto is none.
+
+    Raises:
+        ConfigError: blocks are to be compiled, and there is no compiler.
+    """
+    if mode == "none" or (mode == "auto" and device.type == "cpu"):
+        return "none"
+    if has_compiler(device):
+        return mode
+    needs = "Triton and a C compiler" if device.type == "cuda" else "a C++ compiler, such as g++,"
+    if mode == "blocks":
+        raise ConfigError(
+            f"compile=blocks needs {needs} and the headers of Python, which this machine lacks; install them, or set "
+            f"compile=none"
+        )
+    logger.info("compile=auto: blocks are not compiled, because this machine lacks %s or the headers of Python", needs)
+    return "none"
+
+
+class CompiledBlocks:
+    """Compiles the forwards of blocks, and counts the graphs.
+
+    Compiled code runs in training only: validation and generation meet other shapes, each of which would take a
+    compilation. A shape that changes is compiled once more, then for all sizes of that dimension.
+
+    Args:
+        measures: whether the first call measures if compiled code is faster, and keeps it only then.
+
+    Attributes:
+        num_graphs: graphs compiled so far; a graph break makes two of one.
+        is_on: whether compiled code runs.
+    """
+
+    def __init__(self, comm: Communicator, *, measures: bool) -> None:
+        self.num_graphs = 0
+        self.is_on = True
+        self._comm = comm
+        self._measures = measures
+        self._seconds = 0.0
+        self._num_reported = 0
+        self._breaks = _graph_breaks()
+
+    def wrap(self, forward: Forward) -> Forward:
+        """Returns ``forward``, which takes its module as the first argument, compiled."""
+        compiled = torch.compile(forward, backend=self._compile)
+
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_on or not torch.is_grad_enabled():
+                return forward(module, *args, **kwargs)
+            if self._measures:
+                self._measures = False
+                self._choose(forward, compiled, module, args, kwargs)
+                return run(module, *args, **kwargs)
+            return compiled(module, *args, **kwargs)
+
+        vars(run)[COMPILED_FORWARD] = True
+        return run
+
+    def _compile(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx  # the import takes seconds
+
+        self.num_graphs += 1
+        start = time.monotonic()
+        try:
+            return compile_fx(graph, inputs)
+        finally:
+            self._seconds += time.monotonic() - start
+
+    def end_step(self, step: int) -> None:
+        """Logs the graphs of the first step, and warns of those that a later step has compiled, with the reason."""
+        if self.num_graphs == self._num_reported:
+            return
+        new, is_first = self.num_graphs - self._num_reported, not self._num_reported
+        self._num_reported = self.num_graphs
+        if self._comm.rank != 0:
+            return
+        graphs = f"{new} graph{'s' if new > 1 else ''} in {self._seconds:.0f} s"
+        self._seconds = 0.0
+        if is_first:
+            logger.info("blocks compiled: %s", graphs)
+            if breaks := _graph_breaks() - self._breaks:
+                logger.warning(
+                    "compiled blocks are cut by %d graph break%s, where they run uncompiled; the first: %s",
+                    *(breaks, "s" if breaks > 1 else "", _first_break()),
+                )
+            return
+        logger.warning("step %d compiled blocks again: %s, %d so far; %s", step, graphs, self.num_graphs, _reason())
+
+    def _choose(
+        self, forward: Forward, compiled: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Measures the forward and backward of a block; rank 0 decides for all, because the bits differ."""
+        devices = [self._comm.device] if self._comm.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            times = measure((forward, compiled), module, args, kwargs)
+        rows = self._comm.gather_rows(torch.tensor(times, device=self._comm.device), label="time of a block")
+        eager, faster = rows[0].tolist()
+        self.is_on = faster < eager
+        if self._comm.rank == 0:
+            logger.info(
+                "compile=auto: a block takes %.3g ms compiled and %.3g ms eager (%.2fx), so blocks are %s",
+                *(faster, eager, eager / faster, "compiled" if self.is_on else "not compiled"),
+            )
+
+
+def measure(
+    forwards: Sequence[Forward], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[float]:
+    """Returns the median time of forward and backward of ``module`` by each of ``forwards``, in ms.
+
+    No gradient reaches a parameter, and the arguments keep their graphs.
+    """
+    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
+    inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
+    device = next(value.device for value in inputs)
+
+    def run(forward: Forward) -> float:
+        _synchronize(device)
+        start = time.perf_counter()
+        # as they are: the engine's own hooks would see a backward of another graph, and free weights for it
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            outputs = [value for value in pytree.tree_leaves(forward(module, *args, **kwargs)) if _needs_grad(value)]
+            ones = [torch.ones_like(value) for value in outputs]
+            torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        _synchronize(device)
+        return 1000 * (time.perf_counter() - start)
+
+    rounds = [[run(forward) for forward in forwards] for _ in range(_ROUNDS + 1)]
+    return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _graph_breaks() -> int:
+    return sum(_break_counts().values())
+
+
+def _first_break() -> str:
+    """Returns the first line of the reason of a graph break."""
+    reason = next(iter(_break_counts()), "unknown")
+    return reason.strip().splitlines()[0]
+
+
+def _break_counts() -> dict[str, int]:
+    from torch._dynamo.utils import counters  # with torch.compile, dynamo is imported anyway
+
+    return counters["graph_break"]
+
+
+def _reason() -> str:
+    """Returns the guard of the compiler that failed last, as a clause."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    reasons = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    return f"because this no longer held: {' '.join(reasons[-1].split())[:300]}" if reasons else "the reason is unknown"

@@ -1,0 +1,81 @@
+"""Finds the blocks of a model, and replaces their forwards by recomputed or compiled ones.
+
+[Note: order of the wrappers] From inside to outside: the block's own forward, with what the precision policy has
+replaced in it; recomputation; compilation; the hooks of the engine, which unshard weights. So a graph of the compiler
+holds the recomputation, which it can plan, and no hook, whose side effects it would not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dtrain.config.blocks import Blocks
+from dtrain.engine.blocks.compiled import CompiledBlocks
+from dtrain.engine.blocks.recompute import recomputed
+from dtrain.errors import ConfigError
+from dtrain.parameters.groups import callable_parts, find_units
+from dtrain.precision.forward import own_forward, replace_forward
+
+
+def find_blocks(model: nn.Module, options: Blocks, setting: str = "blocks") -> list[tuple[str, nn.Module]]:
+    """Returns the blocks of ``model`` with their names, in the order of definition.
+
+    Args:
+        setting: name of ``options.blocks`` in messages.
+
+    Raises:
+        ConfigError: a pattern matches no module, ``auto`` finds none, or a module recomputes its activations itself.
+    """
+    if not options.is_used:
+        return []
+    names = find_units(model, options.blocks, setting)
+    found = [(name, part) for name in names for part in callable_parts(model.get_submodule(name))]
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no ModuleList or Sequential whose elements could be recomputed or compiled; "
+            f"name its blocks: {setting}=[layers.*]"
+        )
+    if options.recompute != "none":
+        for name, module in model.named_modules():
+            if getattr(module, "gradient_checkpointing", False) is True:
+                raise ConfigError(
+                    f"'{name or type(model).__name__}' recomputes its activations itself (gradient_checkpointing=True),"
+                    f" so recompute={options.recompute} would do it twice; switch one of them off"
+                )
+    return found
+
+
+def install_blocks(
+    model: nn.Module, options: Blocks, units: str | Sequence[str], compiled: CompiledBlocks | None
+) -> None:
+    """Replaces the forwards of the blocks of ``model``: [Note: order of the wrappers].
+
+    Args:
+        units: name patterns of the units of sharding, whose hooks must stay outside of compiled code.
+        compiled: compiles the blocks; None: they run as they are.
+
+    Raises:
+        ConfigError: as :func:`find_blocks`; or a compiled block contains a unit of sharding.
+    """
+    blocks = find_blocks(model, options)
+    if compiled is not None:
+        for unit in find_units(model, units):
+            outer = next((name for name, _ in blocks if unit.startswith(f"{name}.")), None)
+            if outer is not None:
+                raise ConfigError(
+                    f"the compiled block '{outer}' contains the unit of sharding '{unit}', whose hooks would be "
+                    f"compiled too; compile the units themselves: blocks='auto', or the patterns of sharding_units"
+                )
+    forwards = {}  # one for all blocks of a kind, so that they share a graph
+    for number, (_, block) in enumerate(blocks):
+        own = own_forward(block)
+        recomputes = options.recompute != "none" and number % options.recompute_every == 0
+        if (own, recomputes) not in forwards:
+            forward = own
+            if recomputes:
+                forward = recomputed(forward, options.recompute, offloads=options.offload_activations)
+            forwards[own, recomputes] = forward if compiled is None else compiled.wrap(forward)
+        if forwards[own, recomputes] is not own:
+            replace_forward(block, forwards[own, recomputes])

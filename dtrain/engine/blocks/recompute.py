@@ -1,0 +1,107 @@
+"""Recomputation: backward runs the forward of a block again instead of keeping its activations.
+
+Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4. The selective form follows Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 5, by operation: the results
+that cost the most time for their memory are kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+Forward = Callable[..., Any]
+"""A forward that takes its module as the first argument."""
+
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_KEPT = (
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
+    *("aminmax", "amax"),  # for the scales of FP8 casts: a whole tensor is read for a few numbers
+)
+"""Operations of ATen whose results the selective form keeps, besides every second matmul."""
+
+
+def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forward:
+    """Returns a forward of the same result after which backward computes the activations again.
+
+    The random numbers and the autocast state are those of the first run, so gradients have the same bits. Without
+    gradients it is ``forward`` itself.
+
+    Args:
+        forward: takes its module as the first argument.
+        mode: ``full`` or ``selective``.
+        offloads: whether the arguments lie in host memory until backward.
+    """
+    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        with _on_host() if offloads else nullcontext():
+            return checkpoint(partial(forward, self), *args, use_reentrant=False, **options, **kwargs)
+
+    return run
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    num_matmuls: Counter[bool] = Counter()  # torch before 2.13 calls the policy when it computes again, too
+
+    def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in _operations(_MATMULS):
+            num_matmuls[context.is_recompute] += 1
+            is_kept = num_matmuls[context.is_recompute] % 2 == 1
+        else:
+            is_kept = operation in _operations(_KEPT) or str(operation) in _OTHERS
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+_OTHERS = ("torch_attn._varlen_attn.default", "dtrain.float8_linear.default")
+"""Attention within documents, and FP8 products in compiled code; both are registered when they are first used."""
+
+
+@cache
+def _operations(names: tuple[str, ...]) -> frozenset[Any]:
+    found = (getattr(torch.ops.aten, name, None) for name in names)
+    return frozenset(operation.default for operation in found if operation is not None)
+
+
+def _on_host() -> saved_tensors_hooks:
+    """Context in which autograd saves tensors of a GPU in pinned host memory.
+
+    Unlike ``torch.autograd.graph.save_on_cpu``, the host does not wait for the copies: both directions run on the
+    stream that computes, so they are in order with what writes and what reads the tensors.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.device.type != "cuda" or tensor.dim() == 0:
+            return tensor
+        packed = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        packed.copy_(tensor, non_blocking=True)
+        return tensor.device, packed
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, packed = saved
+        restored: Tensor = packed.to(device, non_blocking=True)
+        return restored
+
+    return saved_tensors_hooks(pack, unpack)
