@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -47,18 +48,22 @@ def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forwar
         mode: ``full`` or ``selective``.
         offloads: whether the arguments lie in host memory until backward.
     """
-    options: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
+        options: dict[str, Any] = {}
+        if mode == "selective":
+            # a compiled backward has its weights; one that depended on the module would be compiled for each
+            options["context_fn"] = _keeping if torch.compiler.is_compiling() else partial(_keeping, self)
         with _on_host() if offloads else nullcontext():
             return checkpoint(partial(forward, self), *args, use_reentrant=False, **options, **kwargs)
 
     return run
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _keeping(module: nn.Module | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """Returns the contexts of a forward of ``module`` of which some results are kept, and of its repetition."""
     num_matmuls: Counter[bool] = Counter()  # torch before 2.13 calls the policy when it computes again, too
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -69,8 +74,27 @@ def _selective_contexts() -> tuple[AbstractContextManager[None], AbstractContext
             is_kept = operation in _operations(_KEPT) or str(operation) in _OTHERS
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
-    return contexts
+    keeping, repeating = create_selective_checkpoint_contexts(policy)
+    return keeping, repeating if module is None else _AfterUnsharding(module, repeating)
+
+
+class _AfterUnsharding(TorchDispatchMode):  # torch.compile takes no other context
+    """The mode ``repeating``, in which operations are errors that the first forward did not run, such as unsharding."""
+
+    def __init__(self, module: nn.Module, repeating: TorchDispatchMode) -> None:
+        super().__init__()
+        self._module = module
+        self._repeating = repeating
+
+    def __enter__(self) -> TorchDispatchMode:
+        for part in self._module.modules():
+            for name in part._parameters:
+                part._parameters[name]  # a read unshards a weight of stage 3
+        self._repeating.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._repeating.__exit__(*error)
 
 
 _OTHERS = ("torch_attn._varlen_attn.default", "dtrain.float8_linear.default")
