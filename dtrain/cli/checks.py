@@ -10,7 +10,7 @@ from dtrain.config.fields import in_keys
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
-from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.config.tool_schema import (
     AcceptConfig,
     CheckpointBenchConfig,
@@ -28,7 +28,8 @@ def check_config(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
-    _check_batch(config.train, world_size)
+    _check_batch(config, world_size)
+    _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)
     keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
     keys |= {"replay_every": "audit.replay_every", "recompute": "model.recompute", "compile_blocks": "model.compile"}
@@ -130,17 +131,41 @@ def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:
             raise ConfigError(f"{key}={values} must list some of {', '.join(map(str, choices))}, each once")
 
 
-def _check_batch(train: TrainConfig, world_size: int) -> None:
+def _check_batch(config: RunConfig, world_size: int) -> None:
+    train = config.train
     unit = train.micro_batch_size * world_size
-    if train.global_batch_size % unit == 0:
-        return
-    below = train.global_batch_size // unit * unit
-    sizes = " or ".join(str(size) for size in (below, below + unit) if size)
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
-    raise ConfigError(
-        f"train.global_batch_size={train.global_batch_size} does not divide by train.micro_batch_size="
-        f"{train.micro_batch_size} x {ranks}; the nearest that {'do' if below else 'does'}: {sizes}"
-    )
+    for phase in config.batch_growth.phases:
+        size = phase.global_batch_size
+        if size % unit == 0:
+            continue
+        below = size // unit * unit
+        sizes = " or ".join(str(size) for size in (below, below + unit) if size)
+        ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        when = f" from step {phase.first_step}" if isinstance(train.global_batch_size, dict) else ""
+        raise ConfigError(
+            f"train.global_batch_size={size}{when} does not divide by train.micro_batch_size="
+            f"{train.micro_batch_size} x {ranks}; the nearest that {'do' if below else 'does'}: {sizes}"
+        )
+
+
+def _check_seq_len(config: RunConfig) -> None:
+    train, whole = config.train, config.model.max_seq_len
+    for phase in config.batch_growth.phases:
+        length = phase.seq_len
+        if whole % length == 0:
+            continue
+        divisors = [divisor for divisor in range(1, whole + 1) if whole % divisor == 0]
+        nearest = [max(d for d in divisors if d < length), *[d for d in divisors if d > length][:1]]
+        when = f" from step {phase.first_step}" if isinstance(train.seq_len, dict) else ""
+        raise ConfigError(
+            f"train.seq_len={length}{when} does not divide model.max_seq_len={whole} into equal rows; the nearest that "
+            f"{'do' if len(nearest) > 1 else 'does'}: {' or '.join(map(str, nearest))}"
+        )
+    if train.seq_len is not None and config.data.name == "chat":
+        raise ConfigError(
+            "train.seq_len cuts samples into rows, which would part the answers of data=chat from their questions; "
+            "remove it, and lower model.max_seq_len for shorter conversations"
+        )
 
 
 def _check_schedule(schedule: ScheduleConfig, steps: int) -> None:

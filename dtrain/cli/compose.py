@@ -33,6 +33,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from dtrain.cli.explain import unknown_key
 from dtrain.config.commands import PRIMARIES, TRAIN, Primary, Root
 from dtrain.config.fields import in_keys
+from dtrain.config.growth import BY_STEP_KEYS
 from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.config.yaml_files import check_size
 from dtrain.errors import ConfigError, nearest
@@ -131,7 +132,7 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
         ConfigError: the primary YAML does not build on the schema, an added key is unknown to it, or a record refuses a
             value.
     """
-    composed = loader.load_configuration(config_name, list(overrides), run_mode=RunMode.RUN)
+    composed = loader.load_configuration(config_name, replacing(overrides, primary), run_mode=RunMode.RUN)
     HydraConfig.instance().set_config(composed)  # for interpolations such as ${hydra:runtime.cwd}
     if OmegaConf.get_type(composed) is not primary.schema:
         raise ConfigError(f"{config_name}.yaml lacks the schema; begin its defaults list with '{primary.name}'")
@@ -141,6 +142,19 @@ def load(loader: ConfigLoaderImpl, primary: Primary[Root], config_name: str, ove
     values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     config: Root = _build(composed, values)
     return config
+
+
+def replacing(overrides: Sequence[str], primary: Primary[Any]) -> list[str]:
+    """Returns ``overrides`` with which a mapping of sizes by step replaces that of a file; Hydra would unite them."""
+    if primary is not TRAIN:
+        return list(overrides)
+    replaced: list[str] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in BY_STEP_KEYS and value.startswith("{"):
+            replaced.append(f"{key}=null")
+        replaced.append(override)
+    return replaced
 
 
 def _check_added_keys(node: DictConfig, primary: Primary[Any], prefix: str = "") -> None:
@@ -168,11 +182,18 @@ def _build(node: DictConfig, values: Any, prefix: str = "") -> Any:
             value = _build(node[item.name], value, f"{prefix}{item.name}.")
         elif isinstance(value, dict):
             value = {str(key): entry for key, entry in value.items()}  # YAML reads the module name `0` as a number
-        arguments[item.name] = value
+        arguments[item.name] = _as_numbers(value) if f"{prefix}{item.name}" in BY_STEP_KEYS else value
     try:
         return record(**arguments)
     except ConfigError as error:
         raise in_keys(error, record, prefix) from None
+
+
+def _as_numbers(value: Any) -> Any:
+    """Reads texts as whole numbers, such as that of ``${oc.env:SIZE}``, as OmegaConf does for keys of one type."""
+    if isinstance(value, dict):
+        return {key: _as_numbers(entry) for key, entry in value.items()}
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 def _check_option(record: type[Any], values: Any, prefix: str) -> None:

@@ -29,7 +29,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from dtrain.cli.checks import check_config, check_suite
-from dtrain.cli.compose import config_folder, load, open_loader
+from dtrain.cli.compose import config_folder, load, open_loader, replacing
 from dtrain.cli.explain import FREE_GROUPS, explain
 from dtrain.cli.help import help_text
 from dtrain.config.commands import TRAIN, Primary, Root
@@ -117,6 +117,7 @@ def _read(argv: Sequence[str], primary: Primary[Root], command: str = "") -> _Re
         print(help_text(primary, config, command))
         return None
     if args.hydra_help or args.cfg or args.info or args.shell_completion or args.resolve:
+        args.overrides = replacing(args.overrides, primary)
         _run_hydra_option(parser, args, primary)
         return None
     return _Request(primary, loader, args.config_name or primary.name, args.overrides, args.multirun)

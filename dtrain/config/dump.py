@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return config_to_dict(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}  # JSON has no other keys
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

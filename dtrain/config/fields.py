@@ -143,7 +143,7 @@ def check_field(record: Any, name: str, value: Any, path: str) -> Any:
     try:
         value = _as_type(value, kind)
     except TypeError:
-        text = repr(value) if isinstance(value, str) else shown(value)
+        text = repr(value) if isinstance(value, (str, float)) else shown(value)
         raise ConfigError(f"{path}={text} is not {metadata.get('what') or type_name(kind)}") from None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_limits(path, value, metadata)

@@ -7,13 +7,14 @@ Nothing here imports torch, so that ``dtrain train --help`` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config.audit import Audit
 from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.engines import ENGINES, EngineConfig, Native
 from dtrain.config.fields import CheckedRecord, above, at_least, group, one_of, option, setting
+from dtrain.config.growth import BY_STEP, BatchGrowth, by_step
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OPTIM_KEYS, EmaConfig, OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import PrecisionConfig
@@ -27,14 +28,33 @@ class TrainConfig(CheckedRecord):
 
     steps: int = at_least(200, 1, "Steps to attempt; skipped steps count.")
     micro_batch_size: int = at_least(8, 1, "Sequences in one forward on one rank.")
-    global_batch_size: int = at_least(
-        16, 1, "Sequences in one step over all ranks; the number of accumulated micro-batches follows from it."
+    global_batch_size: Any = setting(
+        16,
+        "Sequences in one step over all ranks, from which the number of accumulated micro-batches follows; or by "
+        "attempted steps: {0: 16, 1000: 64}.",
+        kind=int | dict[int, int],
+        what=BY_STEP,
+        min=1,
+    )
+    seq_len: Any = setting(
+        None,
+        "Tokens in a row, or by attempted steps: {0: 64, 1000: 256}; shorter than max_seq_len: sequences are cut into "
+        "rows. null: max_seq_len.",
+        kind=int | dict[int, int] | None,
+        what=f"null, {BY_STEP}",
+        min=1,
     )
     log_every: int = at_least(10, 1, "Steps from one logged line to the next.")
     eval_every: int = at_least(100, 0, "Steps from one validation to the next; 0: only at the end.")
     eval_batches: int = at_least(16, 1, "Micro-batches of a validation, over all ranks.")
     save_every: int = at_least(100, 0, "Steps from one checkpoint to the next; 0: only at the end.")
     sample_tokens: int = at_least(160, 0, "Length of the text sample written at the end; 0: none.")
+
+    def _check(self) -> None:
+        for name in ("global_batch_size", "seq_len"):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                object.__setattr__(self, name, by_step(value, self._key(name)))
 
 
 @dataclass(frozen=True)
@@ -194,6 +214,19 @@ class RunConfig(CheckedRecord):
             raise ConfigError("run_dir is empty; name a folder, or leave it null for runs/<date>_<time>")
         if self.resume == "":
             raise ConfigError("resume is empty; it is auto, none, or the path of a checkpoint")
+
+    @property
+    def batch_growth(self) -> BatchGrowth:
+        """Sizes of the batch of each attempted step."""
+        return BatchGrowth.of(self.train.global_batch_size, self.train.seq_len, self.model.max_seq_len)
+
+    def at_largest_batch(self) -> RunConfig:
+        """Returns the run with the largest batch and the longest rows in every step."""
+        largest = self.batch_growth.largest
+        sizes: dict[str, Any] = {"global_batch_size": largest.global_batch_size, "seq_len": largest.seq_len}
+        if largest.seq_len == self.model.max_seq_len:
+            sizes["seq_len"] = None
+        return replace(self, train=replace(self.train, **sizes))
 
 
 GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ Batch = list[dict[str, Tensor]]
 
 _ORDERED = 4096  # samples of all ranks that are put in order by one call; it takes as long as four calls for 8
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
+
+
+class Batches(Protocol):
+    """Endless iterator over the batches of a rank, of which each is the list of its micro-batches of one step."""
+
+    @property
+    def cursor(self) -> int:
+        """Global samples consumed."""
+
+    def __next__(self) -> Batch: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +92,7 @@ class PrefetchedBatches:
         waited_s: seconds that the last batch was waited for.
     """
 
-    def __init__(self, loader: BatchLoader, depth: int, device: torch.device) -> None:
+    def __init__(self, loader: Batches, depth: int, device: torch.device) -> None:
         self.cursor = loader.cursor
         self.waited_s = 0.0
         self._loader = loader

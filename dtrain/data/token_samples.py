@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.data.dataset import IGNORE_INDEX, SampleSource
+from dtrain.data.growing import cut_rows
 from dtrain.data.packing import Packing
 from dtrain.data.sampling import Indices
 
@@ -114,11 +115,17 @@ def _batch(tokens: Int64, targets: Int64, rows: Int64, columns: Int64) -> dict[s
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def mean_context(source: SampleSource) -> float:
-    """Returns the mean over tokens of the length of their document in their sample, from some of the samples."""
+def mean_context(source: SampleSource, seq_len: int | None = None) -> float:
+    """Returns the mean over tokens of the length of their document in their sample, from some of the samples.
+
+    Args:
+        source: whose samples have positions.
+        seq_len: of the rows into which samples are cut; None: they are not.
+    """
     total = num_tokens = 0
     for sample in source.order(0, np.arange(min(_SAMPLES_OF_CONTEXT, source.num_samples))):
-        positions = source.batch(np.array([sample]))["positions"]
+        batch = source.batch(np.array([sample]))
+        positions = (batch if seq_len is None else cut_rows(batch, seq_len))["positions"]
         total += int((2 * positions + 1).sum())  # over a document of n tokens, the sum is n x n
         num_tokens += positions.numel()
         if num_tokens >= _TOKENS_OF_CONTEXT:

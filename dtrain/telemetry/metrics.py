@@ -34,7 +34,7 @@ _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
 _PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
 TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY)
 """Fields of a training line that depend on the machine; a run that is repeated has the same others."""
-_OPTIONAL = ("reason", "culprit", *_PHASES, *_BUSY)
+_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class StepMetrics:
     """One logged step.
 
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
+    ``global_batch_size`` and ``seq_len`` are those of this step's batch.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
     the start of the run: of tensors on its GPU, else of the resident process. ``forward_ms``, ``backward_ms`` and
@@ -63,6 +64,8 @@ class StepMetrics:
     step_ms: float
     data_wait_ms: float
     peak_memory: int
+    global_batch_size: int | None = None
+    seq_len: int | None = None
     reason: str | None = None
     culprit: str | None = None
     evidence: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from dtrain.config.engines import Native
 from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
+from dtrain.data.growing import cut_rows
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.interface import Engine
 from dtrain.engine.native import NativeEngine
@@ -46,7 +47,8 @@ class PlannedRun:
     """A run on a device that need not be here.
 
     Attributes:
-        config: what ``dtrain train`` takes; :meth:`engine` changes only what does not change memory or products.
+        config: what ``dtrain train`` takes, with one size of all batches; :meth:`engine` changes only what does not
+            change memory or products.
         device: device of a rank.
         num_ranks: ranks that share the states.
         batch: a micro-batch of a rank; only shapes and dtypes count.
@@ -63,25 +65,31 @@ class PlannedRun:
     def of(config: RunConfig, device: Device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
         """Returns the plan of ``config``; without ``dataset`` its data is opened, or guessed from the model.
 
+        A batch that grows is planned at its largest.
+
         Raises:
             ConfigError: the data cannot be opened, and the vocabulary is not known without it.
         """
+        config = config.at_largest_batch()
         train, model = config.train, config.model
+        seq_len = train.seq_len or model.max_seq_len
         try:
             dataset = dataset or load_dataset(config.data, model.max_seq_len)
         except ConfigError:
             if model.vocab_size is None and model.factory != HF_FACTORY:
                 raise
-            tokens = torch.zeros(train.micro_batch_size, model.max_seq_len, dtype=torch.int64)
+            rows = train.micro_batch_size * model.max_seq_len // seq_len
+            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
             return PlannedRun(config, device, num_ranks, {"tokens": tokens, "targets": tokens}, model.vocab_size or 1)
         ids = dataset.train.order(config.seed, np.arange(train.micro_batch_size, dtype=np.int64))
-        return PlannedRun(config, device, num_ranks, dataset.train.batch(ids), dataset.vocab_size)
+        batch = cut_rows(dataset.train.batch(ids), seq_len) if train.seq_len else dataset.train.batch(ids)
+        return PlannedRun(config, device, num_ranks, batch, dataset.vocab_size)
 
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a planned step: as many as show the memory of all."""
         train = self.config.train
-        count = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
+        count: int = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
         return max(1, min(count, _NUM_TREE_MICRO_BATCHES if self.config.engine.reproducible else 2))
 
     def with_micro_batch_size(self, size: int, *, keeps_global: bool = False) -> PlannedRun:
@@ -91,7 +99,10 @@ class PlannedRun:
         if not keeps_global:
             whole = size * (whole // train.micro_batch_size)
         config = replace(self.config, train=replace(train, micro_batch_size=size, global_batch_size=whole))
-        batch = {name: tensor[:1].expand(size, *tensor.shape[1:]) for name, tensor in self.batch.items()}
+        batch = {
+            name: tensor[:1].expand(size * len(tensor) // train.micro_batch_size, *tensor.shape[1:])
+            for name, tensor in self.batch.items()
+        }
         return replace(self, config=config, batch=batch)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,7 +26,7 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, check_model, generate, train_flops_per_token, vocabulary
+from dtrain.models import build_model, check_model, generate, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
@@ -46,6 +47,7 @@ from dtrain.telemetry.texts import compact, printable
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
+from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -160,8 +162,7 @@ def _train(
     check_patterns(config, model)
     check_inputs(model, dataset)
     # before training: a model.path that is removed meanwhile must not end a finished run
-    context = dataset.mean_context or config.model.max_seq_len
-    flops = train_flops_per_token(config.model, dataset.vocab_size, context)
+    flops = flops_by_seq_len(config, dataset)
     run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
         logger.info(
@@ -215,17 +216,13 @@ def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: Dataset
 
     decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
     # a checkpoint of a library user has no such entry
-    tokens = extra.get(TOKENS, engine.applied_steps * tokens_per_step(config))
+    tokens = extra.get(TOKENS, config.batch_growth.num_tokens(0, engine.applied_steps))
     if type(tokens) is not int or tokens < 0:  # a manifest's check leaves the extra alone: it is the user's
         raise CheckpointError(
             f"step {engine.attempted_steps} of {run_dir.load_from} has extra.{TOKENS}={tokens!r:.80}; expected a whole "
             f"number from 0; name an older checkpoint with resume=..."
         )
     return tokens
-
-
-def tokens_per_step(config: RunConfig) -> int:
-    return config.train.global_batch_size * config.model.max_seq_len
 
 
 def _describe(config: RunConfig, engine: Engine, threads: int, num_parameters: int) -> None:
@@ -238,6 +235,18 @@ def _describe(config: RunConfig, engine: Engine, threads: int, num_parameters: i
     logger.info("engine %s: %s on %s", engine.name, ranks, where)
     for line in memory_lines(engine.memory(), engine.memory_formula()):
         logger.info(line)
+    _describe_growth(config)
+
+
+def _describe_growth(config: RunConfig) -> None:
+    growth, last = config.batch_growth, config.train.steps
+    if len(growth.phases) == 1 and growth.largest.seq_len == growth.sample_len:
+        return
+    for phase in growth.phases:
+        rows = phase.global_batch_size * growth.sample_len // phase.seq_len
+        logger.info("from step %d: %d rows of %d tokens in a step", phase.first_step, rows, phase.seq_len)
+    if (first := growth.phases[-1].first_step) >= last:
+        logger.warning("the run ends at step %d, before the batch that begins at step %d", last, first)
 
 
 def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> list[Sink]:
@@ -277,9 +286,10 @@ def _make_trainer(
         validation=lambda: validation_batches(
             dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
         ),
-        tokens_per_step=tokens_per_step(config),
+        tokens_per_micro_batch=train.micro_batch_size * config.model.max_seq_len,
         tokens_before=tokens,
         prefetch=config.data.prefetch,
+        growth=config.batch_growth,
     )
     saving = SaveOptions(
         run_dir.checkpoints,
@@ -290,13 +300,16 @@ def _make_trainer(
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
 
 
-def _summarize(config: RunConfig, engine: Engine, result: TrainResult, flops: int | None, wall_s: float) -> Summary:
+def _summarize(
+    config: RunConfig, engine: Engine, result: TrainResult, flops: Mapping[int, int] | None, wall_s: float
+) -> Summary:
     device = device_name(engine.device)
     timing = result.timing
     utilization = None
     if flops is not None and timing.steps:
-        computed = tokens_per_step(config) / timing.step_s  # masked targets are computed too
-        utilization = mfu(device, engine.policy.name, flops * computed / engine.world_size)
+        stop = engine.attempted_steps  # masked targets are computed too
+        computed = flops_between(config.batch_growth, flops, stop - timing.steps, stop)
+        utilization = mfu(device, engine.policy.name, computed / timing.seconds / engine.world_size)
     return Summary(
         finished=result.finished,
         steps=engine.attempted_steps,

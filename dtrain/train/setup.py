@@ -23,6 +23,7 @@ from dtrain.config.fields import in_keys
 from dtrain.config.model import HF_FACTORY, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig
 from dtrain.data import BatchLoader, Dataset
+from dtrain.data.growing import GrowingBatches
 from dtrain.data.text import ByteCodec
 from dtrain.data.tokenizer import TOKENIZER, TokenizerFile
 from dtrain.distributed.communicator import Communicator
@@ -212,17 +213,19 @@ def make_engine(
         raise in_keys(error, type(optimizer), "optim.") from None
 
 
-def make_loader(config: RunConfig, dataset: Dataset, engine: Engine) -> BatchLoader:
-    train = config.train
-    return BatchLoader(
+def make_loader(config: RunConfig, dataset: Dataset, engine: Engine) -> GrowingBatches:
+    """Returns the batches of this rank from the next step of ``engine`` on."""
+    train, growth, step = config.train, config.batch_growth, engine.attempted_steps
+    loader = BatchLoader(
         dataset.train,
         seed=config.seed,
         micro_batch_size=train.micro_batch_size,
-        num_micro_batches=train.global_batch_size // (train.micro_batch_size * engine.world_size),
+        num_micro_batches=growth.at(step).global_batch_size // (train.micro_batch_size * engine.world_size),
         rank=engine.rank,
         world_size=engine.world_size,
         cursor=engine.data_cursor,
     )
+    return GrowingBatches(loader, growth, step)
 
 
 def check_same(comm: Communicator, config: RunConfig, dataset: Dataset) -> None:

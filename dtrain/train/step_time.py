@@ -12,14 +12,15 @@ import torch
 
 from dtrain.config.engines import Native
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, load_dataset
+from dtrain.data import load_dataset
 from dtrain.data.loader import Batch, PrefetchedBatches
 from dtrain.engine.interface import Engine
-from dtrain.models import build_model, train_flops_per_token
+from dtrain.models import build_model
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import NCCL, planned_ranks
 from dtrain.planning.timeline import Communication, Timeline, communicate
 from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
+from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.setup import make_engine, make_loader
 from dtrain.train.trainer import micro_batch_weight, to_device
 
@@ -61,12 +62,12 @@ class PlannedRank:
     Attributes:
         engine: of the run.
         steps: batches of the rank, one for each step.
-        flops_per_token: of the model, for its utilization; None if unknown.
     """
 
     def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
         """Args:
-        config: of the run; only its learning rate is replaced, by 0, because the gradients of others are made up.
+        config: of the run; its learning rate is replaced by 0, because the gradients of others are made up, and its
+            batch by the largest.
         num_ranks: ranks of the job; more than one take the native engine.
         device: of the rank.
         transport: of :func:`dtrain.planning.ranks.planned_ranks`.
@@ -74,15 +75,16 @@ class PlannedRank:
         if num_ranks > 1 and not isinstance(config.engine, Native):
             config = replace(config, engine=Native(zero_stage=config.engine.zero_stage))
         config = replace(config, optim=replace(config.optim, lr=0.0))
+        config = config.at_largest_batch()
         dataset = load_dataset(config.data, config.model.max_seq_len)
         model = build_model(config.model, dataset.vocab_size, config.seed)
-        context = dataset.mean_context or config.model.max_seq_len
-        self.flops_per_token = train_flops_per_token(config.model, dataset.vocab_size, context)
+        self._flops = flops_by_seq_len(config, dataset)
+        self._growth = config.batch_growth
         self._timeline = Timeline(device)
         comm = planned_ranks(num_ranks, transport, device, lambda _: None, self._timeline)
         self.engine: Engine = make_engine(config, model, comm)
-        self._loader: BatchLoader = make_loader(config, dataset, self.engine)
-        self._tokens = config.train.global_batch_size * config.model.max_seq_len
+        self._loader = make_loader(config, dataset, self.engine)
+        self._tokens = config.train.micro_batch_size * config.model.max_seq_len
         self._prefetch = config.data.prefetch
         self._overlaps = transport == NCCL
 
@@ -98,7 +100,7 @@ class PlannedRank:
         """Trains one step, as :class:`dtrain.train.trainer.Trainer` does."""
         engine = self.engine
         for micro in engine.accumulate(batch):
-            weight = micro_batch_weight(micro, self._loader, self._tokens)
+            weight = micro_batch_weight(micro, self._tokens)
             engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
         engine.step()
 
@@ -145,7 +147,7 @@ class PlannedRank:
     def utilization(self, step_s: float) -> float | None:
         """Returns the MFU of steps of ``step_s`` seconds, or None if a rate or the model's FLOPs are unknown."""
         engine = self.engine
-        if self.flops_per_token is None:
+        if self._flops is None:
             return None
-        flops = self.flops_per_token * self._tokens / engine.world_size
+        flops = flops_between(self._growth, self._flops, 0, 1) / engine.world_size
         return mfu(device_name(engine.device), engine.policy.name, flops / step_s)

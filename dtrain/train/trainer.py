@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Retention
+from dtrain.config.growth import BatchGrowth
 from dtrain.config.schema import CheckpointConfig, TelemetryConfig, TrainConfig
-from dtrain.data import BatchLoader, PrefetchedBatches
+from dtrain.data import PrefetchedBatches
+from dtrain.data.loader import Batches
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
@@ -46,16 +48,18 @@ class TrainingData:
     Attributes:
         loader: this rank's micro-batches, from the engine's data cursor on.
         validation: returns a new iterator over this rank's validation micro-batches, and whether each one counts.
-        tokens_per_step: tokens of one global batch, whether they count in the loss or not.
+        tokens_per_micro_batch: the same in all micro-batches, whether they count in the loss or not.
         tokens_before: tokens that counted in the loss of the steps before.
         prefetch: batches prepared ahead in a thread; 0: none.
+        growth: sizes of the batch of each step, for the metrics; None: they have none.
     """
 
-    loader: BatchLoader
+    loader: Batches
     validation: Validation
-    tokens_per_step: int
+    tokens_per_micro_batch: int
     tokens_before: int = 0
     prefetch: int = 0
+    growth: BatchGrowth | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class Trainer:
         self._waited_s += self._batches.waited_s
         with self._sampling.around_step():
             for micro in engine.accumulate(batch):
-                weight = micro_batch_weight(micro, self._data.loader, self._data.tokens_per_step)
+                weight = micro_batch_weight(micro, self._data.tokens_per_micro_batch)
                 engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
             if self._stop.requested:
                 engine.request_stop()
@@ -225,6 +229,7 @@ class Trainer:
         pace = self._timer.window()
         phases = self._phases.window(pace.steps)
         busy = self._engine.busy.latest
+        sizes = self._data.growth.at(step - 1) if self._data.growth is not None else None
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -234,6 +239,8 @@ class Trainer:
             applied=outcome.applied,
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
+            global_batch_size=sizes.global_batch_size if sizes is not None else None,
+            seq_len=sizes.seq_len if sizes is not None else None,
             tokens_per_s=pace.tokens_per_s,
             step_ms=1000 * pace.step_s,
             data_wait_ms=pace.data_wait_ms,
@@ -252,8 +259,8 @@ class Trainer:
 
     def _tokens_of(self, outcome: StepOutcome) -> int:
         """Returns the targets of a step that counted in the loss, over all ranks."""
-        per_unit = tokens_per_unit_weight(self._data.loader, self._data.tokens_per_step)
-        return round(outcome.weight * per_unit) if math.isfinite(outcome.weight) else 0
+        weight = outcome.weight
+        return round(weight * self._data.tokens_per_micro_batch) if math.isfinite(weight) else 0
 
     def _report_last(self, error: NonFiniteError | CheckpointError | CorruptionError) -> None:
         """Reports the remaining steps, among them the skip that ends the run."""
@@ -312,18 +319,13 @@ class Trainer:
         )
 
 
-def micro_batch_weight(micro: dict[str, Tensor], loader: BatchLoader, tokens_per_step: int) -> float:
+def micro_batch_weight(micro: dict[str, Tensor], num_tokens: int) -> float:
     """Returns a weight in proportion to the targets that count, so that the global loss is the mean over them.
 
-    Divided by a micro-batch's tokens, the same number on all ranks: if every target counts, weights are exactly 1, and
-    no gradient need be multiplied.
+    Divided by ``num_tokens`` of a micro-batch, the same number on all ranks and in all steps: if every target counts,
+    weights are exactly 1, and no gradient need be multiplied.
     """
-    return num_targets(micro["targets"]) / tokens_per_unit_weight(loader, tokens_per_step)
-
-
-def tokens_per_unit_weight(loader: BatchLoader, tokens_per_step: int) -> float:
-    """Returns the tokens of a micro-batch, which has weight 1 if all of them count in the loss."""
-    return tokens_per_step * loader.micro_batch_size / loader.global_batch_size
+    return num_targets(micro["targets"]) / num_tokens
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

@@ -148,7 +148,7 @@ def _planned(config: RunConfig, keys: dict[str, str]) -> PlannedRun:
     check_run(config)
     if device.is_here:
         check_precision(config, choose_device(device.type, 0))
-    config = _with_whole_batch(config, ranks)
+    config = _with_whole_batch(_at_largest_batch(config), ranks)
     if shard_size < ranks:
         print(f"no engine shards over {shard_size} of {ranks} ranks yet: this is what it would take\n")
         whole = config.train.global_batch_size // (ranks // shard_size)
@@ -161,6 +161,18 @@ def _number(keys: dict[str, str], key: str, default: int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{key}={text} must be a whole number from 1")
     return int(text)
+
+
+def _at_largest_batch(config: RunConfig) -> RunConfig:
+    """Returns ``config`` with the largest batch in all steps."""
+    if len(config.batch_growth.phases) == 1:
+        return config
+    largest = config.batch_growth.largest
+    print(
+        f"planned at the largest batch: train.global_batch_size={largest.global_batch_size} "
+        f"train.seq_len={largest.seq_len}\n"
+    )
+    return config.at_largest_batch()
 
 
 def _with_whole_batch(config: RunConfig, ranks: int) -> RunConfig:

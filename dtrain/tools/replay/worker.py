@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, Dataset, load_dataset
+from dtrain.data import Dataset, load_dataset
+from dtrain.data.growing import GrowingBatches
 from dtrain.data.sampling import micro_batch_indices
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv
@@ -41,7 +42,6 @@ from dtrain.tools.replay.records import (
     ReplayJob,
     ReplayResult,
 )
-from dtrain.train.run import tokens_per_step
 from dtrain.train.setup import (
     check_inputs,
     check_patterns,
@@ -113,7 +113,7 @@ class _Replayer:
         engine = make_engine(config, model, comm, job.contract)
         assert isinstance(engine, StepEngine)
         self.engine = engine
-        self._loader: BatchLoader | None = None
+        self._loader: GrowingBatches | None = None
 
     def load(self) -> str | None:
         """Loads the first checkpoint that verifies; returns its path, or None to begin from the seed."""
@@ -142,8 +142,7 @@ class _Replayer:
         return _replayed(engine.attempted_steps, outcome)
 
     def _weight(self, micro: dict[str, Tensor]) -> float:
-        assert self._loader is not None
-        return micro_batch_weight(micro, self._loader, tokens_per_step(self._config))
+        return micro_batch_weight(micro, self._config.train.micro_batch_size * self._config.model.max_seq_len)
 
     def last_step(self, checkpoint: str | None, steps: list[ReplayedStep]) -> ReplayResult:
         """Trains the step that was asked for, and writes down everything about it."""

@@ -69,7 +69,7 @@ def make_trainer(engine: Engine, source: Masked, num_micro_batches: int, steps: 
     data = TrainingData(
         BatchLoader(source, 0, size, num_micro_batches, rank, world),
         lambda: validation_batches(source, size, GLOBAL_BATCH // size, rank, world),
-        tokens_per_step=GLOBAL_BATCH * LENGTH,
+        tokens_per_micro_batch=size * LENGTH,
     )
     config = TrainConfig(steps=steps, eval_every=0, save_every=0)
     saving = SaveOptions(Path("unused"), {}, {}, CheckpointConfig(asynchronous=False, save_at_end=False))

@@ -207,7 +207,7 @@ def _train(
         engine.backward = interrupted  # type: ignore[method-assign]
     trainer = Trainer(
         cast(Engine, engine),
-        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_step=_BATCH, tokens_before=1000),
+        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_micro_batch=2, tokens_before=1000),
         TrainConfig(**config),
         SaveOptions(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
         stop=stop,
