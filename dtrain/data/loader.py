@@ -22,7 +22,7 @@ _ORDERED = 4096  # samples of all ranks that are put in order by one call; it ta
 _VALIDATION_SEED = 0  # not the run's: validation losses of runs with different seeds stay comparable
 
 
-class Batches(Protocol):
+class BatchStream(Protocol):
     """Endless iterator over the batches of a rank, of which each is the list of its micro-batches of one step."""
 
     @property
@@ -92,7 +92,7 @@ class PrefetchedBatches:
         waited_s: seconds that the last batch was waited for.
     """
 
-    def __init__(self, loader: Batches, depth: int, device: torch.device) -> None:
+    def __init__(self, loader: BatchStream, depth: int, device: torch.device) -> None:
         self.cursor = loader.cursor
         self.waited_s = 0.0
         self._loader = loader

@@ -16,7 +16,7 @@ from dtrain.checkpoint import Retention
 from dtrain.config.growth import BatchGrowth
 from dtrain.config.schema import CheckpointConfig, TelemetryConfig, TrainConfig
 from dtrain.data import PrefetchedBatches
-from dtrain.data.loader import Batches
+from dtrain.data.loader import BatchStream
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
@@ -54,7 +54,7 @@ class TrainingData:
         growth: sizes of the batch of each step, for the metrics; None: they have none.
     """
 
-    loader: Batches
+    loader: BatchStream
     validation: Validation
     tokens_per_micro_batch: int
     tokens_before: int = 0

@@ -65,6 +65,26 @@ def test_another_world_size_has_the_same_bits(
     assert record_of(run_dir) == record_of(whole)
 
 
+def test_a_batch_that_grows_has_the_same_bits_on_other_ranks_after_a_kill(tmp_path: Path, data: str) -> None:
+    """Killed in the second of three phases, before a checkpoint of the third."""
+    grown = ["train.global_batch_size={0: 6, 5: 12}", f"train.seq_len={{0: {SEQ_LEN // 4}, 6: {SEQ_LEN}}}"]
+    words = [word for word in SMALL if not word.startswith(("train.global_batch_size=", "train.steps="))]
+    command = [*words, data, REPRODUCIBLE, "engine.zero_stage=3", "train.steps=9", "checkpoint.asynchronous=false"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert train(whole, *command, *grown) == [0]
+    assert train(run_dir, *command, *grown, world=2, env=Mishap("vote", 6, rank=1).env()) is None
+    assert newest_step(run_dir) == 4
+    assert train(run_dir, *command, *grown, world=3) == [0] * 3
+    assert record_of(run_dir) == record_of(whole)
+    lines = [line for line in record_of(whole).curve if "loss" in line]
+    sizes = [(line["global_batch_size"], line["seq_len"], line["tokens"] // SEQ_LEN) for line in lines]
+    assert sizes == [
+        *((6, SEQ_LEN // 4, 6 * step) for step in range(1, 6)),
+        (12, SEQ_LEN // 4, 42),
+        *((12, SEQ_LEN, 30 + 12 * step) for step in range(2, 5)),
+    ]
+
+
 @pytest.mark.parametrize(("before", "after", "stage"), [(2, 1, 2), (1, 3, 0)])
 def test_another_world_size_has_the_same_curve(
     tmp_path: Path, data: str, plain: Path, before: int, after: int, stage: int

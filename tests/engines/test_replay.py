@@ -99,6 +99,24 @@ def test_an_overflow_of_two_ranks_is_reproduced_on_one(run_dir: Path, tmp_path: 
     check_dump(dump)
 
 
+def test_a_step_of_a_batch_that_grows_is_reproduced(tmp_path: Path) -> None:
+    data = write_text(tmp_path / "text.txt", SEQ_LEN, NUM_SAMPLES, 0, {})
+    sizes = ["train.global_batch_size={0: 2, 3: 4}", f"train.seq_len={{0: 4, 4: {SEQ_LEN}}}"]
+    changed = ("train.steps=", "train.save_every=", "train.global_batch_size=")
+    words = [word for word in SETTINGS if not word.startswith(changed)]
+    words += [*sizes, "train.steps=5", "train.save_every=3", "engine.reproducible=true"]
+    assert train(tmp_path / "run", *words, data, world=2) == [0, 0]
+    code, output = replay(tmp_path / "out", str(tmp_path / "run"), "step=5", f"out={tmp_path / 'five'}")
+    assert code == 0, output
+    assert "replayed steps 4 to 5 of" in output
+    assert "losses, gradient norms and loss scales of 2 logged steps: equal bit for bit" in output
+    assert replay(tmp_path / "out", str(tmp_path / "run"), "step=4", f"out={tmp_path / 'four'}")[0] == 0
+    for folder, length in (("four", 4), ("five", SEQ_LEN)):
+        files = sorted((tmp_path / folder).glob("micro-batch-*.json"))
+        texts = [json.loads(file.read_text())["text"] for file in files]
+        assert [[len(row) for row in rows] for rows in texts] == [[length] * (SEQ_LEN // length)] * 4
+
+
 def check_dump(dump: Path) -> None:
     records = [json.loads((dump / f"micro-batch-{index:03d}.json").read_text()) for index in range(BATCH)]
     assert [record["loss"] is None for record in records] == [False, False, False, True]

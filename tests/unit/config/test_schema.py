@@ -109,7 +109,7 @@ def test_a_value_is_stored_as_its_type(field: str, value: Any, stored: Any) -> N
         ("number", "1", "Every.number='1' is not a number"),
         ("number", True, "Every.number=true is not a number"),
         ("count", True, "Every.count=true is not a whole number or null"),
-        ("count", 1.0, "Every.count=1 is not a whole number or null"),
+        ("count", 1.0, "Every.count=1.0 is not a whole number or null"),
         ("count", "2", "Every.count='2' is not a whole number or null"),
         ("flag", 1, "Every.flag=1 is not true or false"),
         ("text", None, "Every.text=null is not text"),

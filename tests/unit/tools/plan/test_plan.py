@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
+from dtrain.planning.devices import find_device
 from dtrain.tools.plan.precision import show_plan
+from dtrain.train.planned import PlannedRun
 from tests.helpers.launch import ROOT
 
 
@@ -145,6 +148,17 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
         r"\| margin +\| 500.00 MiB to [0-9.]+ GiB +\| the driver's context, kernels, fragments, NCCL", text
     )
     assert re.search(r"fits on a100-80gb \(80.00 GiB for a rank\); the largest micro-batch that fits is \d{4}", text)
+
+
+def test_a_batch_that_grows_is_planned_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("train.global_batch_size={0:8,5:32}", "train.seq_len={0:16,5:32}")
+    assert main(["plan", "memory", "experiment=smoke", "precision=fp32", "device=l4-24gb", *sizes]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("planned at the largest batch: train.global_batch_size=32 train.seq_len=32\n")
+    grown = PlannedRun.of(compose(["experiment=smoke", *sizes]), find_device("l4-24gb", 1), 1)
+    assert grown.config == compose(["experiment=smoke", "train.global_batch_size=32", "train.seq_len=32"])
+    assert {tensor.shape for tensor in grown.batch.values()} == {(2, 32)}
+    assert {tensor.shape for tensor in grown.with_micro_batch_size(2).batch.values()} == {(4, 32)}
 
 
 def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,145 @@
+"""Batches whose sizes change: the same samples in the same order, none lost; rows are contexts of their own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dtrain.config.growth import BatchGrowth
+from dtrain.config.model import GPT2_FACTORY, ModelConfig
+from dtrain.data import BatchLoader, PrefetchedBatches, SampleSource
+from dtrain.data.dataset import IGNORE_INDEX
+from dtrain.data.growing import GrowingBatches, cut_rows
+from dtrain.data.packing import pack_documents
+from dtrain.data.sampling import Indices
+from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
+from dtrain.models import build_model
+from tests.helpers.token_shards import MemoryShards
+
+LENGTH, MICRO, WORLD = 16, 2, 2
+GROWTH = BatchGrowth.of({0: 8, 3: 16, 7: 4}, {0: 4, 2: 8, 5: 16}, LENGTH)
+CPU = torch.device("cpu")
+
+
+class Numbered(SampleSource):
+    """Samples whose tokens name the sample and the place in it."""
+
+    num_samples = 41
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        tokens = torch.from_numpy(sample_ids[:, None] * LENGTH + np.arange(LENGTH))
+        return {"tokens": tokens, "targets": tokens + 1}
+
+
+def growing(rank: int, step: int = 0, world: int = WORLD) -> GrowingBatches:
+    cursor = GROWTH.num_tokens(0, step) // LENGTH
+    # made as in a run: with the number of micro-batches of the step
+    number = GROWTH.at(step).global_batch_size // (MICRO * world)
+    return GrowingBatches(BatchLoader(Numbered(), 3, MICRO, number, rank, world, cursor), GROWTH, step)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("start", [0, 2, 3, 6])
+def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start: int) -> None:
+    streams = [PrefetchedBatches(growing(rank, start), depth, CPU) for rank in range(WORLD)]
+    cursor = GROWTH.num_tokens(0, start) // LENGTH
+    for step in range(start, 10):
+        phase, batches = GROWTH.at(step), [next(stream) for stream in streams]
+        samples = Numbered().order(3, cursor + np.arange(phase.global_batch_size))
+        cursor += phase.global_batch_size
+        assert [stream.cursor for stream in streams] == [cursor, cursor]
+        # micro-batch i of rank r is the (i x world + r)-th of the step
+        in_order = [micro for several in zip(*batches, strict=True) for micro in several]
+        whole = Numbered().batch(samples)
+        for name in ("tokens", "targets"):
+            assert all(micro[name].shape == (MICRO * LENGTH // phase.seq_len, phase.seq_len) for micro in in_order)
+            assert torch.equal(torch.cat([micro[name] for micro in in_order]).view(-1, LENGTH), whole[name])
+    for stream in streams:
+        stream.close()
+
+
+def test_shapes_are_one_for_each_length() -> None:
+    stream = growing(0)
+    shapes = {micro["tokens"].shape for _ in range(20) for micro in next(stream)}
+    assert shapes == {(8, 4), (4, 8), (2, 16)}
+
+
+@pytest.mark.compile
+def test_a_compiled_model_is_compiled_once_for_each_length() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        compiled.append(1)
+        return graph
+
+    model = torch.nn.Sequential(torch.nn.Embedding(41 * LENGTH, 4), torch.nn.Linear(4, 4))
+    torch._dynamo.reset()
+    module = torch.compile(model, backend=backend, dynamic=False)
+    stream = growing(0)
+    for _ in range(12):
+        for micro in next(stream):
+            module(micro["tokens"]).sum().backward()
+    assert len(compiled) == len({phase.seq_len for phase in GROWTH.phases}) == 3
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+DOCUMENTS = [5, 21, 2, 9, 16, 1, 11, 30, 3, 7]
+
+
+def sources() -> list[SampleSource]:
+    shards = MemoryShards(DOCUMENTS, vocab_size=200)
+    packed = PackedDocuments(shards, pack_documents(np.cumsum(DOCUMENTS), LENGTH), LENGTH)
+    return [ShardWindows(shards, LENGTH, masks_documents=True), packed]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_positions_restart_with_rows_and_documents(number: int) -> None:
+    source = sources()[number]
+    whole = source.batch(np.arange(source.num_samples))
+    rows = cut_rows(whole, 4)
+    assert torch.equal(rows["targets"].flatten(), whole["targets"].flatten())
+    before = whole["positions"].flatten().tolist()
+    expected: list[int] = []
+    for place, position in enumerate(before):
+        expected.append(0 if place % 4 == 0 or position == 0 else expected[-1] + 1)
+    assert rows["positions"].flatten().tolist() == expected
+    lengths = [expected[place : place + 4] for place in range(0, len(expected), 4)]
+    # a document of n tokens is the context of each of them
+    contexts = [length for row in lengths for length in _documents(row) for _ in range(length)]
+    assert mean_context(source, 4) == pytest.approx(sum(contexts) / len(contexts))
+
+
+def _documents(positions: list[int]) -> list[int]:
+    begins = [place for place, position in enumerate(positions) if position == 0]
+    return [end - begin for begin, end in zip(begins, [*begins[1:], len(positions)], strict=True)]
+
+
+@pytest.mark.parametrize("factory", [GPT2_FACTORY, None])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str | None) -> None:
+    """Logits of cut rows are those of their documents alone, also with learned positions."""
+    config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH)
+    if factory is not None:
+        config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH, factory=factory)
+    model = build_model(config, 200, seed=1).eval()
+    rows = cut_rows(sources()[number].batch(np.arange(3)), 8)
+    with torch.no_grad():
+        logits = model(**rows).logits
+        for row, tokens in enumerate(rows["tokens"]):
+            begins = [*(rows["positions"][row] == 0).nonzero().flatten().tolist(), 8]
+            for begin, end in pairwise(begins):
+                alone = model(tokens[None, begin:end]).logits[0]
+                torch.testing.assert_close(logits[row, begin:end], alone)
+
+
+def test_every_target_of_a_micro_batch_still_counts() -> None:
+    whole = sources()[1].batch(np.arange(4))
+    for length in (1, 2, 4, 8, 16):
+        targets = cut_rows(whole, length)["targets"]
+        assert targets.shape == (64 // length, length)
+        assert int((targets != IGNORE_INDEX).sum()) == int((whole["targets"] != IGNORE_INDEX).sum())
