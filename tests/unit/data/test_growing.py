@@ -76,13 +76,13 @@ def test_a_compiled_model_is_compiled_once_for_each_length() -> None:
         compiled.append(1)
         return graph
 
-    model = torch.nn.Sequential(torch.nn.Embedding(41 * LENGTH, 4), torch.nn.Linear(4, 4))
+    config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH)
     torch._dynamo.reset()
-    module = torch.compile(model, backend=backend, dynamic=False)
+    model = torch.compile(build_model(config, 42 * LENGTH, seed=1), backend=backend, dynamic=False, fullgraph=True)
     stream = growing(0)
     for _ in range(12):
         for micro in next(stream):
-            module(micro["tokens"]).sum().backward()
+            model(**micro).loss.backward()
     assert len(compiled) == len({phase.seq_len for phase in GROWTH.phases}) == 3
 
 
