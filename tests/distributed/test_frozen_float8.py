@@ -20,7 +20,7 @@ from dtrain.config.engines import Native
 from dtrain.config.precision import Float8
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CheckpointError, CorruptionError, UsageError
-from dtrain.precision.float8 import linear as float8_linear
+from dtrain.precision.float8 import products as float8_products
 from dtrain.precision.float8.cast import E4M3, dequantize, quantize
 from dtrain.precision.float8.linear import Float8Linear
 from tests.distributed.test_frozen import corrupt, message
@@ -127,13 +127,13 @@ def test_they_are_cast_once_from_the_unrounded_weights(recipe: str) -> None:
 def test_no_product_gives_a_weight_gradient(recipe: str) -> None:
     engine = start(0, recipe)
     shapes: Counter[tuple[int, ...]] = Counter()
-    real = float8_linear.multiply
+    real = float8_products.multiply
 
     def counted(left: Any, right: Any, *args: Any, **kwargs: Any) -> Tensor:
         shapes[tuple(left.values.shape) + tuple(right.values.shape)] += 1
         return real(left, right, *args, **kwargs)
 
-    with mock.patch.object(float8_linear, "multiply", counted):
+    with mock.patch.object(float8_products, "multiply", counted):
         engine.backward(engine(batch(0, 0)))
     rows = batch(0, 0).numel()
     # one layer's output has the shapes of the other's input gradient, which the first block's first layer does not need

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
-from dtrain.precision.float8.cast import E4M3, Quantized, quantize, quantize_both
-from dtrain.precision.float8.matmul import multiply
+from dtrain.precision.float8 import operators as operators  # registers what compiled code calls
+from dtrain.precision.float8.cast import Quantized
 from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.products import gradient_products, output_product
 from dtrain.precision.float8.weights import QuantizedWeight
 from dtrain.precision.regions import in_full_precision_region
 
@@ -26,7 +26,7 @@ class Float8Linear(nn.Linear):
     """A Linear whose matmuls are FP8 and whose bias is added in the output's dtype. :func:`convert` makes it.
 
     In a :func:`dtrain.full_precision` region it multiplies in FP32, with the dequantized weight. It also does so if
-    code inside an engine's forward has switched autocast off. Compiled code calls it uncompiled.
+    code inside an engine's forward has switched autocast off. In compiled code its products are operators.
     """
 
     recipe: Recipe
@@ -63,7 +63,16 @@ class Float8Linear(nn.Linear):
         if self.computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
-        y: Tensor = _Float8Matmul.apply(x, weight, self.recipe, quantized, torch.is_grad_enabled())
+        y: Tensor
+        if torch.compiler.is_compiling():
+            rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
+            keeps_input = torch.is_grad_enabled() and weight.requires_grad
+            y, *_ = torch.ops.dtrain.float8_linear(
+                rows, weight, quantized.key, quantized.stored(), recipe.out_dtype, recipe.rowwise, keeps_input
+            )
+            y = y.view(*x.shape[:-1], weight.shape[0])
+        else:
+            y = _Float8Matmul.apply(x, weight, quantized, torch.is_grad_enabled())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def computes_in_fp32(self, device_type: str) -> bool:
@@ -117,28 +126,10 @@ def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = 
         module: a plain ``nn.Linear``. The forward of a subclass would be lost.
         weight: provides its weight; by default the parameter is cast in each forward and backward.
     """
-    _leave_uncompiled()
     module.__class__ = Float8Linear
     assert isinstance(module, Float8Linear)
     module.recipe, module.quantized_weight = recipe, weight or QuantizedWeight(recipe)
     return module
-
-
-@cache
-def _leave_uncompiled() -> None:
-    """Excludes ``Float8Linear.forward``, and all that it calls, from compilation.
-
-    This is ``torch.compiler.disable`` without its import of dynamo, which takes a second.
-    """
-    forward: Any = Float8Linear.forward
-    try:
-        from torch._C._dynamo import eval_frame
-
-        skip = eval_frame._FrameAction.SKIP
-        eval_frame.set_code_exec_strategy(forward.__code__, eval_frame._FrameExecStrategy(skip, skip))
-        forward._torchdynamo_disable = True  # against tracing from a caller; SKIP is against compiling it on a call
-    except (ImportError, AttributeError, TypeError):  # private API, which another release may not have
-        Float8Linear.forward = torch.compiler.disable(forward)  # type: ignore[method-assign]
 
 
 class _Float8Matmul(torch.autograd.Function):
@@ -148,47 +139,26 @@ class _Float8Matmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe, quantized: QuantizedWeight, grad_enabled: bool
-    ) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+    def forward(ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedWeight, grad_enabled: bool) -> Tensor:
         right, saved_weight = quantized.forward(weight)
-        saved_input: tuple[Tensor, ...] = ()
-        if grad_enabled and ctx.needs_input_grad[1]:
-            left, columns = quantize_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
-            saved_input = (columns.values, columns.scale)
-        else:
-            left = quantize(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
+        keeps_input = grad_enabled and ctx.needs_input_grad[1]
+        rows = x.reshape(-1, x.shape[-1])
+        y, columns = output_product(rows, right, weight.shape[0], quantized.recipe, keeps_input=keeps_input)
+        saved_input = () if columns is None else (columns.values, columns.scale)
         ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
-        ctx.recipe, ctx.quantized, ctx.x_shape, ctx.weight_shape = recipe, quantized, x.shape, weight.shape
-        y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
+        ctx.quantized, ctx.x_shape = quantized, x.shape
         # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
-        shape = (*x.shape[:-1], weight.shape[0])
-        output: Tensor = torch.ops.aten._unsafe_view(y[:, : weight.shape[0]].contiguous(), shape)
+        output: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        recipe: Recipe = ctx.recipe
         saved = ctx.saved_tensors
-        rows = grad.reshape(-1, ctx.weight_shape[0])
-        needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        options = {"rowwise": recipe.rowwise, "compiled": recipe.compile}
-        if needs_dx:
-            weight, factor = ctx.quantized.backward(*(saved[2:] if needs_dw else saved))
-        if needs_dx and needs_dw:
-            left, columns = quantize_both(rows, recipe.grad_dtype, **options)
-        elif needs_dx:
-            left = quantize(rows if factor is None else rows * factor, recipe.grad_dtype, **options)
-        else:
-            columns = quantize(rows.t(), recipe.grad_dtype, **options)
-        dx = dw = None
-        if needs_dw:
-            right = Quantized(saved[0], saved[1])
-            # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
-            dw = multiply(columns, right, recipe.out_dtype, emulate=recipe.emulate)
-        if needs_dx:
-            dx = multiply(left, weight, recipe.out_dtype, emulate=recipe.emulate)
+        to_input, to_weight = ctx.needs_input_grad[:2]
+        columns, saved_weight = (Quantized(*saved[:2]), saved[2:]) if to_weight else (None, saved)
+        rows = grad.reshape(-1, grad.shape[-1])
+        dx, dw = gradient_products(rows, ctx.quantized, saved_weight, columns, to_input=to_input)
+        if dx is not None:
             dx = dx[:, : ctx.x_shape[-1]].reshape(ctx.x_shape)
-        return dx, dw, None, None, None
+        return dx, dw, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,10 @@ class Cache(Enum):
 
     NEVER = "never"
     UNTIL_WRITTEN = "until written"
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
 class TransposeSet:
@@ -92,17 +97,28 @@ class QuantizedWeight:
     Args:
         recipe: recipe of the Linear.
         cache: where the copies come from, and how long they are kept.
+
+    Attributes:
+        recipe, cache: see above.
+        key: 0-dim, in host memory; :meth:`of_key` finds the object by it.
     """
 
     def __init__(self, recipe: Recipe, cache: Cache | Bound = Cache.NEVER) -> None:
         self.cache = cache
-        self._recipe = recipe
+        self.recipe = recipe
         self._copies: Sequence[Quantized] = ()
         self._operands: dict[tuple[int, bool], Tensor] = {}
         self._cast_weight: weakref.ref[Tensor] | None = None  # the weight that was cast
         self._cast_state = (0, 0)  # its address and version counter when it was cast
         if isinstance(cache, Bound):
             cache.transposes.weights.append(self)
+        number = next(_numbers)
+        _by_number[number] = self
+        self.key = torch.tensor(number, device="cpu")
+
+    @staticmethod
+    def of_key(key: Tensor) -> QuantizedWeight:
+        return _by_number[int(key)]
 
     # -- the operands ----------------------------------------------------------------------------------------------
 
@@ -116,11 +132,32 @@ class QuantizedWeight:
             rowwise, saved = self._quantize(weight.detach()), (weight,)
         else:
             rowwise, columnwise = self.copies(weight)
-            # the copy, not its operand: under emulation that is FP32, four times the bytes
-            saved = (columnwise.values, columnwise.scale)
-            if rowwise is columnwise and self._recipe.rowwise:  # [Note: one copy]
-                saved = (rowwise.values, rowwise.scale.new_ones(weight.shape[1]), rowwise.scale)
+            saved = self._saved(rowwise, columnwise)
         return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
+
+    def stored(self) -> list[Tensor]:
+        """Returns the copies of a :class:`Bound` weight that compiled code passes; empty if it casts the parameter.
+
+        They are the values and scale for :meth:`stored_operand`, then what :meth:`backward` takes.
+        """
+        if not isinstance(self.cache, Bound):
+            return []
+        rowwise, columnwise = self._copies[0], self._copies[-1]
+        return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
+
+    def saved(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Returns what :meth:`backward` takes for a weight that is not :class:`Bound`."""
+        return (weight,) if self.cache is Cache.NEVER else self._saved(*self.copies(weight))
+
+    def _saved(self, rowwise: Quantized, columnwise: Quantized) -> tuple[Tensor, ...]:
+        if rowwise is columnwise and self.recipe.rowwise:  # [Note: one copy]
+            return rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale
+        # the copy, not its operand: under emulation that is FP32, four times the bytes
+        return columnwise.values, columnwise.scale
+
+    def stored_operand(self, copies: Sequence[Tensor]) -> Quantized:
+        """Returns the operand for the output, as :meth:`forward`, from what :meth:`stored` returned."""
+        return Quantized(self._operand(copies[0], transposed=False), copies[1])
 
     def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
         """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
@@ -135,14 +172,14 @@ class QuantizedWeight:
         return Quantized(self._operand(copy.values, transposed=self.cache is not Cache.NEVER), copy.scale), factor
 
     def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
-        emulate = self._recipe.emulate
+        emulate = self.recipe.emulate
         key = (address(values), transposed and not emulate)  # the emulation transposes as a view
         cached = self._operands.get(key)
         if cached is None:
             # an address identifies stored copies only: other memory may be reused for another weight
             is_stored = any(address(copy.values) == key[0] for copy in self._copies)
             is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
-            kernels = uses_kernels(values.device, compiled=self._recipe.compile)
+            kernels = uses_kernels(values.device, compiled=self.recipe.compile)
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
                 self.cache.transposes.prepare()
                 return self._operands[key] if is_kept else self._operands.pop(key)
@@ -154,7 +191,7 @@ class QuantizedWeight:
     @property
     def gradient_factor(self) -> Tensor | None:
         """The scales [N] by which a gradient is multiplied before its cast, if it is: [Note: one copy]."""
-        if self._recipe.rowwise and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
+        if self.recipe.rowwise and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
             return self.cache.scales[0]
         return None
 
@@ -213,13 +250,13 @@ class QuantizedWeight:
     def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         weight = weight.detach()
         rowwise = self._quantize(weight)
-        if not self._recipe.rowwise:
+        if not self.recipe.rowwise:
             return rowwise, rowwise
         transposed = self._quantize(weight.t())
         return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
 
     def _quantize(self, matrix: Tensor) -> Quantized:
-        return quantize(matrix, E4M3, rowwise=self._recipe.rowwise, compiled=self._recipe.compile)
+        return quantize(matrix, E4M3, rowwise=self.recipe.rowwise, compiled=self.recipe.compile)
 
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.

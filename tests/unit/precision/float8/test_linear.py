@@ -312,7 +312,7 @@ def test_without_a_graph_the_transpose_is_not_made(monkeypatch: pytest.MonkeyPat
     linear = make(TENSORWISE)
     x = normal(32, 80)
     want = linear(x)
-    monkeypatch.setattr("dtrain.precision.float8.linear.quantize_both", None)
+    monkeypatch.setattr("dtrain.precision.float8.products.quantize_both", None)
     with torch.no_grad():
         assert torch.equal(linear(x), want)
     with pytest.raises(TypeError):
@@ -548,8 +548,8 @@ def test_autocast_of_another_dtype_is_refused_inside_an_engine(
 
 @pytest.mark.filterwarnings("ignore")
 @every_cache
-def test_compiled_code_calls_a_float8_linear_uncompiled(cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
-    """A compiler must not trace its padding, cached tensors and hooks."""
+def test_compiled_code_has_its_products_as_operators(cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
+    """A compiler does not trace padding and cached tensors; its graph has no break."""
     torch._dynamo.reset()
     recipe = Recipe(emulate=False)
     found = []
@@ -559,7 +559,7 @@ def test_compiled_code_calls_a_float8_linear_uncompiled(cache: Callable[[nn.Line
             linear.quantized_weight = cache(linear, recipe)
         parameters = [*block.parameters()]
         if backend is not None:
-            block.forward = torch.compile(block.forward, backend=backend)
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
         for _ in range(2):
             x = normal(20, 50).requires_grad_()
             y = block(x)
