@@ -17,6 +17,7 @@ from dtrain.distributed.logging import logger
 from dtrain.engine.blocks.recompute import Forward
 from dtrain.errors import ConfigError
 from dtrain.precision.hardware import has_compiler
+from dtrain.precision.regions import trace_regions, traces_regions
 from dtrain.precision.rules import COMPILED_FORWARD
 
 _ROUNDS = 5
@@ -64,7 +65,9 @@ class CompiledBlocks:
         self._measures = measures
         self._seconds = 0.0
         self._num_reported = 0
+        self._is_first_step = True
         self._breaks = _graph_breaks()
+        trace_regions(enabled=True)
 
     def wrap(self, forward: Forward) -> Forward:
         """Returns ``forward``, which takes its module as the first argument, compiled."""
@@ -77,7 +80,14 @@ class CompiledBlocks:
                 self._measures = False
                 self._choose(forward, compiled, module, args, kwargs)
                 return run(module, *args, **kwargs)
-            return compiled(module, *args, **kwargs)
+            try:
+                return compiled(module, *args, **kwargs)
+            except AssertionError as error:
+                if not (traces_regions() and "autocast" in str(error)):
+                    raise
+                # a graph break inside of a region; from now on the graph ends before it
+                trace_regions(enabled=False)
+                return compiled(module, *args, **kwargs)
 
         vars(run)[COMPILED_FORWARD] = True
         return run
@@ -94,21 +104,19 @@ class CompiledBlocks:
 
     def end_step(self, step: int) -> None:
         """Logs the graphs of the first step, and warns of those that a later step has compiled, with the reason."""
-        if self.num_graphs == self._num_reported:
+        new, is_first = self.num_graphs - self._num_reported, self._is_first_step
+        self._num_reported, self._is_first_step = self.num_graphs, False
+        if self._comm.rank != 0 or not self.is_on or not (new or is_first):
             return
-        new, is_first = self.num_graphs - self._num_reported, not self._num_reported
-        self._num_reported = self.num_graphs
-        if self._comm.rank != 0:
+        if not new:
+            logger.warning("no block is compiled: torch.compile runs all of them as they are; %s", _first_break())
             return
         graphs = f"{new} graph{'s' if new > 1 else ''} in {self._seconds:.0f} s"
         self._seconds = 0.0
         if is_first:
             logger.info("blocks compiled: %s", graphs)
             if breaks := _graph_breaks() - self._breaks:
-                logger.warning(
-                    "compiled blocks are cut by %d graph break%s, where they run uncompiled; the first: %s",
-                    *(breaks, "s" if breaks > 1 else "", _first_break()),
-                )
+                logger.warning("compiled blocks are cut by %d graph breaks; %s", breaks, _first_break())
             return
         logger.warning("step %d compiled blocks again: %s, %d so far; %s", step, graphs, self.num_graphs, _reason())
 
@@ -174,9 +182,11 @@ def _graph_breaks() -> int:
 
 
 def _first_break() -> str:
-    """Returns the first line of the reason of a graph break."""
-    reason = next(iter(_break_counts()), "unknown")
-    return reason.strip().splitlines()[0]
+    """Returns the reason of a graph break, as a clause."""
+    reason = next(iter(_break_counts()), "")
+    if not reason:
+        return "TORCH_LOGS=graph_breaks says why"
+    return f"the reason of the first: {reason.strip().splitlines()[0]}"
 
 
 def _break_counts() -> dict[str, int]:

@@ -68,7 +68,7 @@ class Float8Linear(nn.Linear):
             rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
             keeps_input = torch.is_grad_enabled() and weight.requires_grad
             y, *_ = torch.ops.dtrain.float8_linear(
-                rows, weight, quantized.key, quantized.stored(), recipe.out_dtype, recipe.rowwise, keeps_input
+                rows, weight, quantized.key, quantized.stored(weight), recipe.out_dtype, recipe.rowwise, keeps_input
             )
             y = y.view(*x.shape[:-1], weight.shape[0])
         else:

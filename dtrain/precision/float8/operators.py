@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8.cast import E4M3, Quantized
+from dtrain.precision.float8.cast import E4M3, Quantized, dequantize
 from dtrain.precision.float8.products import gradient_products, output_product
 from dtrain.precision.float8.weights import QuantizedWeight
 
@@ -108,6 +108,20 @@ def _(
     dx = (num_rows, num_inputs) if to_input else (0,)
     dw = (num_outputs, num_inputs) if columns else (0,)
     return grad.new_empty(dx, dtype=out_dtype), grad.new_empty(dw, dtype=out_dtype)
+
+
+@torch.library.custom_op("dtrain::float8_dequantize", mutates_args=())
+def float8_dequantize(weight: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    """Returns the weight [N, K] that FP8 ``values`` and their scale represent, in the dtype of its parameter."""
+    return dequantize(Quantized(values, scale)).to(weight.dtype)
+
+
+@float8_dequantize.register_fake
+def _(weight: Tensor, values: Tensor, scale: Tensor) -> Tensor:
+    return weight.new_empty(weight.shape)
+
+
+float8_dequantize.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -135,12 +135,12 @@ class QuantizedWeight:
             saved = self._saved(rowwise, columnwise)
         return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
 
-    def stored(self) -> list[Tensor]:
-        """Returns the copies of a :class:`Bound` weight that compiled code passes; empty if it casts the parameter.
+    def stored(self, weight: Tensor) -> list[Tensor]:
+        """Returns the copies of a :class:`Bound` weight that compiled code passes; empty if ``weight`` is cast.
 
         They are the values and scale for :meth:`stored_operand`, then what :meth:`backward` takes.
         """
-        if not isinstance(self.cache, Bound):
+        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter:
             return []
         rowwise, columnwise = self._copies[0], self._copies[-1]
         return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
@@ -267,6 +267,8 @@ class QuantizedWeight:
         """
         if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:
             return weight
+        if torch.compiler.is_compiling():  # which traces no method that is replaced
+            return torch.ops.dtrain.float8_dequantize(weight, self._copies[0].values, self._copies[0].scale)  # type: ignore[no-any-return]
         result: Tensor = _Dequantize.apply(weight, self._copies[0].values, self._copies[0].scale)
         for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
             setattr(result, method, partial(_refuse, self.cache.name))
