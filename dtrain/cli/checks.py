@@ -32,7 +32,8 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)
     keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
-    keys |= {"replay_every": "audit.replay_every", "recompute": "model.recompute", "compile_blocks": "model.compile"}
+    keys |= {"replay_every": "audit.replay_every", "offload": "engine.offload"}
+    keys |= {"recompute": "model.recompute", "compile_blocks": "model.compile"}
     precision = config.precision
     check_engine(
         config.engine.name,
@@ -42,6 +43,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
         compiles=getattr(config.optim, "compile", "auto"),
         replay_every=config.audit.replay_every,
         blocks=config.model,
+        offload=getattr(config.engine, "offload", "none"),
         format_key=lambda key: keys[key],
     )
 

@@ -190,6 +190,14 @@ CAPABILITIES: dict[str, Capabilities] = {
 """Engines by the name that ``engine=`` takes."""
 
 
+_NOT_OFFLOADED: dict[tuple[str, Setting], str] = {
+    ("precision", "fp8"): "scales of FP8 weights are measured from masters on the device",
+    ("rules", "fp8"): "scales of FP8 weights are measured from masters on the device",
+    ("optimizer", "muon"): "whole matrices are exchanged and transformed on the device",
+}
+"""What the native engine cannot do with ``offload=cpu``, by key and value, with the reason."""
+
+
 def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
     """Checks that an engine supports some settings, and that this machine has what it needs.
 
@@ -236,6 +244,7 @@ def check_engine(
     compiles: bool | str = "auto",
     replay_every: int = 0,
     blocks: Blocks | None = None,
+    offload: str = "none",
     format_key: Callable[[str], str] = str,
 ) -> None:
     """Checks that an engine supports a precision with the formats of its rules, an optimizer, and other settings.
@@ -243,6 +252,7 @@ def check_engine(
     Args:
         precision: the name of a policy; one of the user's own is not known here.
         blocks: what is done to the blocks of the model; None: nothing.
+        offload: that setting of the engine's record; ``none`` if it has none.
 
     Raises:
         ConfigError: as :func:`check`.
@@ -250,10 +260,16 @@ def check_engine(
     names = {"precision": precision} if precision in SETTINGS["precision"] else {}
     for name in dict.fromkeys(("fp32", *rules)):
         replays = "above 0" if replay_every else 0
-        settings = {"rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
+        settings = {**names, "rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
         if blocks is not None:
             settings |= {"recompute": blocks.recompute, "compile_blocks": blocks.compile}
-        check(engine, format_key=format_key, **names, **settings)
+        check(engine, format_key=format_key, **settings)
+        for key, value in settings.items() if engine == "native" and offload == "cpu" else ():
+            if (key, value) in _NOT_OFFLOADED:
+                raise ConfigError(
+                    f"{format_key('offload')}=cpu with {format_key(key)}={value}: {_NOT_OFFLOADED[key, value]}; "
+                    f"remove one of the two"
+                )
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:

@@ -13,6 +13,7 @@ _ZERO_STAGE = "What is sharded: 0 nothing, 1 masters and moments, 2 also gradien
 _SHARDING_UNITS = (
     "Name patterns of modules, each sharded as a unit; auto: each element of an outermost ModuleList or Sequential."
 )
+_OFFLOAD = "Memory that holds masters and moments, with native also main grads: the rank's device, or the host's."
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
@@ -55,9 +56,20 @@ class Native(EngineConfig):
     keep_gathered: list[str] = setting(
         [], "At stage 3, name patterns of modules or parameters that stay unsharded from forward to backward."
     )
+    offload: str = one_of("none", "cpu", doc=_OFFLOAD)
 
     def _check(self) -> None:
         super()._check()
+        if self.offload == "cpu" and self.zero_stage == 0:
+            raise ConfigError(
+                f"{self._entry('offload')} with {self._entry('zero_stage')}: every rank would hold all masters and "
+                f"moments in the memory of its host; set {self._key('zero_stage')}=1, 2 or 3, or remove it"
+            )
+        if self.offload == "cpu" and self.reproducible:
+            raise ConfigError(
+                f"{self._entry('offload')} with {self._entry('reproducible')}: the gradients of all ranks would have "
+                f"to cross to the host one by one to be summed in order; remove one of the two"
+            )
         if self.zero_stage == 3:
             return
         stage = self._key("zero_stage")
@@ -82,7 +94,7 @@ class DeepSpeed(EngineConfig):
     """DeepSpeed's ZeRO with dtrain's vote."""
 
     name: str = option("deepspeed")
-    offload: str = one_of("none", "cpu", doc="Memory that holds masters and moments: the rank's device, or the host's.")
+    offload: str = one_of("none", "cpu", doc=_OFFLOAD)
 
     def _check(self) -> None:
         super()._check()

@@ -163,6 +163,11 @@ class Communicator(Protocol):
     schedule: CollectiveSchedule
     process_group: dist.ProcessGroup | None
 
+    @property
+    def device_is_host(self) -> bool:
+        """Whether the memory of the device is that of the host."""
+        return self.device.type == "cpu"
+
     @abstractmethod
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns zeros [numel] that other ranks may read in place: [Note: buffer reuse].

@@ -131,7 +131,9 @@ def initialize(
         require_reproducible(model)
     device = _rank_device(model) if comm is None else comm.device
     options = replace(options, blocks=replace(options.blocks, compile=resolve_compile(options.blocks.compile, device)))
-    plan = plan_optimizer(model, on_device(options.optimizer, device), device, ema_decay)
+    # of masters and optimizer states, which decides how they are updated
+    state_device = torch.device("cpu") if getattr(record, "offload", "none") == "cpu" else device
+    plan = plan_optimizer(model, on_device(options.optimizer, state_device), state_device, ema_decay)
     if comm is None:
         policy = policy.on(device)
         comm = connect(device)
@@ -139,7 +141,7 @@ def initialize(
     policy = resolve_policy(record, policy, comm.device)
     if any(tensor.device != comm.device for tensor in (*model.parameters(), *model.buffers())):
         model.to(comm.device)
-    options = replace(options, optimizer=on_device(options.optimizer, device))
+    options = replace(options, optimizer=on_device(options.optimizer, state_device))
     identity = _agree_on_identity(comm, seed)
     capabilities = CAPABILITIES[record.name]
     undecided = resolve(policy, model, capabilities.held, policy.decisions)

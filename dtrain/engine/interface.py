@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -414,8 +414,14 @@ class Engine(ABC):
         ``compute``, ``main_grad``, ``master``, ``moments`` (all states of the optimizer) and ``frozen`` (frozen
         parameters) are in the formula. ``buffers`` are the model's own. ``unsharded`` are the full replicas that stage
         3 holds now, none between steps, and ``unreduced_grad`` micro-batch gradients before their reduction.
-        ``matrices``, if the optimizer needs whole matrices (Muon), are the buffers in which they travel.
+        ``matrices``, if the optimizer needs whole matrices (Muon), are the buffers in which they travel. ``transfer``
+        and ``staging``, with ``offload=cpu`` on a GPU, are those of copies, on the device and on the host.
         """
+
+    @property
+    def host_kinds(self) -> Collection[str]:
+        """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``); none by default."""
+        return ()
 
     @abstractmethod
     def memory_formula(self) -> dict[str, int]:

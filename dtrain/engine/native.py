@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +13,11 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.engines import Native
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import MAIN_GRAD
+from dtrain.engine.model_state import MAIN_GRAD, MASTER, MOMENTS
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
+from dtrain.engine.vote.record import upload
 from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
@@ -36,6 +38,10 @@ from dtrain.sharding.replicas import slot_views
 
 if TYPE_CHECKING:
     from dtrain.kernels.squares import SquareSums
+
+
+STAGING = "staging"
+"""Kind of the buffers on the host that are copied from and to the device, in :meth:`Engine.memory`."""
 
 
 def build(request: EngineRequest) -> Engine:
@@ -93,7 +99,7 @@ class NativeEngine(StepEngine):
             if self.plan.ema_decay is not None:
                 average = MovingAverage(self.plan.ema_decay, [[buffer.averaged()] for buffer in self.sharded.buffers])
             self._optimizer = FlatUpdate(self.plan.rules, slices, self._matrices, average)
-            if self.plan.is_compiled and self.device.type == "cuda":
+            if self.plan.is_compiled and self.sharded.state_device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
                 grads = [buffer.gradient.shard for buffer in self.sharded.buffers]
@@ -128,6 +134,9 @@ class NativeEngine(StepEngine):
     def _squares(self) -> Tensor:
         if self._square_sums is not None:
             return self._square_sums.compute()
+        if self.sharded.offload is not None:
+            total = self.sharded.chunk_squares(each=False).sum().view(1)
+            return upload(total.view(torch.int64).tolist(), self.device).view(torch.float64)
         if self.device.type == "cpu" or self.options.reproducible:
             return self.sharded.chunk_squares(each=self.options.reproducible)
         return sum_squares([buffer.gradient.shard for buffer in self.sharded.buffers])
@@ -142,6 +151,8 @@ class NativeEngine(StepEngine):
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
+        if self.sharded.offload is not None:
+            scalars = self.sharded.offload.scalars(scalars)
         self._optimizer.begin(scalars)
         self.sharded.refresh(lambda numbers: self._optimizer.update(numbers, scalars))
 
@@ -208,7 +219,7 @@ class NativeEngine(StepEngine):
             if not slots:
                 continue
             # a copy, because the next backward may write a main grad before all ranks have read it
-            full = held.values.new_zeros(segment.numel)
+            full = torch.zeros(segment.numel, dtype=held.values.dtype, device=self.device)
             full[held.start : held.start + held.values.numel()] = held.values
             if segment.numel < layout.numel:
                 shard, full = full, full.new_zeros(layout.numel)
@@ -263,12 +274,21 @@ class NativeEngine(StepEngine):
             "unreduced_grad": [] if exchange is None else exchange.idle(),
             "frozen": [*self.replicated_frozen().values(), *frozen],
             **storages(self._matrices),
+            **({} if sharded.offload is None else {"transfer": sharded.offload.on_device}),
+            **({} if sharded.offload is None else {STAGING: sharded.offload.on_host}),
         }
+
+    @property
+    def host_kinds(self) -> Collection[str]:
+        return () if self.sharded.offload is None else (MASTER, MOMENTS, MAIN_GRAD, STAGING)
 
     def memory_formula(self) -> dict[str, int]:
         replicas = [(slot.spec.numel, buffer) for buffer in self.sharded.buffers for slot in buffer.layout.slots]
+        placements = STAGES[self.options.zero_stage]
+        if self.sharded.offload is not None:  # every micro-batch is reduced, at stage 1 too
+            placements = replace(placements, gradient=placements.master)
         return memory_formula(
-            STAGES[self.options.zero_stage],
+            placements,
             numel=sum(numel for numel, _ in replicas),
             state_bytes=self.state_bytes,
             replica_bytes=sum(

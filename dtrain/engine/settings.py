@@ -95,6 +95,7 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         compiles=getattr(options.optimizer, "compile", "auto"),
         replay_every=options.audit.replay_every,
         blocks=options.blocks,
+        offload=getattr(options.engine, "offload", "none"),
         format_key=lambda key: arguments.get(key, key),
     )
 

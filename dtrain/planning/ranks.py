@@ -45,8 +45,20 @@ def planned_ranks(
         timeline: keeps when transfers would start and be waited for.
     """
     if world_size == 1:
-        return SingleRank(device)
+        return _PlannedRank(device, transport)
     return PlannedRanks(world_size, transport, device, on_output, timeline)
+
+
+class _PlannedRank(SingleRank):
+    """A single rank on the device that a transport of several ranks would join."""
+
+    def __init__(self, device: torch.device, transport: str) -> None:
+        super().__init__(device)
+        self._transport = transport
+
+    @property
+    def device_is_host(self) -> bool:
+        return self._transport != NCCL
 
 
 class _Held:
@@ -94,6 +106,10 @@ class PlannedRanks(Communicator):
         self._transport = transport
         self._on_output = on_output
         self._timeline = timeline
+
+    @property
+    def device_is_host(self) -> bool:
+        return self._transport != NCCL
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)

@@ -42,6 +42,7 @@ from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, Fl
 from dtrain.sharding.group import FlatBuffer, HeldRange, ParameterGroup
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.model import ShardedModel
+from dtrain.sharding.offload import HOST, OffloadedGradient, offload_of
 from dtrain.sharding.placement import STAGES, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
@@ -70,7 +71,8 @@ def build(
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
         scheduler = UnshardScheduler(model, groups, comm, options)
-    return ShardedModel(groups, reducer, builder.scales(buffers), scheduler, comm, builder.frozen_float8)
+    scales = builder.scales(buffers)
+    return ShardedModel(groups, reducer, scales, scheduler, comm, builder.frozen_float8, builder.offload)
 
 
 class _Builder:
@@ -79,6 +81,7 @@ class _Builder:
     Attributes:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
         frozen_float8: the frozen weights in FP8, by group; complete after :meth:`groups`.
+        offload: the masters, states and main grads lie on the host; None: on the rank's device.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class _Builder:
         self._options = options
         self._plan = plan
         self._placements = STAGES[options.zero_stage]
+        self.offload = offload_of(options, comm)
+        self._state_device = comm.device if self.offload is None else HOST
         self._parameters = dict(model.named_parameters())
         trained = self._find_groups()
         self.order = [trained[index].name for index in backward_order(trained)]
@@ -157,7 +162,8 @@ class _Builder:
             )
         else:
             views = ParameterViews(layout, self._parameters)
-        return Replica(layout, views, self._comm, self._placements, self._pool)
+        is_offloaded = self.offload is not None
+        return Replica(layout, views, self._comm, self._placements, self._pool, is_offloaded=is_offloaded)
 
     def _frozen_replicas(self, group: ParamGroup) -> Iterator[Replica]:
         """Yields the replicas of a group's frozen parameters that are sharded or FP8; the others stay as they are."""
@@ -202,8 +208,9 @@ class _Builder:
         States, main grads, and masters without an FP32 replica lie in one contiguous tensor each.
         """
         segments = [self._placements.master.segment(layout, self._comm.rank) for layout in self._layouts]
-        separate = [segment for segment in segments if segment.layout.dtype != torch.float32]  # [Note: FP32 replicas]
-        masters = iter(self._split(torch.zeros(sum(s.numel for s in separate), device=self._comm.device), separate))
+        is_offloaded = self.offload is not None  # else [Note: FP32 replicas]
+        separate = [segment for segment in segments if is_offloaded or segment.layout.dtype != torch.float32]
+        masters = iter(self._split(torch.zeros(sum(s.numel for s in separate), device=self._state_device), separate))
         stored = []
         for segment in segments:
             replica = self._replica(segment.layout)
@@ -213,8 +220,10 @@ class _Builder:
             stored.append((replica, master))
         states = {kind: self._states(kind, segments, [master for _, master in stored]) for kind in self._plan.specs}
         gradients, exchange = self._gradients(segments)
+        targets = [replica.local[0] for replica, _ in stored]
+        staging = [None] * len(segments) if self.offload is None else self.offload.staging(targets)
         return [
-            FlatBuffer(segment, *stored[n], {kind: held[n] for kind, held in states.items()}, gradients[n])
+            FlatBuffer(segment, *stored[n], {kind: held[n] for kind, held in states.items()}, gradients[n], staging[n])
             for n, segment in enumerate(segments)
         ], exchange
 
@@ -231,7 +240,7 @@ class _Builder:
                 )
             ranges.append((found[0][0], found[-1][1]) if found else (0, 0))
         numels = [high - low for low, high in ranges]
-        whole = torch.empty(sum(numels), dtype=spec.dtype, device=self._comm.device)
+        whole = torch.empty(sum(numels), dtype=spec.dtype, device=self._state_device)
         held = []
         parts = torch.split(whole, numels) if numels else ()
         for (low, high), values, master in zip(ranges, parts, masters, strict=True):
@@ -255,7 +264,8 @@ class _Builder:
     def _gradients(self, segments: Sequence[ArenaSegment]) -> tuple[Sequence[FlatGradient], GradientExchange | None]:
         comm, options = self._comm, self._options
         held = [self._placements.gradient.segment(segment.layout, comm.rank) for segment in segments]
-        if not options.reproducible and all(own.numel == own.layout.numel for own in held):
+        is_accumulated = not options.reproducible and all(own.numel == own.layout.numel for own in held)
+        if is_accumulated and self.offload is None:
             fulls = self._split(comm.allocate(sum(own.numel for own in held), torch.float32), held)
             return [
                 AccumulatedGradient(segment, comm, full, self._send(segment.layout).dtype)
@@ -265,6 +275,16 @@ class _Builder:
         # the root group, last in backward, is opened early
         num_early = sum(segment.layout.group == self.order[-1] for segment in backward)
         exchange = comm.gradient_exchange([self._send(segment.layout) for segment in backward], num_early)
+        offload = self.offload
+        if offload is not None:
+            main_grads = self._split(torch.zeros(sum(s.numel for s in segments)), segments)
+            return [
+                OffloadedGradient(
+                    *(segment, comm, main_grad, exchange, backward.index(segment), RunningSum),
+                    arrivals=offload.arrivals,
+                )
+                for segment, main_grad in zip(segments, main_grads, strict=True)
+            ], exchange
         is_gathered = any(segment.numel == segment.layout.numel for segment in segments)
         # the other ranks read the main grads only in the all-gather of the sums
         allocate = comm.allocate if is_gathered else partial(torch.zeros, device=comm.device)

@@ -10,6 +10,7 @@ from weakref import WeakMethod, ref
 from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.distributed.communicator import Handle
 from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
 from dtrain.optim.matrix import MatrixShard
@@ -21,6 +22,7 @@ from dtrain.parameters.running_backward import require_running
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
+from dtrain.sharding.offload import ReplicaStaging
 from dtrain.sharding.replicas import Replica
 
 MASTER, MAIN_GRAD = "master", "main_grad"
@@ -44,6 +46,7 @@ class FlatBuffer:
         master: FP32 [segment.numel]; an FP32 replica is its storage.
         states: the optimizer's states by name, of the parameters that have them.
         gradient: the gradient; its main grad is [segment.numel].
+        staging: if master, states and main grad lie in the host's memory: what the replica is copied from.
     """
 
     segment: ArenaSegment
@@ -51,6 +54,7 @@ class FlatBuffer:
     master: Tensor
     states: Mapping[str, HeldRange]
     gradient: FlatGradient
+    staging: ReplicaStaging | None = None
 
     @property
     def layout(self) -> FlatLayout:
@@ -92,7 +96,20 @@ class FlatBuffer:
     @property
     def _cast_target(self) -> Tensor | None:
         """The replica to which the update casts; None for FP8, cast after it, and if it is the master's storage."""
+        if self.staging is not None:
+            return self.staging.view(self.segment.numel, self.layout.dtype)
         return None if self.layout.dtype == E4M3 or self.replica.shares_master else self.replica.local[0]
+
+    def begin_cast(self) -> None:
+        """Returns when the masters may be cast."""
+        if self.staging is not None:
+            self.staging.begin()
+
+    def start_gather(self) -> list[Handle]:
+        """Brings what was cast to the other ranks, if they hold it too; all ranks call in the same order."""
+        if self.staging is not None:
+            self.staging.send(self.replica.local[0])
+        return self.replica.start_gather()
 
     def cast_master(self) -> None:
         if self._cast_target is not None:

@@ -16,6 +16,7 @@ from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.frozen_float8 import FrozenFloat8
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.layout import CHUNK, FlatLayout
+from dtrain.sharding.offload import HOST, Offload
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import Replica
 from dtrain.sharding.unshard import UnshardScheduler
@@ -34,9 +35,11 @@ class ShardedModel:
         scheduler: unshards and reshards the groups; None: all replicas are whole.
         comm: the ranks.
         frozen_float8: the frozen weights that are held in FP8.
+        offload: the masters, states and main grads are on the host; None: where the replicas are.
 
     Attributes:
-        groups, reducer, scales, scheduler, frozen_float8: see above.
+        groups, reducer, scales, scheduler, frozen_float8, offload: see above.
+        state_device: where masters, states and main grads lie.
         buffers: the trained flat buffers of all groups, in their order.
         replicas: of all groups, also those of frozen parameters.
     """
@@ -49,6 +52,7 @@ class ShardedModel:
         scheduler: UnshardScheduler | None,
         comm: Communicator,
         frozen_float8: Sequence[FrozenFloat8] = (),
+        offload: Offload | None = None,
     ) -> None:
         self.groups = groups
         self.buffers = [buffer for group in groups for buffer in group.buffers]
@@ -57,6 +61,8 @@ class ShardedModel:
         self.scheduler = scheduler
         self.scales = scales
         self.frozen_float8 = frozen_float8
+        self.offload = offload
+        self.state_device = comm.device if offload is None else HOST
         self._comm = comm
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
@@ -92,7 +98,7 @@ class ShardedModel:
         launch: one for all buffers, or, if they are gathered after it, a few, so that gathers start early.
         """
         numbers = [number for number in range(len(self.buffers)) if number not in self._float8]
-        if self._comm.device.type == "cpu":
+        if self.state_device.type == "cpu":
             return [[number] for number in numbers]
         is_gathered = any(buffer.replica.is_gathered for buffer in self.buffers)
         limit = sum(buffer.segment.numel for buffer in self.buffers) / (_GATHER_BUCKETS if is_gathered else 1)
@@ -124,9 +130,11 @@ class ShardedModel:
             self.scales.measure()
         handles = []
         for numbers in self._buckets:
+            for number in numbers:
+                self.buffers[number].begin_cast()
             update(numbers)
             for number in numbers:
-                handles += self.buffers[number].replica.start_gather()
+                handles += self.buffers[number].start_gather()
         if self._float8:
             self.scales.cast()
             for number in self._float8:
@@ -161,7 +169,7 @@ class ShardedModel:
             each: whether each of them counts, not only their sum.
         """
         gradients = [buffer.gradient for buffer in self.buffers]
-        is_cpu = self._comm.device.type == "cpu"
+        is_cpu = self.state_device.type == "cpu"
         return chunk_squares([g.chunks for g in gradients], [g.norms for g in gradients] if is_cpu else None, each=each)
 
     def canonical_sum(self, chunk_squares: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class Replica:
         comm: the ranks that share the layout.
         placements: a row of the stage table.
         pool: memory of unsharded copies.
+        is_offloaded: whether the masters lie in the memory of the host: [Note: offload].
 
     Attributes:
         copies: the whole flat buffer, each [numel]; empty while it is sharded.
@@ -125,8 +126,11 @@ class Replica:
         comm: Communicator,
         placements: Placements,
         pool: StoragePool,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         self.layout = layout
+        self._is_offloaded = is_offloaded
         self.views = views
         self._comm = comm
         self._pool = pool
@@ -150,7 +154,7 @@ class Replica:
     @property
     def shares_master(self) -> bool:
         """Whether the masters are stored in ``local``: [Note: FP32 replicas]."""
-        return self.layout.is_trained and self.layout.dtype == torch.float32
+        return self.layout.is_trained and self.layout.dtype == torch.float32 and not self._is_offloaded
 
     @property
     def is_float8(self) -> bool:
