@@ -17,7 +17,7 @@ from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
-from dtrain.config.engines import EngineConfig
+from dtrain.config.engines import EngineConfig, Native
 from dtrain.config.fields import check_field
 from dtrain.config.optim import OPTIM_KEYS, Optimizer
 from dtrain.config.precision import LossScale
@@ -216,6 +216,7 @@ def resolve_policy(engine: EngineConfig, policy: PrecisionPolicy, device: torch.
     if policy.reduce_dtype is not None and engine.reduce_dtype == "auto":
         engine = replace(engine, reduce_dtype=format_name(policy.reduce_dtype))  # which checks it
     every_micro_batch = STAGES[engine.zero_stage].reduces_every_micro_batch(reproducible=engine.reproducible)
+    every_micro_batch |= isinstance(engine, Native) and engine.offload == "cpu" and device.type != "cpu"
     policy = policy.on(device).reducing(
         engine.reduce_dtype, reduces_every_micro_batch=engine.name == "native" and every_micro_batch
     )

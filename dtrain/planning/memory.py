@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class StepMemory:
         first: at the peak of the first step, in which persistent buffers are allocated when they are first used.
         largest: of one storage of a step; a kernel may copy it, such as into another layout.
         fragments: that malloc's heap holds in addition at the peak, between two bounds; (0, 0) for a GPU.
+        host: between steps in the memory of the host beside a GPU, by kind; in none of the above.
     """
 
     states: Mapping[str, int]
@@ -38,6 +39,7 @@ class StepMemory:
     first: int
     largest: int
     fragments: tuple[int, int]
+    host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -82,12 +84,24 @@ def run_steps(
         first = first or sum(tracker.peak.values())
     peak = {kind: nbytes for kind, nbytes in tracker.peak.items() if nbytes}
     held = [max(0, heap.peak - sum(peak.values())) for heap in tracker.heaps] or [0]
-    return StepMemory(engine.memory(), peak, first, tracker.largest, (min(held), max(held)))
+    states, host = split_memory(engine)
+    return StepMemory(states, peak, first, tracker.largest, (min(held), max(held)), host)
+
+
+def split_memory(engine: StateEngine) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes of ``engine.memory()`` on the rank's device, and those in the memory of the host beside it."""
+    memory = engine.memory()
+    host = {kind: memory.pop(kind) for kind in engine.host_kinds}
+    return memory, host
 
 
 def _relabel_states(engine: StateEngine, tracker: StorageTracker) -> None:
     for kind, tensors in engine.storages().items():
-        tracker.relabel(kind, [tensor for tensor in tensors if tensor.numel()])
+        held = [tensor for tensor in tensors if tensor.numel()]
+        if kind in engine.host_kinds:
+            tracker.exclude(tensor.untyped_storage() for tensor in held)
+        else:
+            tracker.relabel(kind, held)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from weakref import WeakMethod, ref
 from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.communicator import Handle
 from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
 from dtrain.optim.matrix import MatrixShard
@@ -99,17 +98,6 @@ class FlatBuffer:
         if self.staging is not None:
             return self.staging.view(self.segment.numel, self.layout.dtype)
         return None if self.layout.dtype == E4M3 or self.replica.shares_master else self.replica.local[0]
-
-    def begin_cast(self) -> None:
-        """Returns when the masters may be cast."""
-        if self.staging is not None:
-            self.staging.begin()
-
-    def start_gather(self) -> list[Handle]:
-        """Brings what was cast to the other ranks, if they hold it too; all ranks call in the same order."""
-        if self.staging is not None:
-            self.staging.send(self.replica.local[0])
-        return self.replica.start_gather()
 
     def cast_master(self) -> None:
         if self._cast_target is not None:

@@ -124,17 +124,15 @@ class ShardedModel:
         """
         if self.scheduler is not None:  # what is unsharded now would keep the old values
             self.scheduler.reshard()
-        update = update or self._cast_masters
+        update = self._staged(update or self._cast_masters)
         if self._float8:
             update(self._float8)
             self.scales.measure()
         handles = []
         for numbers in self._buckets:
-            for number in numbers:
-                self.buffers[number].begin_cast()
             update(numbers)
             for number in numbers:
-                handles += self.buffers[number].start_gather()
+                handles += self.buffers[number].replica.start_gather()
         if self._float8:
             self.scales.cast()
             for number in self._float8:
@@ -155,6 +153,23 @@ class ShardedModel:
                 replica.views.open_weights(names)
             elif not replica.is_sharded:
                 replica.views.bind(replica.copies)
+
+    def _staged(self, update: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
+        """Returns ``update``, followed by the copy of what it has cast to the device, if that is on the host."""
+        if self.offload is None:
+            return update
+
+        def staged(numbers: Sequence[int]) -> None:
+            staging = [(self.buffers[number].staging, self.buffers[number].replica) for number in numbers]
+            for buffer, _ in staging:
+                assert buffer is not None
+                buffer.begin()
+            update(numbers)
+            for buffer, replica in staging:
+                assert buffer is not None
+                buffer.send(replica.local[0])
+
+        return staged
 
     def _cast_masters(self, numbers: Sequence[int]) -> None:
         for number in numbers:

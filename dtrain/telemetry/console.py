@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -114,15 +114,23 @@ def format_step(metrics: StepMetrics, total_steps: int) -> str:
     return "  ".join(parts)
 
 
-def memory_lines(memory: dict[str, int], formula: dict[str, int]) -> list[str]:
-    """Formats bytes on one rank by kind, beside the ZeRO formula (Rajbhandari et al., 2020, section 5)."""
+def memory_lines(memory: dict[str, int], formula: dict[str, int], host_kinds: Collection[str] = ()) -> list[str]:
+    """Formats bytes on one rank by kind, beside the ZeRO formula (Rajbhandari et al., 2020, section 5).
+
+    ``host_kinds``: those that lie in the memory of the host beside a GPU.
+    """
     lines = []
     for kind in [*memory, *(key for key in formula if key not in memory)]:
         measured, expected = memory.get(kind, 0), formula.get(kind)
         against = f"  (ZeRO formula {_mebibytes(expected)})" if expected is not None else ""
-        lines.append(f"memory {kind:<14} {_mebibytes(measured):>12}{against}")
+        where = "  on the host" if kind in host_kinds else ""
+        lines.append(f"memory {kind:<14} {_mebibytes(measured):>12}{against}{where}")
     total, formula_total = sum(memory.values()), sum(formula.values())
-    return [*lines, f"memory {'total':<14} {_mebibytes(total):>12}  (ZeRO formula {_mebibytes(formula_total)})"]
+    lines.append(f"memory {'total':<14} {_mebibytes(total):>12}  (ZeRO formula {_mebibytes(formula_total)})")
+    if host_kinds:
+        on_device = sum(nbytes for kind, nbytes in memory.items() if kind not in host_kinds)
+        lines.append(f"memory {'on the device':<14} {_mebibytes(on_device):>12}")
+    return lines
 
 
 def _mebibytes(size: int) -> str:

@@ -154,4 +154,6 @@ def _executable(config: RunConfig, device: Device) -> RunConfig:
     engine = config.engine
     if not isinstance(engine, Native):  # the same model states, and the activations of the same model
         engine = Native(zero_stage=engine.zero_stage)
+    if engine.offload == "cpu" and device.type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
+        engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
     return replace(config, precision=precision, optim=optim, engine=engine)

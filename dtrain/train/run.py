@@ -233,7 +233,7 @@ def _describe(config: RunConfig, engine: Engine, threads: int, num_parameters: i
     trained = f", {compact(engine.num_parameters)} of them trained" if num_parameters > engine.num_parameters else ""
     logger.info("model %s: %s parameters%s", config.model.name, compact(num_parameters), trained)
     logger.info("engine %s: %s on %s", engine.name, ranks, where)
-    for line in memory_lines(engine.memory(), engine.memory_formula()):
+    for line in memory_lines(engine.memory(), engine.memory_formula(), engine.host_kinds):
         logger.info(line)
     _describe_growth(config)
 

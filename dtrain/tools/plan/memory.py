@@ -22,6 +22,7 @@ _MEANINGS = {
     "other": "micro-batch, votes",
     "update": "what the update takes",
     "backward": "gradients of activations and weights",
+    "transfer": "sums on their way to the host",
     "saved_copy": "copy that an asynchronous save writes",
     STEP: "what a step takes in addition",
 }

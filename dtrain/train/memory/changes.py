@@ -12,7 +12,7 @@ from dtrain.config.engines import Native
 from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
-from dtrain.planning.memory import PER_SAMPLE, UNSHARDED, StepMemory
+from dtrain.planning.memory import PER_SAMPLE, UNSHARDED, StepMemory, split_memory
 from dtrain.train.memory.plan import FITS, MemoryPlan, plan_memory, saved_copy
 from dtrain.train.planned import PlannedRun
 
@@ -72,7 +72,8 @@ def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan
     if run.config.precision != base.config.precision:  # other activations
         return plan_memory(run)
     with run.engine() as (engine, _):
-        states, copy, unsharded = engine.memory(), saved_copy(run, engine), _unsharded_bytes(engine)
+        states, host = split_memory(engine)
+        copy, unsharded = saved_copy(run, engine), _unsharded_bytes(engine)
         if engine.sharded.reducer.exchange is not None:  # a ring is there from the start, other buffers are not
             states["unreduced_grad"] = max(states["unreduced_grad"], engine.sharded.reducer.exchange.max_nbytes())
     factor = run.config.train.micro_batch_size / base.config.train.micro_batch_size
@@ -81,7 +82,9 @@ def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan
     peak = {**states, **scaled, UNSHARDED: unsharded}
     total = sum(peak.values())
     low, high = (total * nbytes // plan.step.total for nbytes in plan.step.fragments)
-    step = StepMemory(states, peak, first=total, largest=int(plan.step.largest * factor), fragments=(low, high))
+    step = StepMemory(
+        states, peak, first=total, largest=int(plan.step.largest * factor), fragments=(low, high), host=host
+    )
     return MemoryPlan(run.device, run.num_ranks, step, copy)
 
 
@@ -129,6 +132,8 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
         yield "optim=adamw-bf16", "moments rounded to BF16", _config(optim=_bf16_moments(config.optim))
     if run.num_ranks > 1 and engine.name != "ddp" and engine.zero_stage < 3:
         yield _engine_key("zero_stage", 3, "weights are gathered in forward and backward")
+    if run.device.type == "cuda" and isinstance(engine, Native) and engine.offload == "none":
+        yield _engine_key("offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
     if engine.zero_stage:
         for factor in (2, 4, 8):
             ranks = factor * run.num_ranks

@@ -47,7 +47,8 @@ class Receipt:
             states: measured by ``engine.memory()``.
             peak: measured; None: it cannot be.
         """
-        planned = plan.step.states
+        planned, host = plan.step.states, plan.step.host
+        states = {kind: nbytes for kind, nbytes in states.items() if kind not in host}
         kinds = [kind for kind in states if states[kind] or planned.get(kind)]
         rows = [ReceiptRow(kind, planned.get(kind, 0), planned.get(kind, 0), states[kind]) for kind in kinds]
         held, measured = sum(planned.values()), sum(states.values())
@@ -55,7 +56,7 @@ class Receipt:
         rows.append(ReceiptRow(PEAK, plan.low, plan.high, peak))
         where = "growth of the resident set" if plan.device.type == "cpu" else "memory of the device"
         note = f"rank 0 of {plan.num_ranks} on {plan.device.name}; the peak is the {where}"
-        return Receipt(rows, [note], plan.device.name, plan.num_ranks)
+        return Receipt(rows, [note, *host_lines(plan)], plan.device.name, plan.num_ranks)
 
     def lines(self) -> list[str]:
         """Returns the receipt as text for the console."""
@@ -125,12 +126,19 @@ def plan_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
     ]
 
 
+def host_lines(plan: MemoryPlan) -> list[str]:
+    """Returns a line about what is offloaded to the host, if anything is."""
+    host = plan.step.host
+    kinds = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in host.items())
+    return [f"in the memory of the host, for each rank: {bytes_text(sum(host.values()))} ({kinds})"] if host else []
+
+
 def fit_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> list[str]:
     """Returns whether the run fits, the largest micro-batch that does, and ``changes``."""
     device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
     own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
     sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
-    lines = [f"{plan.fit} on {device}; {sizes}"]
+    lines = [f"{plan.fit} on {device}; {sizes}", *host_lines(plan)]
     for change in changes:
         need = bytes_range(change.plan.low, change.plan.high)
         lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")
