@@ -133,13 +133,17 @@ class AsyncSaver:
     def save(self, directory: Path, snapshot: Snapshot, retention: Retention | None) -> Path:
         """Saves ``snapshot`` and returns its path once it is committed; collective. No save may be in progress.
 
-        GPU tensors are copied to the host once, as in :meth:`start`, then written, hashed and fingerprinted there.
+        GPU tensors are copied to the host once, as in :meth:`start`, then written, hashed and fingerprinted there; what
+        lies on the host is written as it is, because nothing changes it meanwhile.
 
         Raises:
             CheckpointError: as :func:`dtrain.checkpoint.save`.
         """
         if self._comm.device.type == "cuda":
-            snapshot = self._copied(snapshot)
+            on_host = [shard for shard in snapshot.shards if shard.data.device.type == "cpu"]
+            others = [shard for shard in snapshot.shards if shard.data.device.type != "cpu"]
+            copied = self._copied(replace(snapshot, shards=tuple(others)))
+            snapshot = replace(copied, shards=(*copied.shards, *on_host))
         return save(directory, snapshot, self._comm, retention=retention)
 
     def _copied(self, snapshot: Snapshot, also: Callable[[], None] = lambda: None) -> Snapshot:

@@ -130,15 +130,15 @@ class FakeDevice:
         self._found: dict[int, int] = {}  # by what identifies a storage in C++
         self._starts: list[int] = []
         # they keep the identity of a dead storage from being given to a new one
-        self._storages: list[tuple[StorageWeakRef, int]] = []
+        self._storages: list[tuple[StorageWeakRef, int, str]] = []  # with bytes and device type
         self._next = LOWEST_ADDRESS
 
-    def address_of_storage(self, storage: torch.UntypedStorage) -> int:
+    def address_of_storage(self, storage: torch.UntypedStorage, kind: str = "cuda") -> int:
         identity, nbytes = storage._cdata, storage.nbytes()
         if identity not in self._found:
             self._found[identity] = self._next
             self._starts.append(self._next)
-            self._storages.append((StorageWeakRef(storage), nbytes))
+            self._storages.append((StorageWeakRef(storage), nbytes, kind))
             self._next += -(-max(nbytes, 1) // 512) * 512
         return self._found[identity]
 
@@ -151,9 +151,11 @@ class FakeDevice:
         """Whether the memory at ``address`` still belongs to a tensor."""
         return not self._storages[bisect_right(self._starts, address) - 1][0].expired()
 
-    def live_bytes(self) -> int:
-        """Returns the bytes of all memory that belongs to a tensor, the host's too."""
-        live: list[int] = [nbytes for storage, nbytes in self._storages if not storage.expired()]
+    def live_bytes(self, kind: str = "") -> int:
+        """Returns the bytes of all memory that belongs to a tensor: on ``cpu`` or ``cuda``, or on both."""
+        live: list[int] = [
+            nbytes for storage, nbytes, own in self._storages if not storage.expired() and own.startswith(kind)
+        ]
         return sum(live)
 
     def no_waits(self) -> TorchDispatchMode:
@@ -172,6 +174,18 @@ def _pinning(make: Callable[..., Tensor], pinned: set[int]) -> Callable[..., Ten
         if pin_memory:
             pinned.add(tensor.untyped_storage().data_ptr())
         return tensor.to(DEVICE) if on_device else tensor
+
+    return made
+
+
+def _pinned_empty(make: Callable[..., Tensor], pinned: set[int]) -> Callable[..., Tensor]:
+    """Returns ``make``, which notes that memory is pinned, and leaves the rest as it is."""
+
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        tensor = make(*args, **kwargs)
+        if pin_memory:
+            pinned.add(tensor.untyped_storage().data_ptr())
+        return tensor
 
     return made
 
@@ -214,7 +228,7 @@ def _maker(device: FakeDevice) -> Callable[..., Any]:
     def new(cls: type, mode: FakeTensorMode, values: Tensor, where: torch.device, *args: Any, **kwargs: Any) -> Any:
         # C++ makes tensors on the device that it was told
         tensor: Any = _own_new(cls, mode, values, DEVICE if where.type == "xla" else where, *args, **kwargs)
-        device.address_of_storage(tensor.untyped_storage())
+        device.address_of_storage(tensor.untyped_storage(), where.type.replace("xla", "cuda"))
         return tensor
 
     return new
@@ -284,6 +298,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
     replaced: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, replacement) for name, replacement in _TORCH_CUDA.items()),
         (torch, "tensor", _pinning(torch.tensor, device.pinned)),
+        (torch, "empty", _pinned_empty(torch.empty, device.pinned)),
         (torch, "empty_like", _pinning(torch.empty_like, device.pinned)),
         (torch.UntypedStorage, "data_ptr", storage_address),
         (torch.nn.Module, "to", lambda module, _: module),  # a model is built on its device

@@ -1,0 +1,169 @@
+"""Masters, states and main grads on the host: the bits of training are those of the same kernel without offloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.sharding import offload
+from dtrain.sharding.offload import ReplicaStaging
+from tests.helpers.apart import Late, apart_memory
+
+DIM = 32
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Blocks(nn.Module):
+    """Four equal groups, so that copies take turns with the buffers; the norms and biases are of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x.float().square().mean()
+
+
+def make(*, is_offloaded: bool, **options: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Blocks()
+    settings = {"precision": "bf16", "zero_stage": 2, "seed": 0, "optimizer": dtrain.AdamW(lr=1e-2), **options}
+    with apart_memory() if is_offloaded else nullcontext():
+        return dtrain.initialize(model, offload="cpu" if is_offloaded else "none", **settings)
+
+
+def train(engine: Any, num_steps: int = 3, weights: Sequence[float] = (1.0, 3.0), seed: int = 1) -> list[Any]:
+    """Each step has one micro-batch for each of ``weights``."""
+    generator = torch.Generator().manual_seed(seed)
+    outcomes = []
+    for _ in range(num_steps):
+        for number in engine.accumulate(range(len(weights))):
+            engine.backward(engine(torch.randn(4, DIM, generator=generator)), weight=weights[number])
+        outcomes.append(engine.step())
+    return outcomes
+
+
+def state(engine: Any) -> dict[tuple[str, str], Tensor]:
+    return {(kind, name): t.clone() for kind in engine.saved_dtypes for name, t in engine.full_state(kind)}
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    first, second = state(one), state(other)
+    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+CASES: list[tuple[dict[str, Any], Sequence[float]]] = [
+    ({"zero_stage": 2}, (1.0, 3.0)),
+    ({"zero_stage": 1, "precision": "fp32"}, (1.0,)),
+    ({"zero_stage": 3, "precision": "fp16", "loss_scale": dtrain.LossScale(init=2.0**24)}, (1.0, 1.0)),
+    ({"ema_decay": 0.9, "audit": 1, "optimizer": dtrain.AdamW(groups={"blocks.1": {"lr_factor": 0.1}})}, (2.0,)),
+    ({"optimizer": dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-2)}, (1.0, 1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("options", "weights"), CASES, ids=range(len(CASES)))
+def test_training_has_the_bits_of_an_update_where_the_replicas_are(
+    options: dict[str, Any], weights: Sequence[float]
+) -> None:
+    """The FP16 case skips steps until its loss scale is small enough."""
+    plain, offloaded = make(is_offloaded=False, **options), make(is_offloaded=True, **options)
+    assert offloaded.host_kinds
+    outcomes = train(plain, 6, weights)
+    assert repr(outcomes) == repr(train(offloaded, 6, weights))  # as text, because a norm that is NaN equals none
+    assert outcomes[-1].applied
+    assert is_equal(plain, offloaded)
+
+
+def test_what_lies_where() -> None:
+    engine = make(is_offloaded=True)
+    train(engine, 2)
+    memory, formula, numel = engine.memory(), engine.memory_formula(), engine.num_parameters
+    norms_and_biases = sum(p.numel() for p in engine.module.parameters() if p.dim() < 2)
+    assert formula == {
+        "compute": 2 * numel + 2 * norms_and_biases - 2 * 4 * DIM,  # the norms are FP32, the biases BF16
+        "main_grad": 4 * numel,
+        "master": 4 * numel,
+        "moments": 8 * numel,
+        "frozen": 0,
+    }
+    assert all(memory[kind] >= nbytes for kind, nbytes in formula.items())
+    assert set(engine.host_kinds) == {"master", "moments", "main_grad", "staging"}
+    assert memory["transfer"] == 0, "only the sum of several ranks needs memory on the device"
+    largest = max(buffer.segment.numel * buffer.layout.dtype.itemsize for buffer in engine.sharded.buffers)
+    assert memory["staging"] <= 4 * (largest + 4)
+    assert make(is_offloaded=False).host_kinds == ()
+
+
+@pytest.mark.parametrize("engine", ["native", "fsdp2"])
+def test_checkpoints_pass_between_offloaded_states_and_others(engine: str, tmp_path: Path) -> None:
+    offloaded = make(is_offloaded=True)
+    train(offloaded, 2)
+    offloaded.save(tmp_path / "first")
+    other = dtrain.initialize(Blocks(), engine=engine, precision="bf16", seed=0, optimizer=dtrain.AdamW(lr=1e-2))
+    other.load(tmp_path / "first")
+    assert is_equal(offloaded, other)
+    train(other, 2, seed=2)
+    other.save(tmp_path / "second")
+    offloaded.load(tmp_path / "second")
+    assert is_equal(offloaded, other)
+    if engine == "native":
+        assert train(offloaded, 2, seed=3) == train(other, 2, seed=3)
+        assert is_equal(offloaded, other)
+
+
+def test_weights_that_the_user_writes_reach_the_host() -> None:
+    engines = [make(is_offloaded=False), make(is_offloaded=True)]
+    for engine in engines:
+        train(engine, 1)
+        with engine.modify_weights("blocks.1"):
+            for parameter in engine.module.blocks[1].parameters():
+                parameter.mul_(0.5)
+        with torch.no_grad():
+            engine.module.blocks[2][1].weight.mul_(2.0)
+        train(engine, 1, seed=2)
+    assert is_equal(*engines)
+
+
+def early_release() -> Any:
+    """The exchange gets a buffer back while it is copied."""
+    own = offload._Arrival
+
+    def arrival(*args: Any) -> Any:
+        *rest, (sources, handle) = args
+        if handle is not None:
+            handle.release()
+        return own(*rest, (sources, None))
+
+    return mock.patch.object(offload, "_Arrival", arrival)
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "a staging buffer is written while it is copied": lambda: mock.patch.object(
+        ReplicaStaging, "begin", lambda _: None
+    ),
+    "a gradient is read before it has arrived": lambda: mock.patch.object(Late, "wait", lambda _: None),
+    "a gradient's buffer is written while it is copied": early_release,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_missing_wait_changes_bits(fault: str) -> None:
+    plain = make(is_offloaded=False)
+    train(plain)
+    # one send in flight, as of large groups
+    with mock.patch.object(PrivateExchange, "finish_first", lambda self: self.num_started - 2), FAULTS[fault]():
+        offloaded = make(is_offloaded=True)
+        train(offloaded)
+    assert not is_equal(plain, offloaded)
