@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -38,38 +39,47 @@ class _Event(device._Event):
     def synchronize(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Names of the copies that were started, and of those for which the host has waited."""
+
+    started: list[str] = field(default_factory=list)
+    waits: list[str] = field(default_factory=list)
+
+
 class _Copy:
     """A copy of the link, in flight until the host waits for it."""
 
-    def __init__(self, copied: Any, works: list[_Work], waits: list[str]) -> None:
-        self._copied, self._works, self._waits = copied, works, waits
+    def __init__(self, copied: Any, works: list[_Work], copies: Copies) -> None:
+        self._copied, self._works, self._copies = copied, works, copies
+        copies.started.append(works[0].name)
 
     def wait(self) -> None:
         if any(not work.is_completed() for work in self._works):
-            self._waits.append(self._works[0].name)
+            self._copies.waits.append(self._works[0].name)
         self._copied.wait()
         for work in self._works:
             work.wait()
 
 
 @contextmanager
-def offloaded(world_size: int, stage: int, **options: Any) -> Iterator[tuple[FakeRank, list[str]]]:
-    """Yields a rank whose link is watched, and the copies for which the host has waited.
+def offloaded(world_size: int, stage: int, **options: Any) -> Iterator[tuple[FakeRank, Copies]]:
+    """Yields a rank whose link is watched, and its copies.
 
     An operation that reads what a copy to the host writes, or writes what a copy reads, raises :class:`MissingWait`.
     """
     in_flight: list[_Work] = []
-    waits: list[str] = []
+    copies = Copies()
     to_host, to_device = DeviceLink.start_to_host, DeviceLink.start_to_device
 
     def start_to_host(link: DeviceLink, pairs: Any) -> _Copy:
         copied = to_host(link, pairs)
-        return _Copy(copied, [_Work("copy to the host", *pair, in_flight) for pair in pairs], waits)
+        return _Copy(copied, [_Work("copy to the host", *pair, in_flight) for pair in pairs], copies)
 
     def start_to_device(link: DeviceLink, target: Tensor, source: Tensor) -> _Copy:
         copied = to_device(link, target, source)
         # the device reads the target behind the copy, so only the source is in use
-        return _Copy(copied, [_Work("copy to the device", source[:0], source, in_flight)], waits)
+        return _Copy(copied, [_Work("copy to the device", source[:0], source, in_flight)], copies)
 
     settings = {"optimizer": dtrain.AdamW(compile=False), "offload": "cpu", "zero_stage": stage, **options}
     with ExitStack() as stack:
@@ -79,20 +89,20 @@ def offloaded(world_size: int, stage: int, **options: Any) -> Iterator[tuple[Fak
         stack.enter_context(mock.patch.object(DeviceLink, "start_to_device", start_to_device))
         stack.enter_context(_Watch(in_flight))
         stack.enter_context(_HostValues())
-        yield rank, waits
+        yield rank, copies
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (8, 1), (8, 3)])
 def test_a_step_of_one_rank_among_many(world_size: int, stage: int) -> None:
-    with offloaded(world_size, stage) as (rank, waits):
+    with offloaded(world_size, stage) as (rank, copies):
         engine = rank.engine
         assert rank.step(2).applied
-        waits.clear()
+        copies.waits.clear()
         rank.step(1)
         rank.collectives.require_waited()
         buffers = engine.sharded.buffers
         # each of the main grads, then divisor and flag of the decision, then each staging buffer as it is used again
-        assert [wait.partition(" of")[0] for wait in waits] == ["copy to the host"] * (len(buffers) + 1) + [
+        assert [wait.partition(" of")[0] for wait in copies.waits] == ["copy to the host"] * (len(buffers) + 1) + [
             "copy to the device"
         ] * len(buffers)
         for buffer in buffers:
@@ -134,20 +144,23 @@ def release_early() -> Any:
 FAULTS: dict[str, Callable[[], Any]] = {
     "a gradient that has not arrived": forget_arrival,
     "a gradient that is copied": release_early,
-    "a staging buffer that is copied": lambda: mock.patch.object(ReplicaStaging, "begin", lambda _: None),
+    "a staging buffer that is copied": lambda: mock.patch.object(ReplicaStaging, "begin", return_value=None),
 }
 
 
 @pytest.mark.parametrize("used", FAULTS)
 def test_a_missing_wait_is_found(used: str) -> None:
+    def two_steps() -> None:
+        rank.step(1)
+        rank.step(1)
+
     with offloaded(1, 2) as (rank, _), FAULTS[used](), pytest.raises(MissingWait):
-        rank.step(1)
-        rank.step(1)
+        two_steps()
 
 
 def test_gradients_leave_the_device_while_backward_runs() -> None:
     in_flight = mock.patch.object(PrivateExchange, "finish_first", lambda self: self.num_started - 2)  # as large groups
-    with offloaded(1, 2) as (rank, waits), in_flight:
+    with offloaded(1, 2) as (rank, copies), in_flight:
         rank.engine.backward(rank.forward())
-        assert waits, "the third copy starts when the first has arrived"
+        assert len(copies.started) == len(rank.engine.sharded.buffers) - 2
         rank.engine.step()

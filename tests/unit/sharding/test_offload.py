@@ -151,9 +151,9 @@ def early_release() -> Any:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "a staging buffer is written while it is copied": lambda: mock.patch.object(
-        ReplicaStaging, "begin", lambda _: None
+        ReplicaStaging, "begin", return_value=None
     ),
-    "a gradient is read before it has arrived": lambda: mock.patch.object(Late, "wait", lambda _: None),
+    "a gradient is read before it has arrived": lambda: mock.patch.object(Late, "wait", return_value=None),
     "a gradient's buffer is written while it is copied": early_release,
 }
 
