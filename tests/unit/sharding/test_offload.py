@@ -3,71 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.gradient_buffers import PrivateExchange
 from dtrain.sharding import offload
 from dtrain.sharding.offload import ReplicaStaging
-from tests.helpers.apart import Late, apart_memory
-
-DIM = 32
-STATE = ("master", "exp_avg", "exp_avg_sq")
-
-
-class Blocks(nn.Module):
-    """Four equal groups, so that copies take turns with the buffers; the norms and biases are of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, DIM)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x.float().square().mean()
-
-
-def make(*, is_offloaded: bool, **options: Any) -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Blocks()
-    settings = {"precision": "bf16", "zero_stage": 2, "seed": 0, "optimizer": dtrain.AdamW(lr=1e-2), **options}
-    with apart_memory() if is_offloaded else nullcontext():
-        return dtrain.initialize(model, offload="cpu" if is_offloaded else "none", **settings)
-
-
-def train(engine: Any, num_steps: int = 3, weights: Sequence[float] = (1.0, 3.0), seed: int = 1) -> list[Any]:
-    """Each step has one micro-batch for each of ``weights``."""
-    generator = torch.Generator().manual_seed(seed)
-    outcomes = []
-    for _ in range(num_steps):
-        for number in engine.accumulate(range(len(weights))):
-            engine.backward(engine(torch.randn(4, DIM, generator=generator)), weight=weights[number])
-        outcomes.append(engine.step())
-    return outcomes
-
-
-def state(engine: Any) -> dict[tuple[str, str], Tensor]:
-    return {(kind, name): t.clone() for kind in engine.saved_dtypes for name, t in engine.full_state(kind)}
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    first, second = state(one), state(other)
-    return first.keys() == second.keys() and all(torch.equal(value, second[key]) for key, value in first.items())
-
+from tests.helpers.apart import DIM, Blocks, Late, is_equal, make, train
 
 CASES: list[tuple[dict[str, Any], Sequence[float]]] = [
     ({"zero_stage": 2}, (1.0, 3.0)),
     ({"zero_stage": 1, "precision": "fp32"}, (1.0,)),
-    ({"zero_stage": 3, "precision": "fp16", "loss_scale": dtrain.LossScale(init=2.0**24)}, (1.0, 1.0)),
+    ({"zero_stage": 3, "precision": "fp16", "loss_scale": dtrain.LossScale(init=2.0**20)}, (1.0, 1.0)),
     ({"ema_decay": 0.9, "audit": 1, "optimizer": dtrain.AdamW(groups={"blocks.1": {"lr_factor": 0.1}})}, (2.0,)),
     ({"optimizer": dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-2)}, (1.0, 1.0, 1.0)),
 ]
