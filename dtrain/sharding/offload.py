@@ -86,7 +86,7 @@ class DeviceLink:
     def _event(self, stream: Any) -> Copied:
         event: Any = torch.cuda.Event()
         event.record(stream)
-        return _Recorded(event)
+        return _EventCopy(event)
 
     def on_host(self, scalars: UpdateScalars) -> UpdateScalars:
         """Returns ``scalars`` with its tensors on the host, which waits for them."""
@@ -101,7 +101,7 @@ class _AtOnce:
         pass
 
 
-class _Recorded:
+class _EventCopy:
     def __init__(self, event: Any) -> None:
         self._event = event
 

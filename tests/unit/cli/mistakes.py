@@ -121,6 +121,19 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine.offload=cpu with engine.zero_stage=0",
         "set engine.zero_stage=1, 2 or 3",
     ),
+    "engine.zero_stage=0 engine.offload=cpu": (
+        "engine.offload=cpu with engine.zero_stage=0: every rank would hold",
+        "set engine.zero_stage=1, 2 or 3",
+    ),
+    "engine.reproducible=true engine.offload=cpu": ("engine.offload=cpu with engine.reproducible=true", "remove one"),
+    "precision=fp8 engine.offload=cpu": ("engine.offload=cpu with precision=fp8: scales of FP8 weights", "remove one"),
+    "precision=bf16 precision.rules={blocks.*:fp8} engine.offload=cpu": (
+        "engine.offload=cpu with precision.rules=fp8",
+        "remove one of the two",
+    ),
+    "optim=muon engine.offload=cpu": ("engine.offload=cpu with optim=muon: whole matrices", "remove one of the two"),
+    "engine.offload=nvme": ("engine.offload=nvme", "is not one of none, cpu"),
+    "engine=fsdp2 engine.offload=cpu": ("engine.offload", "it belongs to engine=native|deepspeed"),
     "schedule.total_steps=10 schedule.warmup_steps=20": (
         "schedule.warmup_steps=20",
         "set schedule.warmup_steps to at most 10",

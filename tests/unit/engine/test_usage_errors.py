@@ -374,6 +374,8 @@ TORCH_SCHEDULE = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter
             {"engine": "deepspeed", "offload": "cpu", "zero_stage": 0},
             "^offload=cpu with zero_stage=0: DeepSpeed offloads",
         ),
+        ({"offload": "cpu", "precision": "fp8"}, "^offload=cpu with precision=fp8: scales"),
+        ({"engine": "ddp", "offload": "cpu"}, "engine=ddp has no offload; .* engine=native and deepspeed"),
         ({"sharding_units": ["block.*"]}, "sharding_units pattern 'block.*' matches no module"),
         (
             {"sharding_units": [{"params": []}]},
