@@ -67,8 +67,8 @@ class Native(EngineConfig):
             )
         if self.offload == "cpu" and self.reproducible:
             raise ConfigError(
-                f"{self._entry('offload')} with {self._key('reproducible')}=true: the gradients of all ranks would have "
-                f"to cross to the host one by one to be summed in order; remove one of the two"
+                f"{self._entry('offload')} with {self._key('reproducible')}=true: the gradients of all ranks would "
+                f"have to cross to the host one by one to be summed in order; remove one of the two"
             )
         if self.zero_stage == 3:
             return

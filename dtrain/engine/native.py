@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from dtrain.kernels.squares import SquareSums
 
 
-STAGING = "staging"
-"""Kind of the buffers on the host that are copied from and to the device, in :meth:`Engine.memory`."""
+TRANSFER, STAGING = "transfer", "staging"
+"""Kinds of the buffers of copies between the device and the host, on either, in :meth:`Engine.memory`."""
 
 
 def build(request: EngineRequest) -> Engine:
@@ -274,7 +274,7 @@ class NativeEngine(StepEngine):
             "unreduced_grad": [] if exchange is None else exchange.idle(),
             "frozen": [*self.replicated_frozen().values(), *frozen],
             **storages(self._matrices),
-            **({} if sharded.offload is None else {"transfer": sharded.offload.on_device}),
+            **({} if sharded.offload is None else {TRANSFER: sharded.offload.on_device}),
             **({} if sharded.offload is None else {STAGING: sharded.offload.on_host}),
         }
 

@@ -293,16 +293,22 @@ class Offload:
         self.arrivals = GradientArrivals(link)
         self._link = link
         self._staging: list[ReplicaStaging] = []
+        self._largest = 0  # elements of a replica's part on this rank
 
     def staging(self, replicas: Sequence[Tensor]) -> list[ReplicaStaging]:
         """Returns the staging buffer of each of ``replicas``, 1-D and in the order of the update; called once."""
         sizes = [replica.nbytes for replica in replicas]
+        self._largest = max((replica.numel() for replica in replicas), default=0)
         self._staging = [ReplicaStaging(self._link, max(sizes[n::_NUM_SLOTS], default=0)) for n in range(_NUM_SLOTS)]
         return [self._staging[number % _NUM_SLOTS] for number in range(len(sizes))]
 
     def scalars(self, scalars: UpdateScalars) -> UpdateScalars:
         """Returns ``scalars`` with its tensors on the host, which waits for them."""
         return self._link.on_host(scalars)
+
+    def max_device_nbytes(self, num_ranks: int) -> int:
+        """Returns the most bytes of ``on_device``, which is allocated when it is first used."""
+        return _NUM_SLOTS * 4 * self._largest if num_ranks > 1 else 0
 
     @property
     def on_device(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dtrain.config.engines import Native
 from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.native import TRANSFER, NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.planning.memory import PER_SAMPLE, UNSHARDED, StepMemory, split_memory
 from dtrain.train.memory.plan import FITS, MemoryPlan, plan_memory, saved_copy
@@ -76,6 +76,8 @@ def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan
         copy, unsharded = saved_copy(run, engine), _unsharded_bytes(engine)
         if engine.sharded.reducer.exchange is not None:  # a ring is there from the start, other buffers are not
             states["unreduced_grad"] = max(states["unreduced_grad"], engine.sharded.reducer.exchange.max_nbytes())
+        if engine.sharded.offload is not None:
+            states[TRANSFER] = engine.sharded.offload.max_device_nbytes(run.num_ranks)
     factor = run.config.train.micro_batch_size / base.config.train.micro_batch_size
     others = {kind: nbytes for kind, nbytes in plan.step.peak.items() if kind not in plan.step.states}
     scaled = {kind: int(nbytes * factor) if kind in PER_SAMPLE else nbytes for kind, nbytes in others.items()}

@@ -64,7 +64,12 @@ def test_help_shows_default_meaning_values_and_owner(
     assert "  train.steps=200                 Steps to attempt; skipped steps count. [at least 1]" in shown
     titles = [line for line in shown.splitlines() if line.isalpha()]
     assert titles == ["run", *(group.name for group in documented_keys(TRAIN) if group.name)]
-    facts = ["[native, fsdp2, deepspeed, ddp]", "2 (ddp: 0)", "[engine=native|deepspeed only]", "schedule=cosine|linear|wsd"]
+    facts = [
+        "[native, fsdp2, deepspeed, ddp]",
+        "2 (ddp: 0)",
+        "[engine=native|deepspeed only]",
+        "schedule=cosine|linear|wsd",
+    ]
     assert not [fact for fact in facts if fact not in shown]
 
 

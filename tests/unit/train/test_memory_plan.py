@@ -101,6 +101,29 @@ def test_the_estimate_of_a_change_is_near_its_plan(keys: tuple[str, ...], change
     assert _estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
 
 
+def test_offloaded_states_are_planned_on_the_host() -> None:
+    from dtrain.train.memory.changes import _candidates, _estimate
+
+    run = planned_run(*_KEYS, "precision=bf16", "engine.zero_stage=3", device="h100-80gb", ranks=2)
+    base = plan_memory(run)
+    (apply,) = (apply for words, _, apply in _candidates(run, base) if words == "engine.offload=cpu")
+    plan = plan_memory(apply(run))
+    offloaded = {"master", "moments", "main_grad"}
+    assert plan.step.host.keys() == {*offloaded, "staging"}
+    assert not plan.step.states.keys() & plan.step.host.keys()
+    shard = base.step.states["master"]
+    # the norms have replicas of their own beside their masters; the rest of a step is the same
+    assert plan.step.host["main_grad"] == plan.step.host["master"] >= shard
+    assert plan.tensors < base.tensors - 3 * shard
+    estimated = _estimate(run, base, apply(run)).step.states
+    assert {kind: estimated[kind] for kind in ("compute", "transfer")} == {
+        kind: plan.step.peak[kind] for kind in ("compute", "transfer")
+    }
+    receipt = Receipt.of(plan, {**plan.step.states, **plan.step.host}, None)
+    assert not {row.kind for row in receipt.rows} & offloaded
+    assert "in the memory of the host, for each rank: " in receipt.notes[1]
+
+
 def test_changes_are_added_up_if_none_is_enough() -> None:
     run, plan = planned(0, "engine.zero_stage=0", ranks=4)
     run = replace(run, device=replace(run.device, memory=plan.tensors // 2 + 160 * 2**20))
