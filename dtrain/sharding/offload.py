@@ -328,4 +328,6 @@ def offload_of(options: Native, comm: Communicator) -> Offload | None:
     if comm.device_is_host:
         logger.info("offload=cpu changes nothing here: the rank's device is a CPU, whose memory is the host's")
         return None
+    threads = torch.get_num_threads()
+    logger.info("offload=cpu: states on the host; they are updated by %d thread%s", threads, "s" if threads > 1 else "")
     return Offload(DeviceLink(comm.device))
