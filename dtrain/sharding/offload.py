@@ -152,17 +152,17 @@ class _Arrival:
         gradient_sum: what it is added to.
         copied: its copy.
         values: where it arrives.
-        weights: what the host multiplies it by; 0-dim.
+        weight: FP32 [1], by which the host multiplies it.
         is_last: whether it is the last of the step.
-        kept: what is copied, and its buffer's handle, if that is released after the copy.
+        kept: if the copy reads a gradient as the exchange gave it: the weights there, and the handle to be released.
     """
 
     gradient_sum: RunningSum
     copied: Copied
     values: Tensor
-    weights: Tensor
+    weight: Tensor
     is_last: bool
-    kept: tuple[Sequence[Tensor], GradientHandle | None]
+    kept: tuple[Tensor, GradientHandle] | None
 
 
 class GradientArrivals:
@@ -189,33 +189,37 @@ class GradientArrivals:
     def push(
         self, gradient_sum: RunningSum, handle: GradientHandle, shards: Sequence[Tensor], weights: Tensor, is_last: bool
     ) -> None:
-        """Starts to add ``shards`` [n] of all ranks, which ``handle`` returned, times ``weights``; releases it later.
+        """Starts to add ``shards`` [n] of all ranks, which ``handle`` returned, times ``weights``; releases that.
 
-        At least one of ``gradient_sum``'s pushes or :meth:`collect` follows before the sum is read.
+        Args:
+            gradient_sum: on the host; complete after :meth:`collect`.
+            handle, shards, weights: of one complete reduction.
+            is_last: whether it is the last of the step.
         """
         if len(self._in_flight) == _NUM_SLOTS:
             self._collect_oldest()
         slot = self._slots[self._num_started % _NUM_SLOTS]
         self._num_started += 1
-        held: GradientHandle | None = handle
         if len(shards) == 1:  # the host multiplies: the product would be FP32, twice the bytes of BF16
-            source, row = shards[0], weights
+            source = shards[0]
+            values = slot.host_view(source)
+            pairs, kept = [(values, source), (slot.weight, weights)], (weights, handle)
         else:
-            source, row, held = slot.device_view(shards[0]), torch.ones_like(weights[:1]), None
+            source = slot.device_view(shards[0])
+            values = slot.host_view(source)
             RunningSum(source).push(shards, Weight.of_ranks(weights))
             handle.release()
-        values = slot.host_view(source)
-        copied = self._link.start_to_host([(values, source), (slot.weight, row)])
-        arrival = _Arrival(gradient_sum, copied, values, slot.weight, is_last, ((source, row), held))
-        self._in_flight.append(arrival)
+            slot.weight.fill_(1.0)
+            pairs, kept = [(values, source)], None
+        copied = self._link.start_to_host(pairs)
+        self._in_flight.append(_Arrival(gradient_sum, copied, values, slot.weight, is_last, kept))
 
     def _collect_oldest(self) -> None:
         arrival = self._in_flight.popleft()
         arrival.copied.wait()
-        arrival.gradient_sum.push([arrival.values], Weight.of_ranks(arrival.weights), is_last=arrival.is_last)
-        _, held = arrival.kept
-        if held is not None:
-            held.release()
+        arrival.gradient_sum.push([arrival.values], Weight.of_ranks(arrival.weight), is_last=arrival.is_last)
+        if arrival.kept is not None:
+            arrival.kept[1].release()
 
     def collect(self) -> None:
         """Waits for all copies, and adds what has arrived."""

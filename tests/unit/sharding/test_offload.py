@@ -55,7 +55,13 @@ def test_what_lies_where() -> None:
     assert memory["transfer"] == 0, "only the sum of several ranks needs memory on the device"
     largest = max(buffer.segment.numel * buffer.layout.dtype.itemsize for buffer in engine.sharded.buffers)
     assert memory["staging"] <= 4 * (largest + 4)
-    assert make(is_offloaded=False).host_kinds == ()
+
+
+def test_a_cpu_rank_accepts_the_setting_and_says_that_it_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        engine = make(is_offloaded=False, offload="cpu")
+    assert engine.host_kinds == ()
+    assert caplog.text.count("offload=cpu changes nothing here: the rank's device is a CPU") == 1
 
 
 @pytest.mark.parametrize("engine", ["native", "fsdp2"])
@@ -93,10 +99,9 @@ def early_release() -> Any:
     own = offload._Arrival
 
     def arrival(*args: Any) -> Any:
-        *rest, (sources, handle) = args
-        if handle is not None:
-            handle.release()
-        return own(*rest, (sources, None))
+        *rest, (_, handle) = args
+        handle.release()
+        return own(*rest, None)
 
     return mock.patch.object(offload, "_Arrival", arrival)
 
