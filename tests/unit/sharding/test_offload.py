@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ import torch
 
 import dtrain
 from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.setup import disconnect
 from dtrain.sharding import offload
 from dtrain.sharding.offload import ReplicaStaging
 from tests.helpers.apart import DIM, Blocks, Late, is_equal, make, train
@@ -64,6 +65,14 @@ def test_a_cpu_rank_accepts_the_setting_and_says_that_it_changes_nothing(caplog:
     assert caplog.text.count("offload=cpu changes nothing here: the rank's device is a CPU") == 1
 
 
+@pytest.fixture
+def _no_process_group() -> Iterator[None]:
+    """fsdp2 makes one, and other tests of this process expect none."""
+    yield
+    disconnect()
+
+
+@pytest.mark.usefixtures("_no_process_group")
 @pytest.mark.parametrize("engine", ["native", "fsdp2"])
 def test_checkpoints_pass_between_offloaded_states_and_others(engine: str, tmp_path: Path) -> None:
     offloaded = make(is_offloaded=True)
