@@ -419,9 +419,9 @@ class Engine(ABC):
         """
 
     @property
+    @abstractmethod
     def host_kinds(self) -> Collection[str]:
-        """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``); none by default."""
-        return ()
+        """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``)."""
 
     @abstractmethod
     def memory_formula(self) -> dict[str, int]:

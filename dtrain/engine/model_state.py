@@ -131,6 +131,13 @@ class StateEngine(Engine):
         return {kind: storages[kind] for kind in kinds}
 
     @property
+    def host_kinds(self) -> Collection[str]:
+        if self.device.type == "cpu":
+            return ()
+        held = {kind: {t.device.type for t in tensors if t.numel()} for kind, tensors in self.storages().items()}
+        return [kind for kind, types in held.items() if types == {"cpu"}]
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the optimizer states of all parameters, whole."""
         return self.plan.state_bytes({name: math.prod(shape) for name, shape in self.shapes.items()})

@@ -95,3 +95,4 @@ def test_offloaded_states_lie_in_host_memory() -> None:
     made = make_engine("deepspeed", 2, "bf16", offload="cpu")
     assert all(outcome.applied for outcome in train(made, 2))
     assert {shard.data.device.type for shard in made.owned_shards("master")} == {"cpu"}
+    assert ON_CPU or {"master", "moments"} <= set(made.host_kinds)
