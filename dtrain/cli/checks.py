@@ -33,7 +33,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_schedule(config.schedule, config.train.steps)
     keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
     keys |= {"replay_every": "audit.replay_every", "offload": "engine.offload"}
-    keys |= {"recompute": "model.recompute", "compile_blocks": "model.compile"}
+    keys |= {"compile_blocks": "model.compile", "zero_stage": "engine.zero_stage"}
     precision = config.precision
     check_engine(
         config.engine.name,
@@ -42,7 +42,8 @@ def check_config(config: RunConfig, world_size: int) -> None:
         optimizer=config.optim.name,
         compiles=getattr(config.optim, "compile", "auto"),
         replay_every=config.audit.replay_every,
-        blocks=config.model,
+        compiles_blocks=config.model.compile,
+        zero_stage=config.engine.zero_stage,
         offload=getattr(config.engine, "offload", "none"),
         format_key=lambda key: keys[key],
     )

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
-from dtrain.config.blocks import Blocks
 from dtrain.config.fields import written
 from dtrain.errors import ConfigError, nearest
 
@@ -103,7 +102,6 @@ SETTINGS: dict[str, tuple[Setting, ...]] = {
     "compile": ("auto", False, True),
     "optimizer": ("adamw", "adamw-bf16", "adam", "sgd", "lion", "muon", "torch"),
     "replay_every": (0, "above 0"),
-    "recompute": ("none", "selective", "full"),
     "compile_blocks": ("none", "blocks", "auto"),
 }
 """Every key of several engines in which they differ, with all values that any engine supports."""
@@ -168,6 +166,13 @@ CAPABILITIES: dict[str, Capabilities] = {
             UnsupportedCombination(
                 {"precision": "fp16", "device_type": "cpu"},
                 "DeepSpeed refuses FP16 on CPUs, except a few with FP16 arithmetic",
+            ),
+            *(
+                UnsupportedCombination(
+                    {"compile_blocks": mode, "zero_stage": 3},
+                    "DeepSpeed gathers the weights in hooks of the modules inside a block, which would be compiled too",
+                )
+                for mode in ("blocks", "auto")
             ),
         ),
     ),
@@ -243,7 +248,8 @@ def check_engine(
     optimizer: str = "adamw",
     compiles: bool | str = "auto",
     replay_every: int = 0,
-    blocks: Blocks | None = None,
+    compiles_blocks: str = "none",
+    zero_stage: int = 2,
     offload: str = "none",
     format_key: Callable[[str], str] = str,
 ) -> None:
@@ -251,7 +257,7 @@ def check_engine(
 
     Args:
         precision: the name of a policy; one of the user's own is not known here.
-        blocks: what is done to the blocks of the model; None: nothing.
+        compiles_blocks: ``compile`` of the record of blocks.
         offload: that setting of the engine's record; ``none`` if it has none.
 
     Raises:
@@ -261,8 +267,7 @@ def check_engine(
     for name in dict.fromkeys(("fp32", *rules)):
         replays = "above 0" if replay_every else 0
         settings = {**names, "rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
-        if blocks is not None:
-            settings |= {"recompute": blocks.recompute, "compile_blocks": blocks.compile}
+        settings |= {"compile_blocks": compiles_blocks, "zero_stage": zero_stage}
         check(engine, format_key=format_key, **settings)
         for key, value in settings.items() if engine == "native" and offload == "cpu" else ():
             if (key, value) in _NOT_OFFLOADED:

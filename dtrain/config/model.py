@@ -50,8 +50,8 @@ class Lora(CheckedRecord):
 
 
 @dataclass(frozen=True)
-class ModelConfig(Blocks):
-    """Model to train: a built-in one, one of transformers (model=hf), or your own factory's. See docs/models.md."""
+class ModelKeys(CheckedRecord):
+    """The keys of :class:`ModelConfig` that say which model is built."""
 
     name: str = "tiny"
     factory: str = setting(
@@ -77,13 +77,7 @@ class ModelConfig(Blocks):
         {}, "Free keys for a factory of your own; model=hf weights=random: entries of config.json to replace."
     )
 
-    @property
-    def block_options(self) -> Blocks:
-        """What is done to the blocks, as the argument of ``initialize``."""
-        return Blocks(**{item.name: getattr(self, item.name) for item in fields(Blocks)})
-
     def _check(self) -> None:
-        super()._check()
         if not NAMED.fullmatch(self.factory):
             raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
         if self.factory == HF_FACTORY:
@@ -144,3 +138,17 @@ class ModelConfig(Blocks):
                     f"{self._entry(name)} is not used with {self._key('factory')}={GPT2_FACTORY}, which has no grouped "
                     "queries and learned positions; remove it"
                 )
+
+
+@dataclass(frozen=True)
+class ModelConfig(Blocks, ModelKeys):
+    """Model to train: a built-in one, one of transformers (model=hf), or your own factory's. See docs/models.md."""
+
+    def _check(self) -> None:
+        ModelKeys._check(self)
+        Blocks._check(self)
+
+    @property
+    def block_options(self) -> Blocks:
+        """What is done to the blocks, as the argument of ``initialize``."""
+        return Blocks(**{item.name: getattr(self, item.name) for item in fields(Blocks)})

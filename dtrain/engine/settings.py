@@ -84,7 +84,6 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         "rules": "precision.rules",
         "compile": "optimizer.compile",
         "replay_every": "audit.replay_every",
-        "recompute": "Blocks.recompute",
         "compile_blocks": "Blocks.compile",
     }  # else the argument's own name
     check_engine(
@@ -94,7 +93,8 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         optimizer=options.optimizer.name,
         compiles=getattr(options.optimizer, "compile", "auto"),
         replay_every=options.audit.replay_every,
-        blocks=options.blocks,
+        compiles_blocks=options.blocks.compile,
+        zero_stage=options.zero_stage,
         offload=getattr(options.engine, "offload", "none"),
         format_key=lambda key: arguments.get(key, key),
     )

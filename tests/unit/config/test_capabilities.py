@@ -162,6 +162,8 @@ def attempt(engine: str, key: str, value: Any) -> str:
         settings["optimizer"] = dtrain.TorchOptimizer(torch.optim.RAdam) if value == "torch" else OPTIMIZERS[value]()
     elif key == "replay_every":
         settings["audit"] = dtrain.Audit(replay_every=1 if value else 0)
+    elif key == "compile_blocks":
+        settings["blocks"] = dtrain.Blocks(compile=value)
     elif key == "rules":
         settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
     else:
