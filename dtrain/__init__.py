@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dtrain.engine.initialize import initialize
     from dtrain.engine.interface import Engine
     from dtrain.engine.outcome import Culprit, StepOutcome
+    from dtrain.models.linear_cross_entropy import linear_cross_entropy
     from dtrain.optim.torch_schedule import TorchSchedule
     from dtrain.precision.policy import PrecisionPolicy
     from dtrain.precision.regions import full_precision
@@ -54,6 +55,7 @@ __all__ = [
     "errors",
     "full_precision",
     "initialize",
+    "linear_cross_entropy",
 ]
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
@@ -69,6 +71,7 @@ _HOMES = {
     "dtrain.engine.outcome": ("Culprit", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
     "dtrain.optim.torch_schedule": ("TorchSchedule",),
+    "dtrain.models.linear_cross_entropy": ("linear_cross_entropy",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
     "dtrain.precision.regions": ("full_precision",),
 }

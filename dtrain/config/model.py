@@ -6,7 +6,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from dtrain.config.blocks import Blocks
-from dtrain.config.fields import CheckedRecord, above, at_least, between, default_of, group, one_of, setting, written
+from dtrain.config.fields import (
+    CheckedRecord,
+    above,
+    at_least,
+    between,
+    default_of,
+    group,
+    one_of,
+    setting,
+    similar,
+    written,
+)
 from dtrain.config.imports import NAMED
 from dtrain.errors import ConfigError
 
@@ -28,6 +39,11 @@ _BUILT_IN = (
     "norm_eps",
 )
 """Keys of the built-in models."""
+
+LOSS_KEYS = ("loss_chunk", "label_smoothing", "z_loss")
+"""Keys that a user's own model must use itself."""
+
+_CHUNKS = "none, auto, or a number of rows"
 
 
 @dataclass(frozen=True)
@@ -70,6 +86,17 @@ class ModelKeys(CheckedRecord):
     tie_embeddings: bool = setting(True, "Share one weight between the embedding and the output layer.")
     rope_theta: float = at_least(10000.0, 1.0, "Base of the rotary position embedding.")
     norm_eps: float = at_least(1e-5, 0.0, "Term added to the variance in norms.")
+    loss_chunk: Any = setting(
+        "none",
+        "Compute output layer and loss of training for this many tokens at a time, without logits of the whole batch; "
+        "auto: if that pays, with a twentieth of their memory; none: from full logits.",
+        kind=str | int,
+        what=_CHUNKS,
+    )
+    label_smoothing: float = between(0.0, 0.0, 1.0, "Share of the target that is spread over all tokens, in training.")
+    z_loss: float = at_least(
+        0.0, 0.0, "Coefficient of the mean squared logarithm of the softmax's denominator in the loss of training."
+    )
     path: str | None = setting(None, "model=hf: folder of a causal language model of transformers; required.")
     weights: str = one_of("load", "random", doc="model=hf: load the weights of path, or take its config.json only.")
     lora: Lora = group(Lora)
@@ -78,6 +105,9 @@ class ModelKeys(CheckedRecord):
     )
 
     def _check(self) -> None:
+        chunk = self.loss_chunk
+        if chunk not in ("none", "auto") and (isinstance(chunk, str) or chunk < 1):
+            raise ConfigError(f"{self._entry('loss_chunk')} is not {_CHUNKS} from 1{similar(chunk, ('none', 'auto'))}")
         if not NAMED.fullmatch(self.factory):
             raise ConfigError(f"{self._entry('factory')} must be package.module:function, such as {DEFAULT_FACTORY}")
         if self.factory == HF_FACTORY:

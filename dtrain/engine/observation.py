@@ -21,7 +21,7 @@ from dtrain.errors import ContractError
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.forward import autocast_dtype, reduced_precision_region
+from dtrain.precision.forward import autocast_dtype, region_dtype
 from dtrain.precision.policy import TRAINABLE_DTYPES, PrecisionPolicy
 from dtrain.precision.regions import in_full_precision_region
 from dtrain.precision.rules import has_compiled_forward, modules_without_hooks
@@ -119,7 +119,7 @@ def _check_gradient(name: str, want: torch.dtype, grads: Sequence[Tensor | None]
 
 
 def _check_region(name: str, want: torch.dtype, module: nn.Module, _: Any) -> None:
-    if reduced_precision_region(module) != want:
+    if region_dtype(module) != want:
         raise ContractError(
             f"module '{name}' ({type(module).__name__}) is called with another forward than the one that computes in "
             f"{want}, as the contract says; do not replace forward after dtrain.initialize"

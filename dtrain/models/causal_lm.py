@@ -30,23 +30,39 @@ class ModelOutput(NamedTuple):
     """Output of a causal language model.
 
     Attributes:
-        logits: FP32 [B, T, vocab_size], without the padding.
+        logits: FP32 [B, T, vocab_size], without the padding; None in training by chunks (``model.loss_chunk``).
         loss: FP32 mean cross entropy over the targets that are not ``IGNORE_INDEX`` (0 if there are none), or None
             without targets.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     loss: Tensor | None
 
 
-def causal_lm_output(logits: Tensor, targets: Tensor | None) -> ModelOutput:
-    """Returns FP32 logits and the loss for ``logits`` [B, T, vocab_size] of any dtype and int64 ``targets`` [B, T]."""
+def causal_lm_output(
+    logits: Tensor, targets: Tensor | None, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> ModelOutput:
+    """Returns FP32 logits and the loss for ``logits`` [B, T, vocab_size] of any dtype and int64 ``targets`` [B, T].
+
+    ``label_smoothing`` is that of ``F.cross_entropy``; ``z_loss`` is the coefficient of the mean squared logarithm of
+    the softmax's denominator (Chowdhery et al., 2022).
+    """
     logits = logits.float()
     if targets is None:
         return ModelOutput(logits, None)
+    counted = targets != IGNORE_INDEX
+    count = counted.sum().clamp(min=1)
     # not reduction="mean", which is NaN if all targets are ignored
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    return ModelOutput(logits, total / (targets != IGNORE_INDEX).sum().clamp(min=1))
+    total = F.cross_entropy(
+        logits.flatten(0, 1),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+    if z_loss:
+        total = total + z_loss * logits.logsumexp(-1).square().where(counted, 0).sum()
+    return ModelOutput(logits, total / count)
 
 
 def num_targets(targets: Tensor) -> int:

@@ -13,6 +13,7 @@ from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, Model
 from dtrain.errors import ConfigError
 from dtrain.models import hf
 from dtrain.models.gpt2 import ffn_dim
+from dtrain.models.loss_head import check_loss_keys
 from dtrain.models.transformer import Dims
 
 
@@ -70,7 +71,8 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
 
     Raises:
         ConfigError: the factory cannot be imported, does not exist, or
-            does not return an ``nn.Module``; or as :func:`vocabulary`. Exceptions of the factory itself propagate.
+            does not return an ``nn.Module``; the model ignores keys of the loss that are set; or as
+            :func:`vocabulary`. Exceptions of the factory itself propagate.
     """
     factory = _load(config.factory)
     vocab_size = vocabulary(config, vocab_size)
@@ -81,6 +83,7 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
         raise ConfigError(
             f"model.factory={config.factory} returned a {type(model).__name__}; expected a torch nn.Module"
         )
+    check_loss_keys(config, model)
     return model
 
 

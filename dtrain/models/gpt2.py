@@ -15,11 +15,11 @@ from dtrain.models.attention import causal_attention, document_borders
 from dtrain.models.causal_lm import (
     ModelOutput,
     SkipDraws,
-    causal_lm_output,
     draw_init_seed,
     init_weights,
     padded_vocab_size,
 )
+from dtrain.models.loss_head import LossHead
 
 
 class GPT2Attention(nn.Module):
@@ -77,6 +77,8 @@ class GPT2(nn.Module):
         ConfigError: ``hidden_dim`` is not a multiple of ``num_heads``.
     """
 
+    uses_loss_keys = True
+
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         if config.hidden_dim % config.num_heads:
@@ -85,6 +87,7 @@ class GPT2(nn.Module):
             )
         init_seed = draw_init_seed()
         self.vocab_size = vocab_size
+        self.loss_head = LossHead.of(config, vocab_size)
         with SkipDraws():
             self.embed = nn.Embedding(padded_vocab_size(vocab_size), config.hidden_dim)
             self.positions = nn.Embedding(config.max_seq_len, config.hidden_dim)
@@ -111,7 +114,7 @@ class GPT2(nn.Module):
         x = self.dropout(self.embed(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x, borders)
-        return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
+        return self.loss_head(self.head, self.norm(x), targets, training=self.training)
 
 
 def ffn_dim(config: ModelConfig) -> int:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,17 @@ from dtrain.config.model import ModelConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, nearest
 from dtrain.models.adapters import add_adapters
-from dtrain.models.causal_lm import ModelOutput, causal_lm_output
+from dtrain.models.causal_lm import ModelOutput
+from dtrain.models.hf_forwards import (
+    keeps_documents_apart,
+    logits_needed_reason,
+    output_layer_name,
+    takes_positions,
+    text_config,
+)
+from dtrain.models.loss_head import LossHead
 
 _ADAPTER = "adapter_config.json"
-_LEAK = 1e-4
-"""Change of a logit that must not change, as a share of the change of one that may; FP32 rounds to about 1e-6."""
 
 
 class HFCausalLM(nn.Module):
@@ -37,11 +43,15 @@ class HFCausalLM(nn.Module):
     Attributes:
         hf: the model of transformers. Its parameters are called ``hf.`` and transformers' name.
         keeps_documents_apart: whether tokens of a document that ``positions`` mark see no other document.
+        loss_head: computes the loss.
     """
 
-    def __init__(self, hf: Any, *, keeps_documents_apart: bool) -> None:
+    uses_loss_keys = True
+
+    def __init__(self, hf: Any, loss_head: LossHead, *, keeps_documents_apart: bool) -> None:
         super().__init__()
         self.hf = hf
+        self.loss_head = loss_head
         self.keeps_documents_apart = keeps_documents_apart
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
@@ -53,15 +63,19 @@ class HFCausalLM(nn.Module):
             positions: int64 [B, T], from 0 in each document, which then sees no other; None: one document a row.
 
         Raises:
-            ConfigError: as :meth:`check_positions`.
+            ConfigError: as :meth:`check_positions`, or as :meth:`LossHead.is_chunked`.
         """
         inputs = {"input_ids": tokens}
         if positions is not None:
             self.check_positions()
             # without an attention mask and a cache, transformers finds the documents in the positions
             inputs["position_ids"] = positions
+        head = self.hf.get_output_embeddings()
+        if targets is not None and self.training and self.loss_head.is_chunked(head, targets):
+            hidden = self.hf.base_model(**inputs, use_cache=False)[0]
+            return self.loss_head.chunked(head, hidden, targets)
         logits = self.hf(**inputs, use_cache=False).logits
-        return causal_lm_output(logits, targets)
+        return self.loss_head.output(logits, targets, training=self.training)
 
     def check_positions(self) -> None:
         """Raises ``ConfigError`` if the model cannot keep the documents apart that ``positions`` mark."""
@@ -70,37 +84,6 @@ class HFCausalLM(nn.Module):
                 f"model_type {text_config(self.hf).model_type} cannot keep packed documents apart: a token of one "
                 "changes the logits of another; train it on data=tokens data.documents=cross"
             )
-
-
-def _takes_positions(hf: Any) -> bool:
-    return "position_ids" in signature(hf.forward).parameters
-
-
-@torch.no_grad()
-def _keeps_documents_apart(hf: Any) -> bool:
-    """Changes one token, and returns whether the logits of another document keep their values.
-
-    Raises:
-        ConfigError: those of earlier tokens change, so that the model sees the tokens that it is to predict.
-    """
-    config = text_config(hf)
-    tokens = [token for token in range(min(7, config.vocab_size)) if token != getattr(config, "pad_token_id", None)]
-    row = (tokens * 6)[:6]
-    takes_positions = _takes_positions(hf)
-    positions = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])} if takes_positions else {}
-    hf.eval()
-    before, after = (
-        hf(input_ids=torch.tensor([ids]), use_cache=False, **positions).logits[0].float()
-        for ids in (row, [row[0], row[0], *row[2:]])  # the second token becomes the first one
-    )
-    hf.train()
-    change = (after - before).abs().amax(-1)
-    if change[0] > _LEAK * change[1]:
-        raise ConfigError(
-            f"model_type {config.model_type} is not causal with this config.json: the logits of a token change with "
-            "the token after it, which they are to predict; set is_decoder in config.json if the model has that entry"
-        )
-    return takes_positions and not bool((change[3:] > _LEAK * change[1]).any())
 
 
 def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
@@ -128,7 +111,8 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
                 model = model_class._from_config(hf_config, **options)
             else:
                 model = _load(model_class, hf_config, str(config.path), options)
-            keeps_apart = _takes_positions(model) if is_meta else _keeps_documents_apart(model)
+            keeps_apart = takes_positions(model) if is_meta else keeps_documents_apart(model)
+            loss_head = _loss_head(config, model, vocab_size)
         except ConfigError:
             raise
         except Exception as error:  # the class decides what it raises for values and weights that do not fit
@@ -137,7 +121,22 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
             ) from error
     if config.lora.r:
         add_adapters(model, config.lora)
-    return HFCausalLM(model, keeps_documents_apart=keeps_apart)
+    return HFCausalLM(model, loss_head, keeps_documents_apart=keeps_apart)
+
+
+def _loss_head(config: ModelConfig, hf: Any, vocab_size: int) -> LossHead:
+    """Returns how the loss is computed.
+
+    Raises:
+        ConfigError: by a number of rows, but the model needs its logits.
+    """
+    loss_head = LossHead.of(config, vocab_size)
+    if config.loss_chunk == "none":
+        return loss_head
+    name = f"hf.{output_layer_name(hf, hf.get_output_embeddings())}"
+    loss_head = replace(loss_head, name=name, unsupported_reason=logits_needed_reason(hf))
+    loss_head.check_supported()
+    return loss_head
 
 
 def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) -> Any:
@@ -239,11 +238,6 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
             "unrounded ones; give the folder of the model before quantization"
         )
     return values
-
-
-def text_config(hf: Any) -> Any:
-    """Returns the part of the configuration of a model of transformers that describes the language model."""
-    return hf.config.get_text_config()
 
 
 def check_model(config: ModelConfig) -> None:

@@ -19,11 +19,11 @@ from dtrain.models.attention import causal_attention, document_borders
 from dtrain.models.causal_lm import (
     ModelOutput,
     SkipDraws,
-    causal_lm_output,
     draw_init_seed,
     init_weights,
     padded_vocab_size,
 )
+from dtrain.models.loss_head import LossHead
 from dtrain.sharding.layout import round_up
 
 _FFN_MULTIPLE = 64
@@ -151,12 +151,15 @@ class Transformer(nn.Module):
         ConfigError: the sizes in ``config`` are inconsistent (see ``Dims.of``).
     """
 
+    uses_loss_keys = True
+
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         dims = Dims.of(config)
         init_seed = draw_init_seed()
         self.config = config
         self.vocab_size = vocab_size
+        self.loss_head = LossHead.of(config, vocab_size)
         with SkipDraws():
             self.embed = nn.Embedding(padded_vocab_size(vocab_size), dims.hidden)
             self.dropout = nn.Dropout(config.dropout)
@@ -184,7 +187,7 @@ class Transformer(nn.Module):
         x = self.dropout(self.embed(tokens))
         for block in self.blocks:
             x = block(x, rotation, borders)
-        return causal_lm_output(self.head(self.norm(x))[..., : self.vocab_size], targets)
+        return self.loss_head(self.head, self.norm(x), targets, training=self.training)
 
 
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:

@@ -124,6 +124,7 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
         with torch.autocast(device_type, enabled=False), weights:
             return original(self, *args, **kwargs)
 
+    vars(forward)[_REGION] = torch.float32
     replace_forward(module, forward)
 
 
@@ -173,8 +174,8 @@ def autocast_dtype(device_type: str) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else torch.float32
 
 
-def reduced_precision_region(module: nn.Module) -> torch.dtype | None:
-    """Returns the 16-bit format that :class:`Autocast` runs ``module`` in, if it differs from the modules around it."""
+def region_dtype(module: nn.Module) -> torch.dtype | None:
+    """Returns the format that :class:`Autocast` runs ``module`` in, if it differs from the modules around it."""
     return getattr(module.forward, _REGION, None)
 
 

@@ -33,6 +33,11 @@ class GuardedParameters(dict[str, Any]):
             self._require(*guard)
         return super().__getitem__(key)
 
+    def unit(self, key: str) -> str:
+        """Returns the name of the unit in whose forward a parameter may be read; empty: anywhere in the model's."""
+        guard = self._guards.get(key)
+        return guard[0].name if guard is not None else ""
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # a copy of the module belongs to no engine
 

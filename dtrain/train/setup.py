@@ -35,6 +35,7 @@ from dtrain.engine.measurement.hooks import matching_modules
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError
 from dtrain.models.hf import HFCausalLM
+from dtrain.models.loss_head import LossHead
 from dtrain.parameters.groups import find_units, matching_parameters
 from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
@@ -114,8 +115,10 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Raises ``ConfigError`` for a pattern of module names, or advice, that matches nothing in ``model``."""
-    resolve(make_policy(config), model)
+    """Raises ``ConfigError`` for a pattern of module names, or advice, that does not fit ``model``."""
+    contract = resolve(make_policy(config), model)
+    if isinstance(loss_head := getattr(model, "loss_head", None), LossHead):
+        loss_head.check_supported(contract)
     telemetry = config.telemetry
     matching_modules(model, telemetry.activations, "telemetry.activations")
     if telemetry.advice is not None:
