@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dtrain.config.fields import shown
 from dtrain.errors import ModelError, UsageError
@@ -85,7 +84,8 @@ def linear_cross_entropy(
 
     Raises:
         ModelError: shapes or dtypes do not fit each other.
-        UsageError: ``chunk_rows``, ``label_smoothing`` or ``z_loss`` is not permitted.
+        UsageError: ``chunk_rows``, ``label_smoothing`` or ``z_loss`` is not permitted; in backward, ``create_graph``
+            asks for the graph of the gradients.
     """
     if chunk_rows != "auto" and (type(chunk_rows) is not int or chunk_rows < 1):
         raise UsageError(f"chunk_rows={shown(chunk_rows)} is neither auto nor a whole number of rows from 1")
@@ -175,8 +175,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # `once_differentiable` would return gradients without a graph, silently
+            raise UsageError(
+                "create_graph=True reaches linear_cross_entropy, whose gradients are formed in the forward and have no "
+                "graph; compute this loss from full logits (model.loss_chunk=none)"
+            )
         factor, *stored = ctx.saved_tensors
         factor = grad * factor
         # in place unless the graph is kept for another backward, because the gradient of the weight is large
@@ -256,6 +260,7 @@ def _cross_entropy(
             if smoothing:
                 softmax -= smoothing / size
             torch.mul(softmax, coefficient[part, None], out=values)
+        del softmax  # before the next part's is allocated
     if needs_grad:
         logits[:, size:] = 0
     return total

@@ -92,6 +92,7 @@ _LATER = [  # than measurements of the resident set
     (1, ["precision=fp8", _ADAPTED]),
     (2, ["precision=fp8", "engine.zero_stage=3", _ADAPTED]),
     (1, ["precision=bf16", "model.factory=tests.helpers.planned_models:Experts"]),
+    (1, ["precision=bf16", "model.loss_chunk=64", "model.vocab_size=4096"]),
 ]
 
 

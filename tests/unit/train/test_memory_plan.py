@@ -41,6 +41,15 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     assert plan_memory(run.with_micro_batch_size(size + max(1, size // 20))).fit != "fits"
 
 
+def test_a_loss_by_chunks_takes_less() -> None:
+    keys = ("model.vocab_size=8192", "train.micro_batch_size=16", "precision=bf16")
+    run, plan = planned(600, *keys, ranks=1)
+    chunked = plan_memory(planned_run(*_KEYS, *keys, "model.loss_chunk=auto"))
+    tokens = 16 * run.config.model.max_seq_len
+    logits = 4 * 8192 * tokens
+    assert plan.step.total - chunked.step.total > 2 * logits
+
+
 def test_planned_fp8_tensors_never_meet_real_ones() -> None:
     values = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
     for _ in range(2):  # before and after the first plan
