@@ -15,6 +15,7 @@ from dtrain.config.tool_schema import (
     DataSuiteConfig,
     EngineSuiteConfig,
     Float8SuiteConfig,
+    LossHeadSuiteConfig,
     OptimizerSuiteConfig,
     ParitySuiteConfig,
     PrecisionSuiteConfig,
@@ -34,7 +35,7 @@ class Primary(Generic[Root]):
 
     @property
     def command(self) -> str:
-        return self.name.replace("-", " ")
+        return self.name.replace("-", " ", 1)
 
     @property
     def chooses_precision(self) -> bool:
@@ -49,6 +50,7 @@ ACCEPT = Primary("accept", AcceptConfig)
 BENCH_ENGINE = Primary("bench-engine", EngineSuiteConfig)
 BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
 BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
+BENCH_LOSS_HEAD = Primary("bench-loss-head", LossHeadSuiteConfig)
 BENCH_COLLECTIVES = Primary("bench-collectives", CollectivesSuiteConfig)
 BENCH_CHECKPOINT = Primary("bench-checkpoint", CheckpointSuiteConfig)
 BENCH_DATA = Primary("bench-data", DataSuiteConfig)
@@ -63,6 +65,7 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_ENGINE,
     BENCH_PRECISION,
     BENCH_OPTIMIZER,
+    BENCH_LOSS_HEAD,
     BENCH_COLLECTIVES,
     BENCH_CHECKPOINT,
     BENCH_DATA,

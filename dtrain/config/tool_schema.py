@@ -121,6 +121,20 @@ class OptimizerBenchConfig(CheckedRecord):
 
 
 @dataclass(frozen=True)
+class LossHeadBenchConfig(CheckedRecord):
+    """Output layer and cross entropy by chunks of tokens, against full logits and PyTorch's own function."""
+
+    tokens: int = at_least(4096, 1, "Tokens of a micro-batch.")
+    hidden_dim: int = at_least(256, 1, "Width of the hidden states.")
+    vocab_size: int = at_least(32768, 1, "Classes.")
+    threads: int = at_least(1, 1, "PyTorch threads.")
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    compiled: bool = setting(True, "Measure compiled full logits too, which needs a compiler.")
+    rounds: int = at_least(5, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT)
+
+
+@dataclass(frozen=True)
 class CollectivesBenchConfig(MeasurementConfig):
     """Each collective of a step, by size and transport: sockets and shared memory on CPUs, NCCL on GPUs."""
 
@@ -196,6 +210,11 @@ class Float8SuiteConfig(SuiteConfig):
 @dataclass(frozen=True)
 class OptimizerSuiteConfig(CheckedRecord):
     bench: OptimizerBenchConfig = group(OptimizerBenchConfig)
+
+
+@dataclass(frozen=True)
+class LossHeadSuiteConfig(CheckedRecord):
+    bench: LossHeadBenchConfig = group(LossHeadBenchConfig)
 
 
 @dataclass(frozen=True)

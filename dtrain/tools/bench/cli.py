@@ -16,6 +16,7 @@ from dtrain.config.commands import (
     BENCH_DATA,
     BENCH_ENGINE,
     BENCH_FLOAT8,
+    BENCH_LOSS_HEAD,
     BENCH_OPTIMIZER,
     BENCH_PRECISION,
     BENCH_TELEMETRY,
@@ -38,6 +39,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
   precision    speed and memory of mixed precision against FP32
   float8       FP8 against BF16 at several widths, and each of its products
   optimizer    the optimizer phase against torch's sequence of passes and the memory's bandwidth
+  loss-head    output layer and loss by chunks of tokens, against full logits and torch's own function
   collectives  each collective of a step, through sockets and through shared memory
   checkpoint   stall of training during a save and time until it is complete, against torch's
   data         tokenizing, reading token shards, and packing documents against padding them
@@ -54,6 +56,7 @@ _SUITES: dict[str, tuple[Primary[Any], str, str]] = {
     "telemetry": (BENCH_TELEMETRY, "training.suites", "run_telemetry_suite"),
     "float8": (BENCH_FLOAT8, "training.float8", "run_float8_suite"),
     "optimizer": (BENCH_OPTIMIZER, "operations.optimizer", "run_optimizer_suite"),
+    "loss-head": (BENCH_LOSS_HEAD, "operations.loss_head", "run_loss_head_suite"),
     "collectives": (BENCH_COLLECTIVES, "operations.collectives", "run_collectives_suite"),
     "checkpoint": (BENCH_CHECKPOINT, "operations.checkpoint", "run_checkpoint_suite"),
     "data": (BENCH_DATA, "operations.data", "run_data_suite"),

@@ -93,6 +93,8 @@ def choose_formats(config: ProbeConfig, device: torch.device) -> tuple[list[str]
 
 class _Probe:
     def __init__(self, config: ProbeConfig, formats: Sequence[str], device: torch.device) -> None:
+        # with full logits: the output layer must be called as a module, because modules are what is compared
+        config = replace(config, model=replace(config.model, loss_chunk="none"))
         self.config, self.formats, self.device = config, formats, device
         self.base = config.training(REFERENCE)
         set_threads(self.base, connect(device))

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from dtrain.config.engines import Native
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY
 from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
 from dtrain.engine.native import TRANSFER, NativeEngine
 from dtrain.errors import ConfigError
@@ -69,7 +70,7 @@ def _together(run: PlannedRun, plan: MemoryPlan, candidates: list[tuple[str, str
 
 def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan:
     """Returns the memory of ``run``: its own states, and the rest of ``plan``, which is that of ``base``."""
-    if run.config.precision != base.config.precision:  # other activations
+    if (run.config.precision, run.config.model) != (base.config.precision, base.config.model):  # other activations
         return plan_memory(run)
     with run.engine() as (engine, _):
         states, host = split_memory(engine)
@@ -120,6 +121,10 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
     if run.device.type == "cpu" and config.checkpoint.asynchronous:
         checkpoint = replace(config.checkpoint, asynchronous=False)
         yield "checkpoint.asynchronous=false", "a save stops training", _config(checkpoint=checkpoint)
+    model = config.model
+    if model.loss_chunk == "none" and model.factory in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY):
+        keys = "model.loss_chunk=auto"
+        yield keys, "training returns no logits", _config(model=replace(model, loss_chunk="auto"))
     sizes = [size for size in range(train.micro_batch_size // 2, 0, -1) if train.micro_batch_size % size == 0]
     for size in sizes:
         if size == 1 or plan.can_hold(plan.tensors - (1 - size / train.micro_batch_size) * plan.step.growing):

@@ -60,13 +60,13 @@ def test_a_predicted_micro_batch_that_does_not_fit_is_followed_by_smaller_ones(
 
 
 def test_the_page_has_states_step_and_loss_head() -> None:
-    head = {"micro_batch": 2, "peak": 12 * 2**30, "full_logits": 4 * 2**30}
+    head = {"micro_batch": 2, "peak": 12 * 2**30, "gradients": 11 * 2**30, "full_logits": 4 * 2**30}
     results = {"runs": [vars(step(fitted=[4], failed=5))], "states": STATES, "head": head}
     assert conclusions(results) == [
         "G5: model states at most 1.010 of the formula, at stage 1 in bf16 (target 1.02).",
         "Largest micro-batch in BF16, 1.2B, eager: 4 sequences of 4,096 (5 does not).",
-        "G6: the loss head takes 12.00 GiB at 2 sequences, 300% of full FP32 logits (target 5%), 20% of the peak of a "
-        "step.",
+        "G6: the loss head takes 12.00 GiB at 2 sequences, beside its gradients 25.0% of full FP32 logits (target 5%), "
+        "20% of the peak of a step.",
     ]
     text = "\n".join(section(results))
     assert "4.00 (6.2%)" in text  # reserved but unused
