@@ -1,0 +1,50 @@
+"""The loss by chunks on a fake CUDA device: its products give FP32 sums, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.models.linear_cross_entropy import linear_cross_entropy
+from tests.fake.device import DEVICE, fake_cuda
+from tests.fake.harness import CONFIG, VOCAB, fake_engine
+
+
+class Products(TorchDispatchMode):
+    """Counts the products that add to FP32 sums of 16-bit operands."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "addmm" and args[1].dtype != torch.float32:
+            assert result.dtype == torch.float32
+            assert result is kwargs["out"] is args[0], "in place"
+            self.count += 1
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
+    with fake_cuda() as device:
+        hidden = torch.empty(256, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+        weight = torch.empty(512, 64, device=DEVICE, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(256, dtype=torch.int64, device=DEVICE)
+        with device.no_waits(), Products() as products:
+            loss = linear_cross_entropy(hidden, weight, targets, vocab_size=500, chunk_rows=64, z_loss=0.1)
+            loss.backward()
+        assert loss.dtype == torch.float32
+        assert weight.grad is not None
+        assert weight.grad.dtype == dtype
+        # FP16 hidden states have FP32 gradients until the loss scale comes
+        assert products.count == (4 if dtype == torch.bfloat16 else 8)
+
+
+def test_a_step_of_an_engine_waits_for_nothing() -> None:
+    with fake_engine(2, config=replace(CONFIG, loss_chunk=8, vocab_size=VOCAB), zero_stage=3) as rank:
+        rank.step()
+        rank.step()
