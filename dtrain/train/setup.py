@@ -115,11 +115,16 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Raises ``ConfigError`` for a pattern of module names, or advice, that does not fit ``model``."""
+    """Raises ``ConfigError`` for a pattern of module names, advice, or a ``loss_chunk`` that does not fit ``model``."""
     contract = resolve(make_policy(config), model)
+    telemetry = config.telemetry
     if isinstance(loss_head := getattr(model, "loss_head", None), LossHead):
         loss_head.check_supported(contract)
-    telemetry = config.telemetry
+        if loss_head.chunk != "none" and loss_head.name in telemetry.activations:
+            raise ConfigError(
+                f"telemetry.activations: '{loss_head.name}' has no output with model.loss_chunk={loss_head.chunk}, "
+                "which computes no logits of a batch; remove the name, or set model.loss_chunk=none"
+            )
     matching_modules(model, telemetry.activations, "telemetry.activations")
     if telemetry.advice is not None:
         probed = Envelope.read(Path(telemetry.advice)).ranges

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.cli.resolve import compose
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model, generate
-from dtrain.models.loss_head import LossHead, _tell
+from dtrain.models.loss_head import _tell
+from dtrain.train.setup import check_patterns
 from tests.helpers.hf_models import VOCAB as HF_VOCAB
 from tests.helpers.hf_models import model_config, save_hf
 from tests.helpers.oracle import normwise_error
@@ -110,12 +113,21 @@ def test_a_rule_for_the_head_is_followed(wanted: str, dtype: torch.dtype, monkey
     assert engine.step().applied
 
 
-def test_an_fp8_head_is_refused_before_the_run_starts() -> None:
-    head = LossHead(8, 0.0, 0.0, VOCAB)
-    contract = type("Contract", (), {"float8_modules": ("head",)})
-    with pytest.raises(ConfigError, match=r"model.loss_chunk=8: the output layer 'head' is FP8"):
-        head.check_supported(contract)  # type: ignore[arg-type]
-    replace(head, chunk="auto").check_supported(contract)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["precision=fp8", "precision.rules={head: fp8}"], "model.loss_chunk=8: the output layer 'head' is FP8"),
+        (
+            ["telemetry.activations=[head]", "telemetry.precision_every=1"],
+            "activations: 'head' has no output with mode",
+        ),
+    ],
+)
+def test_refusals_before_the_run_starts(keys: list[str], message: str) -> None:
+    config = compose(["experiment=smoke", "precision=bf16", "model.tie_embeddings=false", "model.loss_chunk=8", *keys])
+    model = build_model(config.model, 256, seed=0)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_patterns(config, model)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
