@@ -25,6 +25,7 @@ from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
+from dtrain.config.model import LOSS_KEYS
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
@@ -42,7 +43,10 @@ from dtrain.telemetry.metrics import (
 
 CONTRACT_FILE = "precision.json"
 
-_MAY_CHANGE = ("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout")
+_MAY_CHANGE = (
+    *("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout"),
+    *(f"model.{name}" for name in LOSS_KEYS),
+)
 """Keys of the model that a resume may change."""
 
 

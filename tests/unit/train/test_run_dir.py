@@ -19,7 +19,7 @@ import yaml
 from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease_file import Holder, path_of
-from dtrain.config.model import HF_FACTORY, ModelConfig
+from dtrain.config.model import HF_FACTORY, LOSS_KEYS, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import make_communicator
@@ -179,6 +179,16 @@ def test_the_folder_of_a_model_may_move(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         compare_configs(before, now, 7)
     assert caplog.messages == ["changed since the checkpoint at step 7: model.path=/new/llama (was /old/llama)"]
+
+
+def test_the_loss_is_not_part_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for a checkpoint from before its keys."""
+    before = redacted(RunConfig())
+    before["model"] = {key: value for key, value in before["model"].items() if key not in LOSS_KEYS}
+    compare_configs(before, redacted(RunConfig()), 7)
+    with caplog.at_level(logging.INFO):
+        compare_configs(redacted(RunConfig()), redacted(RunConfig(model=ModelConfig(loss_chunk="auto"))), 7)
+    assert caplog.messages == ["changed since the checkpoint at step 7: model.loss_chunk=auto (was none)"]
 
 
 def test_another_vocabulary_is_another_model() -> None:
