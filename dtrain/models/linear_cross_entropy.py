@@ -18,6 +18,7 @@ from dtrain.config.fields import shown
 from dtrain.errors import ModelError, UsageError
 from dtrain.models.causal_lm import IGNORE_INDEX
 from dtrain.precision.forward import autocast_dtype
+from dtrain.sharding.layout import round_up
 
 _SHARE = 0.05
 """Share of the memory of full FP32 logits that ``auto`` lets a chunk take."""
@@ -26,8 +27,9 @@ _MULTIPLE, _MOST_ROWS = 128, 4096
 _NUM_SOFTMAX_PARTS = 8
 """Parts of a chunk whose softmax is computed at a time: an FP32 copy of one part is small, and stays in a cache."""
 
-_NUM_WEIGHT_PARTS = 32
-"""Parts of the vocabulary that a CPU multiplies at a time, because its 16-bit products return no FP32."""
+_NUM_WEIGHT_PARTS, _LEAST_ROWS = 32, 512
+"""Parts of the vocabulary that a CPU multiplies at a time, and the least rows of one: its 16-bit products return no
+FP32, so that a part is copied."""
 
 _FP16_TOP = 2.0**15
 """Largest power of two in FP16."""
@@ -272,14 +274,14 @@ def _add_rows_gradient(grad: Tensor, logits: Tensor, weight: Tensor) -> None:
         grad.copy_(logits @ weight)
         return
     is_widened = logits.dtype == torch.float16 and logits.device.type == "cpu"
-    for part in _parts(len(weight), _NUM_WEIGHT_PARTS if is_widened else 1):
+    for part in _parts(len(weight), _NUM_WEIGHT_PARTS if is_widened else 1, _LEAST_ROWS):
         _add_product(grad, logits[:, part], weight[part])
 
 
 def _add_weight_gradient(grad: Tensor, logits: Tensor, chunk: Tensor) -> None:
     """Adds the transposed ``logits`` @ ``chunk`` to FP32 ``grad`` [V, H]."""
     is_copied = logits.dtype != torch.float32 and logits.device.type == "cpu"
-    for part in _parts(len(grad), _NUM_WEIGHT_PARTS if is_copied else 1):
+    for part in _parts(len(grad), _NUM_WEIGHT_PARTS if is_copied else 1, _LEAST_ROWS):
         _add_product(grad[part], logits[:, part].t(), chunk)
 
 
@@ -295,7 +297,7 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
         out += (left @ right).float()
 
 
-def _parts(length: int, count: int) -> Iterator[slice]:
-    """Yields at most ``count`` slices that cover ``length`` elements."""
-    step = max(1, -(-length // count))
+def _parts(length: int, count: int, least: int = 1) -> Iterator[slice]:
+    """Yields at most ``count`` slices that cover ``length`` elements, each of a multiple of ``least`` but the last."""
+    step = max(1, round_up(-(-length // count), least))
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
