@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
+from dtrain.cli.resolve import read_suite
+from dtrain.config.commands import PROBE
 from dtrain.config.dump import from_plain
 from dtrain.precision.histogram import Histogram
 from dtrain.telemetry.envelope import Envelope
@@ -22,7 +24,9 @@ from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
 from dtrain.tools.probe.picture import draw
 from dtrain.tools.probe.records import Advice, Analysis, Noise, ProductResult, Trial
 from dtrain.tools.probe.report import ConstantScale, ProbeReport
+from dtrain.tools.probe.run import _Probe
 from dtrain.tools.probe.sections import rank_correlation
+from dtrain.train.setup import torch_settings_restored
 from tests.helpers.probed_models import FACTORY, ODD_NAME
 from tests.unit.tools.probe.tiny import TINY
 
@@ -80,6 +84,14 @@ def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.Captur
     assert error.startswith("dtrain: FP32, the reference, fails: ")
     assert "8 steps have gradients that overflow" in error
     assert "lower optim.lr" in error
+
+
+def test_the_output_layer_is_called_whatever_the_loss_of_training() -> None:
+    config = read_suite([*TINY, "model.loss_chunk=auto"], PROBE)
+    assert config is not None
+    with torch_settings_restored():
+        probe = _Probe(config, ["fp32"], torch.device("cpu"))
+    assert (config.model.loss_chunk, probe.base.model.loss_chunk) == ("auto", "none")
 
 
 CANARY = "canary-5ec2e7"
