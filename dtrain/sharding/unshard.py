@@ -131,7 +131,7 @@ class UnshardScheduler:
             return
         self._join_backward()
         if self._in_backward:  # activation checkpointing runs modules without their unit
-            if not group.is_ready:
+            if not self._is_current(group):  # also if it is still unsharded, so that the next one is prefetched
                 self._use(group)
         elif self._depth:
             raise ModelError(

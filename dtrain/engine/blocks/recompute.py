@@ -114,18 +114,21 @@ def _on_host() -> saved_tensors_hooks:
     stream that computes, so they are in order with what writes and what reads the tensors.
     """
 
-    def pack(tensor: Tensor) -> Any:
-        if tensor.device.type != "cuda" or tensor.dim() == 0:
-            return tensor
-        packed = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
-        packed.copy_(tensor, non_blocking=True)
-        return tensor.device, packed
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        return tensor.device, to_host(tensor) if is_on_gpu(tensor) else tensor
 
-    def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        device, packed = saved
-        restored: Tensor = packed.to(device, non_blocking=True)
-        return restored
+    def unpack(saved: tuple[torch.device, Tensor]) -> Tensor:
+        device, tensor = saved
+        return tensor.to(device, non_blocking=True)
 
     return saved_tensors_hooks(pack, unpack)
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory, which a GPU writes later, in the order of its stream."""
+    copied = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    return copied.copy_(tensor, non_blocking=True)

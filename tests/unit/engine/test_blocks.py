@@ -1,0 +1,212 @@
+"""Recomputed blocks: the same bits in less memory; which modules are blocks, and mistakes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dtrain
+from dtrain.config.model import ModelConfig
+from dtrain.engine.blocks import compiled as compiled_blocks
+from dtrain.engine.blocks import recompute
+from dtrain.engine.blocks.compiled import CompiledBlocks, resolve_compile
+from dtrain.engine.blocks.install import find_blocks, install_blocks
+from dtrain.errors import ConfigError, UsageError
+from dtrain.models import build_model
+from dtrain.planning.storages import StorageTracker
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
+
+
+def language_model(num_layers: int = 3, hidden_dim: int = 32, dropout: float = 0.2) -> nn.Module:
+    sizes = {"num_layers": num_layers, "hidden_dim": hidden_dim, "num_heads": 2, "max_seq_len": 16}
+    return build_model(ModelConfig(dropout=dropout, **sizes), 64, seed=0)
+
+
+def start(model: nn.Module, precision: str = "fp32", **blocks: Any) -> Any:
+    return dtrain.initialize(model, precision=precision, seed=3, audit=0, blocks=dtrain.Blocks(**blocks))
+
+
+def train(engine: Any, steps: int = 2) -> list[float]:
+    curve = []
+    for _ in range(steps):
+        for tokens in engine.accumulate([TOKENS, TOKENS.flip(1)]):
+            engine.backward(engine(tokens=tokens[:, :-1], targets=tokens[:, 1:]))
+        outcome = engine.step()
+        curve += [outcome.loss, outcome.grad_norm]
+    return curve
+
+
+WAYS: list[dict[str, Any]] = [
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "full", "recompute_every": 2},
+    {"recompute": "full", "blocks": ["blocks.*.attn", "blocks.*.ffn"]},
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
+def test_gradients_have_the_bits_of_a_run_without_recomputation(precision: str) -> None:
+    """With dropout, whose random numbers are drawn again."""
+    plain = start(language_model(), precision)
+    want = train(plain), plain.master_state()
+    for way in WAYS[:2] if precision in ("fp16", "fp8") else WAYS:
+        engine = start(language_model(), precision, **way)
+        assert train(engine) == want[0], way
+        assert all(torch.equal(values, want[1][name]) for name, values in engine.master_state().items()), way
+
+
+def kept_bytes(**blocks: Any) -> int:
+    """Returns the bytes of distinct storages that a forward leaves for its backward."""
+    engine = start(language_model(num_layers=8, hidden_dim=64, dropout=0.0), **blocks)
+    tokens = TOKENS.repeat(4, 1)
+    with StorageTracker() as tracker:
+        loss = engine(tokens=tokens[:, :-1], targets=tokens[:, 1:]).loss
+        tracker.exclude(p.untyped_storage() for p in engine.module.parameters())
+        kept = sum(tracker.live.values())
+    engine.backward(loss)
+    return kept
+
+
+def test_memory_of_activations() -> None:
+    """Of eight layers full recomputation keeps the inputs; the embedding and the loss keep the same in all cases."""
+    none, selective, full, half = (
+        kept_bytes(**way)
+        for way in ({}, {"recompute": "selective"}, {"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
+    )
+    inputs = TOKENS.repeat(4, 1)[:, :-1].numel() * 64 * 4  # of a block, FP32
+    outside = full - 8 * inputs
+    assert 0 < outside < 0.1 * none
+    a_block = (none - outside) / 8
+    assert full - outside <= (none - outside) / 8 + a_block
+    assert full < selective < 0.75 * none
+    assert half == pytest.approx((none + full) / 2, rel=0.05)
+
+
+def test_a_recomputed_forward_runs_once_without_gradients_and_twice_with() -> None:
+    model = language_model(dropout=0.0)
+    calls = []
+    model.blocks[1].attn_norm.register_forward_pre_hook(lambda *_: calls.append(1))
+    engine = start(model, recompute="full")
+    with engine.eval():
+        logits = engine(tokens=TOKENS[:, :-1]).logits
+    assert (len(calls), logits.requires_grad) == (1, False)
+    train(engine, steps=1)
+    assert len(calls) == 1 + 2 * 2, "two micro-batches"
+
+
+def test_inputs_on_the_host_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[int] = []
+    real = recompute.to_host
+
+    def to_host(tensor: Tensor) -> Tensor:
+        moved.append(tensor.numel())
+        return real(tensor)
+
+    want = train(start(language_model()))
+    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
+    assert not moved, "on a CPU they are there already"
+    monkeypatch.setattr(recompute, "to_host", to_host)
+    monkeypatch.setattr(recompute, "is_on_gpu", lambda tensor: tensor.dim() > 0)
+    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
+    num_blocks, num_batches = 3, 2 * 2
+    assert moved.count(TOKENS[:, :-1].numel() * 32) == num_blocks * num_batches, "the input of each block, no weight"
+
+
+# -- which modules are blocks, and mistakes ----------------------------------------------------------------------------
+
+
+def refusal(model: nn.Module, **blocks: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        start(model, **blocks)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_blocks_are_found() -> None:
+    def names(**options: Any) -> list[str]:
+        return [name for name, _ in find_blocks(language_model(), dtrain.Blocks(**options))]
+
+    assert names(recompute="full") == ["blocks.0", "blocks.1", "blocks.2"]
+    assert names(compile="blocks", blocks=["blocks.1", "*.2"]) == ["blocks.1", "blocks.2"]
+    assert names() == []
+    lists = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])])
+    assert len(find_blocks(nn.ModuleDict({"a": lists}), dtrain.Blocks(recompute="full"))) == 2, "a list has no forward"
+
+
+def test_mistakes() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.gradient_checkpointing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    pattern = "blocks pattern 'block.*' matches no module; did you mean 'blocks."
+    assert pattern in refusal(language_model(), recompute="full", blocks=["block.*"])
+    assert "Own has no ModuleList or Sequential" in refusal(Own(), recompute="selective")
+    own = nn.Sequential(Own())
+    own[0].gradient_checkpointing = True
+    assert "'0' recomputes its activations itself (gradient_checkpointing=True)" in refusal(own, recompute="full")
+    with pytest.raises(ConfigError, match=r"blocks=full is not a record such as dtrain\.Blocks\("):
+        dtrain.initialize(language_model(), blocks="full")
+    unit = "the compiled block 'blocks' contains the unit of sharding 'blocks.0'"
+    with pytest.raises(ConfigError, match=unit):
+        install_blocks(
+            nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}),
+            dtrain.Blocks(compile="blocks", blocks=["blocks"]),
+            "auto",
+            CompiledBlocks.__new__(CompiledBlocks),
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recompute": "selectiv"}, "did you mean 'selective'"),
+        ({"recompute_every": 2}, "Blocks.recompute_every=2 with Blocks.recompute=none recomputes nothing"),
+        ({"recompute": "selective", "offload_activations": True}, "needs Blocks.recompute=full"),
+        ({"recompute": "full", "offload_activations": True, "compile": "auto"}, "set Blocks.compile=none"),
+        ({"blocks": "layers.*"}, "Blocks.blocks=layers.* must be auto or a list of name patterns"),
+    ],
+)
+def test_records_check_themselves(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        dtrain.Blocks(**options)
+
+
+def test_reentrant_checkpointing_is_named() -> None:
+    class Reentrant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            return checkpoint(self.layers[0], x, use_reentrant=True) + checkpoint(self.layers[0], x, use_reentrant=True)
+
+    engine = start(Reentrant(), recompute="full")
+    loss = engine(torch.ones(2, 4)).mean()
+    with pytest.raises(UsageError, match="use_reentrant=False"):
+        engine.backward(loss)
+
+
+def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "has_compiler", lambda device: False)
+    assert [resolve_compile(mode, CPU) for mode in ("none", "auto")] == ["none", "none"]
+    assert resolve_compile("auto", GPU) == "none"
+    with pytest.raises(ConfigError, match=r"compile=blocks needs a C\+\+ compiler, .* set compile=none"):
+        resolve_compile("blocks", CPU)
+    with pytest.raises(ConfigError, match="compile=blocks needs Triton and a C compiler"):
+        resolve_compile("blocks", GPU)
+    monkeypatch.setattr(compiled_blocks, "has_compiler", lambda device: True)
+    assert [resolve_compile(mode, GPU) for mode in ("blocks", "auto")] == ["blocks", "auto"]
+    assert resolve_compile("auto", CPU) == "none", "there is nothing to win"
