@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
@@ -210,3 +211,113 @@ def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "has_compiler", lambda device: True)
     assert [resolve_compile(mode, GPU) for mode in ("blocks", "auto")] == ["blocks", "auto"]
     assert resolve_compile("auto", CPU) == "none", "there is nothing to win"
+
+
+# -- compilation, traced and not compiled, which takes a tenth of the time ---------------------------------------------
+
+
+class Growing(nn.Module):
+    """Blocks that take any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trace(self: CompiledBlocks, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.num_graphs += 1
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(CompiledBlocks, "_compile", trace)
+
+
+def step(engine: Any, rows: int) -> None:
+    engine.backward(engine(torch.ones(rows, 8)).square().mean())
+    engine.step()
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("traced")
+def test_a_new_shape_is_compiled_once_more_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(Growing(), compile="blocks")
+    counts = []
+    with caplog.at_level("INFO", "dtrain"):
+        for rows in (4, 4, 6, 7, 9):
+            step(engine, rows)
+            counts.append(engine.compiled_graphs)
+        with engine.eval():
+            for rows in (2, 3, 5):
+                engine(torch.ones(rows, 8))
+    first = counts[0]
+    assert first <= 2, "the input of the first block needs no gradient"
+    assert counts == [first, first, 2 * first, 2 * first, 2 * first], "the number of rows becomes a variable"
+    assert engine.compiled_graphs == 2 * first, "evaluation is not compiled"
+    lines = [record.message for record in caplog.records if "compiled" in record.message]
+    assert len(lines) == 2
+    assert lines[0].startswith(f"blocks compiled: {first} graph")
+    assert re.match(r"step 3 compiled blocks again: .*; because this no longer held: .* mismatch", lines[1])
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0], None])
+def test_auto_measures_the_first_block(
+    times: list[float] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And changes nothing: no gradient and no random number of the measurement reaches the run."""
+    monkeypatch.setattr("dtrain.engine.initialize.resolve_compile", lambda mode, device: mode)
+    if times is not None:
+        monkeypatch.setattr(compiled_blocks, "measure", lambda *_: times)
+    curves = []
+    for mode in ("none", "auto"):
+        engine = start(language_model(dropout=0.0), compile=mode)
+        with caplog.at_level("INFO", "dtrain"):
+            curves.append(train(engine, steps=1))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert re.search(r"a block takes \S+ ms compiled and \S+ ms eager \(.*x\), so blocks are", caplog.text)
+    if times is not None:
+        is_faster = times[1] < times[0]
+        assert (engine.compiled_graphs > 0) is is_faster
+        assert ("so blocks are not compiled" in caplog.text) is not is_faster
+
+
+class Regional(nn.Module):
+    """A region of FP32 in a block, with an FP8 Linear that is used in it and outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.coupling = nn.Parameter(torch.eye(32) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with dtrain.full_precision():
+            inside = torch.einsum("bi,ij->bj", self.linear(x), self.coupling)
+            assert inside.dtype == torch.float32
+        return x + self.linear(inside.tanh())
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_compiled_block_contains_its_regions(precision: str) -> None:
+    curves = []
+    x = torch.linspace(-1, 1, 4 * 32).view(4, 32)
+    for mode in ("none", "blocks"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Regional() for _ in range(2)]), nn.Linear(32, 32))
+        model.forward = lambda x, model=model: model[2](model[1][1](model[1][0](model[0](x))))  # type: ignore[method-assign]
+        engine = start(model, precision, compile=mode, blocks=["1.*"])
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            outcome = engine.step()
+            curves += [outcome.loss, outcome.grad_norm]
+    assert curves[4:] == pytest.approx(curves[:4], rel=1e-3), "the gradients of a weight that is used twice are summed"
+    assert engine.compiled_graphs == 1
