@@ -15,6 +15,7 @@ from torch import Tensor
 from dtrain.checkpoint.format.manifest import canonical_json
 from dtrain.checkpoint.format.safetensors_file import require_dtype
 from dtrain.errors import CheckpointError
+from dtrain.precision.remainder import Numbers, read, write
 from dtrain.redaction.redact import redact
 
 _ALIGNMENT = 64  # bytes; alignment of a shard in the host copy: one cache line
@@ -32,7 +33,7 @@ class TensorShard:
         dtype: dtype of the logical tensor.
         start: first row-major element of the interval.
         stop: one past the last element.
-        data: [stop - start], contiguous, on any device.
+        values: [stop - start], contiguous, on any device: the live tensor, or the live pair of FP32 numbers.
 
     Raises:
         CheckpointError: the attributes are inconsistent, or safetensors does not support the dtype.
@@ -44,7 +45,30 @@ class TensorShard:
     dtype: torch.dtype
     start: int
     stop: int
-    data: Tensor
+    values: Numbers
+
+    @property
+    def data(self) -> Tensor:
+        """The elements: the live tensor; those of a pair are formed at each access, so that a write to them is lost."""
+        return read(self.values)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the elements lie."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, in their own dtype."""
+        return (self.stop - self.start) * self.dtype.itemsize
+
+    def write(self, values: Tensor) -> None:
+        """Overwrites the live elements with ``values`` [stop - start]."""
+        write(self.values, values)
+
+    def part(self, start: int, stop: int) -> TensorShard:
+        """Returns elements ``start`` to ``stop`` of the logical tensor, which lie in this shard."""
+        return replace(self, start=start, stop=stop, values=self.values[start - self.start : stop - self.start])
 
     def __post_init__(self) -> None:
         label = f"shard {self.kind}:{self.name}"
@@ -56,12 +80,13 @@ class TensorShard:
             raise CheckpointError(
                 f"{label}: [{self.start}, {self.stop}) is not an interval of its {numel} elements {list(self.shape)}"
             )
-        if self.data.dtype != self.dtype or tuple(self.data.shape) != (self.stop - self.start,):
+        values = self.values if isinstance(self.values, Tensor) else self.values.remainder
+        if self.values.dtype != self.dtype or tuple(values.shape) != (self.stop - self.start,):
             raise CheckpointError(
                 f"{label}: expected data of shape [{self.stop - self.start}] and {self.dtype}; got "
-                f"{list(self.data.shape)} and {self.data.dtype}"
+                f"{list(values.shape)} and {self.values.dtype}"
             )
-        if not self.data.is_contiguous():
+        if not values.is_contiguous():
             raise CheckpointError(f"{label}: data is not contiguous; give a slice of a flat buffer or .contiguous()")
 
 
@@ -113,7 +138,7 @@ class HostCopy:
 
     def reserve(self, snapshot: Snapshot) -> None:
         """Allocates memory for a copy of ``snapshot`` if the present memory is too small."""
-        nbytes = [shard.data.nbytes for shard in snapshot.shards]
+        nbytes = [shard.nbytes for shard in snapshot.shards]
         block = _pinned_block(nbytes) if self._on_gpu else sum(map(_aligned, nbytes))
         count = 1 + max((number for number, _ in _places(nbytes, block)), default=0)
         if len(self._blocks) < count or self._block_bytes < block:  # else kept: the first copy into new pages is slow
@@ -129,11 +154,11 @@ class HostCopy:
 
         On a GPU the copies are queued on the current stream, and ``ready`` of the result waits for them.
         """
-        places = _places([shard.data.nbytes for shard in snapshot.shards], self._block_bytes)
+        places = _places([shard.nbytes for shard in snapshot.shards], self._block_bytes)
         shards = []
         for shard, (number, start) in zip(snapshot.shards, places, strict=True):
-            data = self._blocks[number][start : start + shard.data.nbytes].view(shard.dtype)
-            shards.append(replace(shard, data=data.copy_(shard.data, non_blocking=True)))
+            data = self._blocks[number][start : start + shard.nbytes].view(shard.dtype)
+            shards.append(replace(shard, values=data.copy_(shard.data, non_blocking=True)))
         ready = snapshot.ready
         if self._on_gpu:
             copied: Any = torch.cuda.Event()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dtrain.config.capabilities import check_engine
+from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.fields import in_keys
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
@@ -46,6 +46,10 @@ def check_config(config: RunConfig, world_size: int) -> None:
         zero_stage=config.engine.zero_stage,
         offload=getattr(config.engine, "offload", "none"),
         format_key=lambda key: keys[key],
+    )
+    keys |= {"master": "engine.master", "grad_dtype": "engine.grad_dtype"}
+    check_states(
+        config.engine, precision.name, precision.rules.values(), config.optim.name, format_key=lambda key: keys[key]
     )
 
 

@@ -277,6 +277,53 @@ def check_engine(
                 )
 
 
+def check_states(
+    engine: Any,
+    precision: str,
+    rules: Iterable[str],
+    optimizer: str,
+    *,
+    format_key: Callable[[str], str] = str,
+) -> None:
+    """Checks that masters and main grads can be held in the formats that the record of an engine asks for.
+
+    Args:
+        engine: the record.
+        precision, rules, optimizer: as :func:`check_engine` has them.
+
+    Raises:
+        ConfigError: no BF16 weights or gradients, or an optimizer that needs the masters in memory.
+    """
+    is_without_bf16 = precision in _WITHOUT_BF16 and "bf16" not in rules
+    if getattr(engine, "grad_dtype", "fp32") == "bf16" and is_without_bf16:
+        raise ConfigError(
+            f"{format_key('grad_dtype')}=bf16 with {format_key('precision')}={precision}: the gradients are not BF16, "
+            f"and would lose digits; use {format_key('precision')}=bf16 or fp8, or {format_key('grad_dtype')}=fp32"
+        )
+    if getattr(engine, "master", "full") == "full":
+        return
+    key = f"{format_key('master')}=remainder"
+    if is_without_bf16:
+        raise ConfigError(
+            f"{key} with {format_key('precision')}={precision}: {_WITHOUT_BF16[precision]}; use "
+            f"{format_key('precision')}=bf16 or fp8, or {format_key('master')}=full"
+        )
+    if optimizer == "torch":
+        raise ConfigError(
+            f"{key} with {format_key('optimizer')}=torch: torch's class updates parameters in memory, which these "
+            f"masters have not; use one of dtrain's optimizers, or {format_key('master')}=full"
+        )
+
+
+_NO_BF16 = "no weight is BF16, so none can be a half of its FP32 master"
+_WITHOUT_BF16 = {
+    "fp32": _NO_BF16,
+    "tf32": _NO_BF16,
+    "fp16": "an FP16 weight has fewer exponent bits than its FP32 master, so it cannot be a half of it",
+}
+"""Reasons why a policy has no BF16 weights."""
+
+
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:
     """Names of the engines that support these values together."""
     return [

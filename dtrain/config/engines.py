@@ -17,6 +17,13 @@ _OFFLOAD = "Memory that holds masters and moments, with native also main grads: 
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
+_NOT_ON_HOST = (
+    ("master", "remainder", "the weight, which is half of each master, is on the device"),
+    ("grad_dtype", "bf16", "the host sums main grads in FP32"),
+)
+"""Settings that exclude ``offload=cpu`` of the native engine: name, value, reason."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(CheckedRecord):
     """Engine that runs the training step. `dtrain doctor engines` compares what they can do."""
@@ -57,6 +64,18 @@ class Native(EngineConfig):
         [], "At stage 3, name patterns of modules or parameters that stay unsharded from forward to backward."
     )
     offload: str = one_of("none", "cpu", doc=_OFFLOAD)
+    master: str = one_of(
+        "full",
+        "remainder",
+        doc="FP32 masters in full, or as the BF16 weight and its 16-bit remainder: the same numbers in 2 bytes less. "
+        "Parameters without a BF16 weight (norms, FP8) keep them in full.",
+    )
+    grad_dtype: str = one_of(
+        "fp32",
+        "bf16",
+        doc="Dtype of main grads. bf16: BF16 gradients are summed in FP32, and each sum is rounded stochastically when "
+        "it is stored; a single micro-batch on one rank is not rounded.",
+    )
 
     def _check(self) -> None:
         super()._check()
@@ -65,6 +84,9 @@ class Native(EngineConfig):
                 f"{self._entry('offload')} with {self._entry('zero_stage')}: every rank would hold all masters and "
                 f"moments in the memory of its host; set {self._key('zero_stage')}=1, 2 or 3, or remove it"
             )
+        for name, value, reason in _NOT_ON_HOST:
+            if self.offload == "cpu" and getattr(self, name) == value:
+                raise ConfigError(f"{self._entry('offload')} with {self._entry(name)}: {reason}; remove one of the two")
         if self.offload == "cpu" and self.reproducible:
             raise ConfigError(
                 f"{self._entry('offload')} with {self._key('reproducible')}=true: the gradients of all ranks would "

@@ -10,6 +10,7 @@ import torch
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
+from dtrain.precision.remainder import read, write
 
 _BLOCK = 1 << 20  # elements that are exchanged at a time
 
@@ -39,7 +40,9 @@ def _exchange(engine: StateEngine) -> None:
     engine.comm.barrier()  # other ranks may still read what was published: [Note: buffer reuse]
     averages = {shard.name: shard.data for shard in engine.local_shards(EMA.name)}
     for shard in engine.local_shards(MASTER):
-        for master, average in zip(shard.data.split(_BLOCK), averages[shard.name].split(_BLOCK), strict=True):
-            kept = master.clone()
-            master.copy_(average)
-            average.copy_(kept)
+        for start in range(0, shard.stop - shard.start, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            master, average = shard.values[block], averages[shard.name][block]
+            kept = average.clone()
+            average.copy_(read(master))
+            write(master, kept)

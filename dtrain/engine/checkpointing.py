@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.format.training_state import KEYED_BY
@@ -28,7 +29,9 @@ from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
 from dtrain.parameters.groups import aliases
+from dtrain.precision.remainder import RemainderPair
 
+_PAIR_ELEMENTS = 1 << 24  # of a master that is a pair, read at a time
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
 
@@ -171,15 +174,21 @@ class Checkpointer:
     def _read(self, reader: CheckpointReader) -> None:
         kinds = trained_kinds(reader, self._engine)
         has_frozen = training_state(reader).source is None
-        shards = chain(*map(self._engine.local_shards, kinds), self._engine.frozen_shards() if has_frozen else ())
         # every rank fills all that it holds, also what another rank has saved
-        sharded = (ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in shards)
+        shards = [*chain(*map(self._engine.local_shards, kinds))]
+        shards += self._engine.frozen_shards() if has_frozen else ()
+        pairs = [shard for shard in shards if isinstance(shard.values, RemainderPair)]
+        sharded = (ReadTarget(s.kind, s.name, s.start, s.values) for s in shards if isinstance(s.values, Tensor))
         whole = replicated_tensors(self._engine, has_frozen=has_frozen)
         reader.read_into(chain(sharded, (ReadTarget(kind, name, 0, data) for kind, name, data in whole)))
-        masters = {shard.name: shard.data for shard in self._engine.local_shards(MASTER)}
+        for shard in pairs:
+            for start in range(shard.start, shard.stop, _PAIR_ELEMENTS):
+                part = shard.part(start, min(start + _PAIR_ELEMENTS, shard.stop))
+                part.write(reader.read(part.kind, part.name, part.start, part.stop).to(part.device, part.dtype))
+        masters = {shard.name: shard for shard in self._engine.local_shards(MASTER)}
         for kind, spec in self._engine.plan.specs.items():
             for shard in self._engine.local_shards(kind) if kind not in kinds else ():
-                spec.fill(shard.data, masters[shard.name])  # all that this rank holds of both
+                spec.fill(shard.data, masters[shard.name].data)  # all that this rank holds of both
 
     def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
         """Yields what this rank proves: the live tensors; for frozen ones that were cast, their saved values.
@@ -206,7 +215,7 @@ class Checkpointer:
                     raise CheckpointError(
                         f"after loading {reader.path}, {shard.kind} '{shard.name}' differs from what was saved"
                     )
-                yield replace(shard, dtype=dtype, start=start, stop=stop, data=values)
+                yield replace(shard, dtype=dtype, start=start, stop=stop, values=values)
 
     def _rule_states(self, reader: CheckpointReader) -> list[dict[str, float]]:
         """Returns the numbers that each rule shares over all elements; empty ones from older checkpoints.

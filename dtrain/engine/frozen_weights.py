@@ -65,7 +65,7 @@ def proven_float8(reader: CheckpointReader, engine: StateEngine) -> Iterator[Ten
             saved = reader.read(shard.kind, shard.name, shard.start, shard.stop)
             shard.data.copy_(saved)
             if weights.is_saved_here:
-                yield replace(shard, dtype=saved.dtype, data=saved)
+                yield replace(shard, dtype=saved.dtype, values=saved)
         if not weights.is_cast_of(values):
             raise CheckpointError(
                 f"after loading {reader.path}, the frozen FP8 weights of '{weights.replica.layout.name}' "

@@ -47,8 +47,8 @@ from dtrain.engine.settings import (
 from dtrain.engine.vote.divergence import config_difference
 from dtrain.errors import ConfigError, DivergenceError
 from dtrain.optim.rules import on_device
-from dtrain.parameters.optimizer_plan import plan_optimizer
-from dtrain.precision.contract import Contract, float8_candidates, resolve
+from dtrain.parameters.optimizer_plan import OptimizerPlan, plan_optimizer
+from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Decision, decide_float8
 from dtrain.precision.forward import set_matmul_precision
@@ -144,7 +144,9 @@ def initialize(
     options = replace(options, optimizer=on_device(options.optimizer, state_device))
     identity = _agree_on_identity(comm, seed)
     capabilities = CAPABILITIES[record.name]
-    undecided = resolve(policy, model, capabilities.held, policy.decisions)
+    undecided = replace(
+        resolve(policy, model, capabilities.held, policy.decisions), states=_state_formats(record, plan)
+    )
     rule = resolve_loss_scale(rule, torch.float16 if undecided.needs_loss_scale else policy.compute_dtype)
     # before rank 0 decides for all: it times products of its own model, which must be that of all ranks
     _require_equal_configs(comm, _config_text(model, undecided, options, rule, frozen_source))
@@ -245,7 +247,15 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
             ConfigError,
             expected=(ConfigError,),
         )
-    return resolve(policy, model, given.weights, kept + [Float8Decision(**decision) for decision in decisions])
+    decided = kept + [Float8Decision(**decision) for decision in decisions]
+    return replace(resolve(policy, model, given.weights, decided), states=given.states)
+
+
+def _state_formats(engine: EngineConfig, plan: OptimizerPlan) -> StateFormats:
+    narrowest = min((spec.dtype for spec in plan.specs.values()), key=lambda d: d.itemsize, default=torch.float32)
+    return StateFormats(
+        getattr(engine, "master", "full"), getattr(engine, "grad_dtype", "fp32"), format_name(narrowest)
+    )
 
 
 def _rank_device(model: nn.Module) -> torch.device:

@@ -201,7 +201,7 @@ class StateEngine(Engine):
                 held.copy_(values[name])
         for shard in self.frozen_shards():
             if shard.name in values:
-                shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+                shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
 
     def open_weights(self, names: Collection[str]) -> None:
         """Lets the parameters called ``names``, which become whole masters, be read and written; no names end it."""
@@ -226,7 +226,10 @@ class StateEngine(Engine):
 
     @abstractmethod
     def _storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that hold the rest, by the kinds of :meth:`memory`: all except states and buffers."""
+        """Returns the tensors that hold the rest, by the kinds of :meth:`memory`: all except states and buffers.
+
+        Masters too, if they are not held in FP32.
+        """
 
     @abstractmethod
     def _check_live(self) -> None:

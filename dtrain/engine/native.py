@@ -26,10 +26,11 @@ from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import sum_squares
+from dtrain.precision.remainder import REMAINDER, Numbers, RemainderPair, read
 from dtrain.sharding.build import build as build_sharded
-from dtrain.sharding.build import grad_dtype
+from dtrain.sharding.build import grad_dtype, main_grad_dtype
 from dtrain.sharding.frozen_float8 import FROZEN, FrozenFloat8
-from dtrain.sharding.group import tensor_shard
+from dtrain.sharding.group import FlatBuffer, tensor_shard
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES, memory_formula
@@ -48,6 +49,18 @@ def build(request: EngineRequest) -> Engine:
     """Builds the engine; the model's trainable parameters become views of its compute replicas."""
     options = request.step.engine
     assert isinstance(options, Native)
+    contract, names = request.contract, request.plan.numbers
+    # such as with precision=auto on an older GPU
+    if options.master == "remainder" and torch.bfloat16 not in {contract.replica_dtypes[name] for name in names}:
+        raise ConfigError(
+            f"master=remainder with precision={contract.policy.name}: no trained parameter has a BF16 weight, so none "
+            f"can be a half of its FP32 master; use precision=bf16, or master=full"
+        )
+    if options.grad_dtype == "bf16" and torch.bfloat16 not in {contract.parameter_dtype(name) for name in names}:
+        raise ConfigError(
+            f"grad_dtype=bf16 with precision={contract.policy.name}: no trained parameter has BF16 gradients, and "
+            f"others would be rounded; use precision=bf16, or grad_dtype=fp32"
+        )
     return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, options, request.plan))
 
 
@@ -115,7 +128,8 @@ class NativeEngine(StepEngine):
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         reducer = self.sharded.reducer
         # before backward, so that the weights are sent while it runs
-        reducer.begin_micro_batch(weight, number=self._micro_batch, last=self._is_last)
+        step = self.attempted_steps + 1
+        reducer.begin_micro_batch(weight, number=self._micro_batch, last=self._is_last, step=step)
         if loss.requires_grad:  # else this rank's gradients are zero, and it reduces with the others all the same
             with self.sharded.backward():
                 (loss * self.loss_scale.scale).backward()
@@ -169,9 +183,20 @@ class NativeEngine(StepEngine):
             self._reduce_dtype_check = ReduceDtypeCheck(self.policy, dtypes)
             self.comm.schedule.on_reduction = self._reduce_dtype_check.record
         self.contract.check_parameters(self.module)
-        for tensor in self._storages()[MAIN_GRAD]:
-            if tensor.dtype != torch.float32:
-                raise ContractError(f"main_grad is {tensor.dtype}; the contract says float32")
+        for buffer in self.sharded.buffers:
+            expected, found = self._main_grad_dtype(buffer), buffer.gradient.storage.dtype
+            if found != expected:
+                raise ContractError(f"main_grad is {found}; the contract says {str(expected).removeprefix('torch.')}")
+        for pair in self._pairs:
+            if (pair.weight.dtype, pair.remainder.dtype) != (torch.bfloat16, REMAINDER):
+                raise ContractError(
+                    f"a master is held as {pair.weight.dtype} and {pair.remainder.dtype}; the contract says bfloat16 "
+                    f"and {REMAINDER}"
+                )
+
+    def _main_grad_dtype(self, buffer: FlatBuffer) -> torch.dtype:
+        assert isinstance(self.options.engine, Native)
+        return main_grad_dtype(buffer.layout, self.contract, self.options.engine)
 
     def _check_step(self) -> None:
         for replica in self.sharded.replicas:
@@ -193,8 +218,10 @@ class NativeEngine(StepEngine):
     def compute_shards(self) -> Iterator[ComputeShard]:
         scales = self.sharded.scales
         for buffer in self.sharded.buffers:
-            recast = scales.cast_again(buffer.segment, buffer.master) if buffer.replica.is_float8 else [buffer.master]
-            yield from buffer.compute_shards(self.rank, recast)
+            sources: Sequence[Numbers] = [buffer.master]
+            if buffer.replica.is_float8:
+                sources = scales.cast_again(buffer.segment, read(buffer.master))
+            yield from buffer.compute_shards(self.rank, sources)
         for name, scale, expected in scales.by_weight():
             yield ComputeShard(name, "FP8 scale", 0, scale, self.rank, expected, is_gathered=False)
 
@@ -219,8 +246,9 @@ class NativeEngine(StepEngine):
             if not slots:
                 continue
             # a copy, because the next backward may write a main grad before all ranks have read it
-            full = torch.zeros(segment.numel, dtype=held.values.dtype, device=self.device)
-            full[held.start : held.start + held.values.numel()] = held.values
+            values = read(held.values)
+            full = torch.zeros(segment.numel, dtype=values.dtype, device=self.device)
+            full[held.start : held.start + values.numel()] = values
             if segment.numel < layout.numel:
                 shard, full = full, full.new_zeros(layout.numel)
                 self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
@@ -244,7 +272,7 @@ class NativeEngine(StepEngine):
                 held = frozen.values()  # casting what is not in `values` again changes no weight
                 for shard in frozen.shards(held):
                     if shard.name in values:
-                        shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+                        shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
                 frozen.write(held)
 
     def open_weights(self, names: Collection[str]) -> None:
@@ -260,7 +288,14 @@ class NativeEngine(StepEngine):
             self.comm.barrier()
 
     def _held(self, kind: str) -> list[Tensor]:
-        return [buffer.held(kind).values for buffer in self.sharded.buffers]
+        """Returns the masters that are not pairs, the main grads, or an optimizer state."""
+        held = (buffer.held(kind).values for buffer in self.sharded.buffers)
+        return [values for values in held if isinstance(values, Tensor)]
+
+    @property
+    def _pairs(self) -> list[RemainderPair]:
+        """The masters of which the replica is a half."""
+        return [buffer.master for buffer in self.sharded.buffers if isinstance(buffer.master, RemainderPair)]
 
     def _storages(self) -> dict[str, list[Tensor]]:
         sharded, exchange = self.sharded, self.sharded.reducer.exchange
@@ -268,6 +303,7 @@ class NativeEngine(StepEngine):
         frozen = [tensor for replica in sharded.frozen for tensor in replica.persistent]
         frozen += [tensor for weights in sharded.frozen_float8 for tensor in weights.tensors]
         return {
+            MASTER: [*self._held(MASTER), *(pair.remainder for pair in self._pairs)],
             "compute": [*trained, *sharded.scales.tensors],
             "unsharded": [tensor for replica in sharded.replicas for tensor in replica.unsharded],
             MAIN_GRAD: [buffer.gradient.storage for buffer in sharded.buffers],
@@ -297,6 +333,8 @@ class NativeEngine(StepEngine):
                 if not buffer.replica.shares_master
             ),
             fp32_numel=sum(numel for numel, buffer in replicas if buffer.replica.shares_master),
+            paired_numel=sum(numel for numel, buffer in replicas if isinstance(buffer.master, RemainderPair)),
+            grad_bytes=sum(numel * self._main_grad_dtype(buffer).itemsize for numel, buffer in replicas),
             frozen_bytes=self.frozen_bytes,
             num_ranks=self.world_size,
         )

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
-from dtrain.config.capabilities import check_engine
+from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
 from dtrain.config.optim import OPTIMIZERS, AdamW, EmaConfig, Optimizer
@@ -98,6 +98,7 @@ def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
         offload=getattr(options.engine, "offload", "none"),
         format_key=lambda key: arguments.get(key, key),
     )
+    check_states(options.engine, policy.name, [name for _, name in policy.rules], options.optimizer.name)
 
 
 def optimizer_record(optimizer: Optimizer | None) -> Optimizer:

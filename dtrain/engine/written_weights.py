@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.distributed.consensus import describe, on_every_rank
+from dtrain.distributed.logging import logger
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.vote.divergence import written_difference
 from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
 from dtrain.parameters.groups import matching_parameters
+from dtrain.precision.remainder import RemainderPair
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _MODIFY = "write weights inside `with engine.modify_weights():`"
@@ -53,6 +55,7 @@ class WrittenWeights:
         self.hash = 0
         self.names: Collection[str] = ()
         self.is_modifying = False
+        self._rounded: set[str] = set()  # parameters whose masters have lost their remainders by a write
         self._was_written = False  # on all ranks: they have agreed on a write
 
     # -- writes in place ---------------------------------------------------------------------------------------------
@@ -153,21 +156,34 @@ class WrittenWeights:
     def _adopt(self, names: Collection[str]) -> None:
         """Copies the written values into this rank's masters where they differ from the cast of the master.
 
-        Elsewhere a master keeps what the cast rounds off.
+        Elsewhere a master keeps what the cast rounds off; but no second copy of a weight shows where one that is a part
+        of its master was written, so all of that master becomes the weight.
         """
         self._disown_source(names)
         for shard in self._engine.local_shards(MASTER) if names else ():
             parameter = self._parameters[shard.name]
             if shard.name not in names or _is_dtensor(parameter):  # a DTensor's values are the masters
                 continue
-            master, written = shard.data, parameter.detach().reshape(-1)[shard.start : shard.stop]
-            if written.data_ptr() == master.data_ptr():
+            values, written = shard.values, parameter.detach().reshape(-1)[shard.start : shard.stop]
+            if isinstance(values, RemainderPair):
+                values.remainder.zero_()  # the rest of the master is the replica, which was written
+                self._warn_of_rounding(shard.name)
                 continue
-            written = written.to(master.device)
+            if written.data_ptr() == values.data_ptr():
+                continue
+            written = written.to(values.device)
             bits = _BITS[written.element_size()]  # bits, because -0.0 equals 0.0 and NaN no number
-            is_written = master.to(written.dtype).view(bits) != written.view(bits)
-            master.copy_(torch.where(is_written, written.to(master.dtype), master))
+            is_written = values.to(written.dtype).view(bits) != written.view(bits)
+            values.copy_(torch.where(is_written, written.to(values.dtype), values))
         self._restart_states(names)
+
+    def _warn_of_rounding(self, name: str) -> None:
+        if name not in self._rounded and self._engine.rank == 0:
+            logger.warning(
+                f"parameter '{name}' was written to; with engine.master=remainder all of its FP32 master is now the "
+                f"written BF16 weight, also where the write changed nothing; {_MODIFY}, which keeps the rest"
+            )
+        self._rounded.add(name)
 
     @torch.no_grad()
     def _restart_states(self, names: Collection[str]) -> None:
@@ -176,10 +192,10 @@ class WrittenWeights:
         kinds = [kind for kind, spec in engine.plan.specs.items() if spec.init is None]
         if not names or not kinds or engine.applied_steps:
             return
-        masters = {shard.name: shard.data for shard in engine.local_shards(MASTER)}
+        masters = {shard.name: shard for shard in engine.local_shards(MASTER)}
         for shard in (shard for kind in kinds for shard in engine.local_shards(kind)):
             if shard.name in names:
-                engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name])
+                engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name].data)
 
     def _disown_source(self, names: Collection[str]) -> None:
         """Lets checkpoints hold the frozen weights again if some of them are among ``names``, which were written."""
@@ -232,7 +248,7 @@ class WrittenWeights:
         self._agree(values, failure)
         for shard in engine.local_shards(MASTER):
             if shard.name in values:
-                shard.data.copy_(values[shard.name].reshape(-1)[shard.start : shard.stop])
+                shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
         self._restart_states(values)
         self._disown_source([name for name in frozen if _fingerprint(values[name]) != prints[name]])
         engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})

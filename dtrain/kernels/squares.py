@@ -1,4 +1,4 @@
-"""Sums of squares of any number of FP32 tensors, in one launch."""
+"""Sums of squares of any number of FP32 or BF16 tensors, in one launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtrain.kernels.tiles import TileTable
 _CHUNKS = 8  # of one tile
 _NUM_WARPS = 8
 _PROGRAMS = 1024  # enough for every multiprocessor, and few enough to be added at once
-_FIELDS = 3  # address, chunks, number of the first chunk
+_FIELDS = 4  # address, chunks, number of the first chunk, whether the elements are BF16
 
 
 @triton.jit(do_not_specialize=["first", "count"])
@@ -37,9 +37,14 @@ def _squares(
         tile = tiles + (first + number) * 2
         row = rows + tl.load(tile) * FIELDS
         start = tl.load(tile + 1) * CHUNKS
-        values = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
         mask = start + chunk < tl.load(row + 1)
-        x = tl.load(values + start.to(tl.int64) * CHUNK + index, mask=mask[:, None], other=0.0)
+        place = start.to(tl.int64) * CHUNK + index
+        if tl.load(row + 3) != 0:
+            halves = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.bfloat16)), 16)
+            x = tl.load(halves + place, mask=mask[:, None], other=0.0).to(tl.float32)
+        else:
+            values = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
+            x = tl.load(values + place, mask=mask[:, None], other=0.0)
         # times 2^(126 - exponent) the largest element is between 0.5 and 4, and a power of two rounds nothing; from 1
         # to 252, so that the power is a normal number also for zeros, subnormals and Inf
         exponent = tl.max((x.to(tl.int32, bitcast=True) >> 23) & 0xFF, axis=1)
@@ -63,7 +68,7 @@ class SquareSums:
     each chunk is scaled while it is in registers, so one pass does.
 
     Args:
-        tensors: FP32, contiguous, each a whole number of chunks.
+        tensors: FP32 or BF16, contiguous, each a whole number of chunks.
         chunk: elements of a chunk, a power of two.
         by_chunk: one sum for each chunk, instead of a few for all.
     """
@@ -74,7 +79,8 @@ class SquareSums:
         self._by_chunk = by_chunk
         counts = [tensor.numel() // chunk for tensor in tensors]
         starts = [sum(counts[:number]) for number in range(len(counts))]
-        rows = [[t.data_ptr(), n, start] for t, n, start in zip(tensors, counts, starts, strict=True)]
+        places = zip(tensors, counts, starts, strict=True)
+        rows = [[t.data_ptr(), n, start, int(t.dtype == torch.bfloat16)] for t, n, start in places]
         self._device = tensors[0].device
         self._table = TileTable(rows, [-(-count // _CHUNKS) for count in counts], self._device)
         self._programs = min(self._table.num_tiles(), _PROGRAMS)

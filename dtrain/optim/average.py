@@ -9,11 +9,13 @@ from torch import Tensor
 
 from dtrain.optim.rule import StateSpec, UpdateScalars
 from dtrain.precision.fake import block_starts
+from dtrain.precision.remainder import Numbers, read
 
 EMA = StateSpec("ema", init=None)
 """The average, FP32; before the first update it is the master."""
 
 _BLOCK = 512 * 1024  # elements, as of an update: few enough to stay in the cache of a CPU
+_PAIRS = 1 << 24  # of masters that are pairs, on a GPU: their FP32 values take 64 MiB
 
 
 class MovingAverage:
@@ -24,10 +26,10 @@ class MovingAverage:
 
     Args:
         decay: of the average in one applied step.
-        segments: (master, average) of each segment, 1-D and FP32; several on one rank, or none.
+        segments: (master, average) of each segment, 1-D and FP32, masters also as pairs; several on one rank, or none.
     """
 
-    def __init__(self, decay: float, segments: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> None:
+    def __init__(self, decay: float, segments: Sequence[Sequence[tuple[Numbers, Tensor]]]) -> None:
         self._weight = 1 - decay
         self._segments = [[pair for whole in segment for pair in _blocks(*whole)] for segment in segments]
 
@@ -36,10 +38,12 @@ class MovingAverage:
         """Advances segments ``numbers``; none if ``scalars.found_inf`` is set, decided on the device."""
         skip = scalars.tensors[3] != 0
         for master, average in (pair for number in numbers for pair in self._segments[number]):
-            advanced = torch.sub(master, average).mul_(self._weight).add_(average)
+            advanced = torch.sub(read(master), average).mul_(self._weight).add_(average)
             torch.where(skip, average, advanced, out=average)
 
 
-def _blocks(master: Tensor, average: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _blocks(master: Numbers, average: Tensor) -> list[tuple[Numbers, Tensor]]:
     size = _BLOCK if master.device.type == "cpu" else max(master.numel(), 1)
-    return [(master[start : start + size], average[start : start + size]) for start in block_starts(master, size)]
+    if not isinstance(master, Tensor):
+        size = min(size, _PAIRS)
+    return [(master[start : start + size], average[start : start + size]) for start in block_starts(average, size)]

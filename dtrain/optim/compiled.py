@@ -1,9 +1,10 @@
 """A formula compiled into one pass over memory.
 
 The pass reads main grad, master and states, and writes master, states and replica: 30 bytes an element for AdamW with a
-BF16 replica. ``torch.compile`` makes it a fused loop in C++ on a CPU, and a Triton kernel on a GPU. Everything that may
-change is a tensor, so there is one graph for each kind of replica and one for the coefficients, and none per size, step
-or hyper-parameter. No result depends on an element's position, so any cut and any sharding give the same bits.
+BF16 replica, 28 if the replica is a half of the master. ``torch.compile`` makes it a fused loop in C++ on a CPU, and a
+Triton kernel on a GPU. Everything that may change is a tensor, so there is one graph for each kind of replica and one
+for the coefficients, and none per size, step or hyper-parameter. No result depends on an element's position, so any cut
+and any sharding give the same bits.
 """
 
 from __future__ import annotations
@@ -24,25 +25,36 @@ from dtrain.errors import ConfigError
 from dtrain.optim.formula import MAX_BLOCK, Formula, FormulaRule
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.optim.stochastic import Noise, step_words, stream_start
+from dtrain.precision.remainder import RemainderPair, join, split
+
+_COPIED_BLOCK = 128 * 1024
+"""Elements of a call whose masters are copied: few enough to stay in a CPU's cache."""
 
 
 def _update(
     formula: Formula,
+    masters: tuple[Tensor, ...],
     tensors: tuple[Tensor, ...],
     replica: Tensor | None,
     weight_decay: Tensor,
     shared: Tensor,
     noise: Noise | None,
 ) -> None:
-    """Updates in place; master and states keep their bits if the update is skipped."""
-    new = formula.updated(tensors, weight_decay, shared, noise)
-    master, _, *states = tensors
+    """Updates in place; master and states keep their bits if the update is skipped.
+
+    ``masters``: the FP32 master, or the two halves of a pair; ``tensors``: main grad and states.
+    """
+    master = masters[0] if len(masters) == 1 else join(*masters)
+    moved, *new = formula.updated((master, *tensors), weight_decay, shared, noise)
     skip = shared[1] != 0
-    for old, value in zip((master, *states), new, strict=True):
-        # a select: a product with zero would be NaN if the gradient is Inf
+    # a select: a product with zero would be NaN if the gradient is Inf
+    moved = torch.where(skip, master, moved)
+    for old, value in zip(masters, (moved,) if len(masters) == 1 else split(moved), strict=True):
+        old.copy_(value)
+    for old, value in zip(tensors[1:], new, strict=True):
         old.copy_(torch.where(skip, old, value))
     if replica is not None:
-        replica.copy_(master)
+        replica.copy_(moved)
 
 
 @cache  # engines of one process share the graphs
@@ -59,8 +71,14 @@ def _compiled(formula: Formula) -> tuple[Callable[..., Tensor], Callable[..., No
 
 @dataclass(frozen=True)
 class _Slice:
-    """Tensors of one slice for the compiled update; ``start`` is its place in the random numbers, if it needs any."""
+    """Tensors of one slice for the compiled update; ``start`` is its place in the random numbers, if it needs any.
 
+    ``masters`` is None for a pair that is read before the update and written after it: torch's compiler makes loops of
+    vectors for a CPU only without 16-bit integers.
+    """
+
+    masters: tuple[Tensor, ...] | None
+    pair: RemainderPair | None
     tensors: tuple[Tensor, ...]
     replica: Tensor | None
     weight_decay: Tensor
@@ -83,7 +101,7 @@ class CompiledUpdate:
         self._rule = rule
         self._coefficients, self._update = _compiled(rule.formula)
         self._segments = [
-            [self._slice(block) for part in segment for block in part.cut(MAX_BLOCK)] for segment in segments
+            [self._slice(block) for part in segment for block in part.cut(_block(part))] for segment in segments
         ]
         self._scalars: UpdateScalars | None = None
         self._shared: dict[float, Tensor] = {}
@@ -106,12 +124,22 @@ class CompiledUpdate:
 
     def _run(self, part: _Slice, shared: Tensor) -> None:
         noise = None if part.start is None or self._words is None else (part.start, *self._words)
-        self._update(part.tensors, part.replica, part.weight_decay, shared, noise)
+        masters = part.masters
+        if masters is None:
+            assert part.pair is not None
+            masters = (part.pair.read(),)
+        self._update(masters, part.tensors, part.replica, part.weight_decay, shared, noise)
+        if part.masters is None and part.pair is not None:
+            part.pair.write(masters[0])
 
     def _slice(self, part: UpdateSlice) -> _Slice:
-        device = part.master.device
+        master, device = part.master, part.master.device
+        pair = master if isinstance(master, RemainderPair) else None
+        masters = (master,) if isinstance(master, Tensor) else master.bits
         return _Slice(
-            tuple(map(_rebased, (part.master, part.main_grad, *part.states))),
+            None if pair is not None and _copies_pairs(device) else tuple(map(_rebased, masters)),
+            pair,
+            tuple(map(_rebased, (part.main_grad, *part.states))),
             None if part.replica is None else _rebased(part.replica),
             torch.full((), part.update_class.weight_decay, dtype=torch.float32, device=device),
             part.update_class.lr_factor,
@@ -130,7 +158,7 @@ class CompiledUpdate:
         self._words = step_words(1, device) if self._rule.is_rounded else None
         # the largest of each kind, because the number of threads of a loop is decided for the first size
         by_size = sorted(slices, key=lambda part: part.tensors[0].numel())
-        largest = {None if part.replica is None else part.replica.dtype: part for part in by_size}
+        largest = {(part.pair is None, None if part.replica is None else part.replica.dtype): part for part in by_size}
         try:
             # one graph more for each mode of torch (threads, deterministic kernels) that the process has been in
             with torch._dynamo.config.patch(recompile_limit=64):
@@ -144,6 +172,17 @@ class CompiledUpdate:
                 f"compiler, and Triton on a GPU, or set optim.compile=false, {self._rule.name}(compile=False)"
             ) from error
         logger.info("optimizer: %s compiled in %.1f s", self._rule.name, time.perf_counter() - started)
+
+
+def _copies_pairs(device: torch.device) -> bool:
+    """Whether pairs are read before the compiled pass and written after it; else they are joined and split in it."""
+    return device.type == "cpu"
+
+
+def _block(part: UpdateSlice) -> int:
+    """Returns the number of elements that are updated in one call."""
+    is_copied = isinstance(part.master, RemainderPair) and _copies_pairs(part.master.device)
+    return _COPIED_BLOCK if is_copied else MAX_BLOCK
 
 
 def _rebased(tensor: Tensor) -> Tensor:

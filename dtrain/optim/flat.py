@@ -21,15 +21,23 @@ from dtrain.optim.rule import (
     MatrixKernel,
     Rule,
     SegmentKernel,
+    UpdateClass,
     UpdateGroup,
     UpdateScalars,
     UpdateSlice,
 )
+from dtrain.precision.remainder import RemainderPair, read
 
 Block = TypeVar("Block")
 
 _BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
+
+_COPIED_BLOCK = 128 * 1024
+"""The same where FP32 copies of masters or main grads are made, which a call reads and writes several times."""
+
+COPIED = 1 << 24
+"""Elements in one call on a GPU of which FP32 copies are made: a copy takes 64 MiB."""
 
 
 class FlatUpdate:
@@ -95,33 +103,52 @@ class BlockedUpdate:
         for batch in batches([block for number in numbers for block in self._segments[number]], lambda block: block):
             update_class = batch[0].update_class
             group = update_group(batch)
-            self._rule.apply(group, [block.main_grad for block in batch], scalars.scaled(update_class.lr_factor))
-            for block in batch:
-                if block.replica is not None:
-                    block.replica.copy_(block.master)
+            # a BF16 main grad is widened, which copies it
+            self._rule.apply(group, [b.main_grad.float() for b in batch], scalars.scaled(update_class.lr_factor))
+            store(batch, group)
 
 
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
     """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast.
 
-    On a GPU those of one update class.
+    On a GPU those of one update class; but as few as :data:`COPIED` allows of those that are copied, because a call
+    needs memory for all of its copies.
     """
     if not blocks or part_of(blocks[0]).master.device.type == "cpu":
         return [[block] for block in blocks]
-    classes = dict.fromkeys(part_of(block).update_class for block in blocks)
-    return [[block for block in blocks if part_of(block).update_class == wanted] for wanted in classes]
+    calls: dict[tuple[UpdateClass, int], list[Block]] = {}
+    total = 0
+    for block in blocks:
+        part = part_of(block)
+        total += part.master.numel() if part.needs_copy else 0
+        calls.setdefault((part.update_class, total // COPIED), []).append(block)
+    return list(calls.values())
 
 
 def update_group(slices: Sequence[UpdateSlice]) -> UpdateGroup:
-    """Returns slices of one update class as an argument of :meth:`ElementwiseRule.apply`."""
+    """Returns slices of one update class as an argument of :meth:`ElementwiseRule.apply`; call :func:`store` after it.
+
+    The masters of a pair are formed in new memory.
+    """
     return UpdateGroup(
         slices[0].update_class.weight_decay,
-        [part.master for part in slices],
+        [read(part.master) for part in slices],
         tuple(map(list, zip(*(part.states for part in slices), strict=True))),
         [part.origin for part in slices],
     )
 
 
+def store(slices: Sequence[UpdateSlice], group: UpdateGroup) -> None:
+    """Casts the updated masters of ``group``, which was made from ``slices``, into the replicas, and writes pairs."""
+    for part, master in zip(slices, group.masters, strict=True):
+        if isinstance(part.master, RemainderPair):
+            part.master.write(master)
+        elif part.replica is not None:
+            part.replica.copy_(master)
+
+
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
-    # uncut on a GPU, where blocks do not help
-    return part.cut(_BLOCK if part.master.device.type == "cpu" else part.master.numel())
+    # uncut on a GPU, where blocks do not help, except to bound the memory of copies
+    if part.master.device.type == "cpu":
+        return part.cut(_COPIED_BLOCK if part.needs_copy else _BLOCK)
+    return part.cut(COPIED if part.needs_copy else part.master.numel())

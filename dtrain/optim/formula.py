@@ -64,7 +64,7 @@ class Formula:
         """
         master, main_grad, *states = tensors
         grad_divisor, _, grad_factor, *coefficients = shared.unbind()
-        grad = main_grad * grad_factor / grad_divisor
+        grad = main_grad.float() * grad_factor / grad_divisor
         found = self.update(master, grad, [state.float() for state in states], weight_decay, coefficients)
         if noise is None:
             return list(found)

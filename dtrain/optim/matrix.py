@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.optim.flat import batches, update_group
+from dtrain.optim.flat import COPIED, batches, store, update_group
 from dtrain.optim.owners import MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of
 from dtrain.optim.rule import MatrixRule, Rule, UpdateScalars, UpdateSlice
 from dtrain.precision.fake import block_starts
@@ -126,7 +126,7 @@ class MatrixUpdate:
                 overwritten.
         """
         for batch in batches(list(chain.from_iterable(self._segments)), _part_of):
-            grads = [block.part.main_grad for block in batch]
+            grads = [block.part.main_grad.float() for block in batch]
             if main_grads is not None:
                 grads = [main_grads[b.shard].narrow(0, b.offset, b.part.master.numel()) for b in batch]
             group = update_group([block.part for block in batch])
@@ -171,10 +171,9 @@ class MatrixUpdate:
             parts = [block.part for block in batch]
             scaled = scalars.scaled(parts[0].update_class.lr_factor)
             moves, shapes = [block.move for block in batch], [block.shape for block in batch]
-            self._rule.finish(update_group(parts), moves, shapes, scaled)
-            for part in parts:
-                if part.replica is not None:
-                    part.replica.copy_(part.master)
+            group = update_group(parts)
+            self._rule.finish(group, moves, shapes, scaled)
+            store(parts, group)
 
 
 def storages(updates: Mapping[int, MatrixUpdate]) -> dict[str, list[Tensor]]:
@@ -235,8 +234,9 @@ def _blocks(
 ) -> Iterator[_Block]:
     part = shard.part
     numel = part.master.numel()
-    # uncut on a GPU, where blocks do not help
-    size = _BLOCK if part.master.device.type == "cpu" else max(numel, 1)
+    # uncut on a GPU, where blocks do not help, except to bound the memory of copies
+    size = COPIED if part.needs_copy else max(numel, 1)
+    size = _BLOCK if part.master.device.type == "cpu" else size
     matrices = matrices_of(shard.name, shard.shape, rule.splits.get(shard.name))
     for interval, offset in cut_at_matrices(matrices, shard.start, shard.start + numel):
         move = places[interval]

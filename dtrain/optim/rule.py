@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dtrain.precision.fake import block_starts
+from dtrain.precision.remainder import Numbers
 
 
 @dataclass(frozen=True)
@@ -159,21 +160,28 @@ class UpdateClass:
 
 @dataclass(frozen=True)
 class UpdateSlice:
-    """A range of elements of one update class; all tensors are 1-D and of one length, master and main grad FP32.
+    """A range of elements of one update class; all tensors are 1-D and of one length.
 
     Attributes:
         origin: (key, index): what the elements lie in, and the index of the first one there. Equal at every sharding,
             so random numbers follow from it.
+        master: FP32; a pair is written with its replica.
+        main_grad: FP32 or BF16.
         states: in the order of the rule's ``states``.
-        replica: the masters are cast into it; None if it is the masters' own storage, or is cast later.
+        replica: the masters are cast into it; None if it is a part of the masters' storage, or is cast later.
     """
 
     update_class: UpdateClass
     origin: tuple[int, int]
-    master: Tensor
+    master: Numbers
     main_grad: Tensor
     states: tuple[Tensor, ...]
     replica: Tensor | None
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether an eager update needs FP32 copies of masters or main grads."""
+        return not isinstance(self.master, Tensor) or self.main_grad.dtype != torch.float32
 
     def part(self, start: int, stop: int) -> UpdateSlice:
         """Returns elements ``start`` to ``stop``."""
@@ -189,7 +197,7 @@ class UpdateSlice:
 
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
-        return [self.part(start, start + size) for start in block_starts(self.master, size)]
+        return [self.part(start, start + size) for start in block_starts(self.main_grad, size)]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ import torch
 from dtrain.config.optim import AdamW
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, TILE, adamw
+from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, PAIR, TILE, adamw
 from dtrain.kernels.tiles import TileTable
 from dtrain.optim.rule import WIDE, UpdateScalars, UpdateSlice
+from dtrain.precision.remainder import QUIET_NAN, RemainderPair
 
 
 class TiledAdamW:
@@ -74,6 +75,8 @@ class TiledAdamW:
                 FIELDS=FIELDS,
                 TILE=TILE,
                 WIDE=WIDE,
+                PAIR=PAIR,
+                NAN=QUIET_NAN,
                 num_warps=NUM_WARPS,
             )
 
@@ -93,14 +96,18 @@ def _bias_correction(beta: float, step: int) -> float:
 
 
 def _row(part: UpdateSlice) -> list[int]:
-    pointers = (part.master, part.main_grad, *part.states, part.replica)
-    kind = KINDS[None if part.replica is None else part.replica.dtype]
+    master, replica = part.master, part.replica
+    kind = PAIR if isinstance(master, RemainderPair) else KINDS[None if replica is None else replica.dtype]
+    if isinstance(master, RemainderPair):
+        replica, master = master.weight, master.remainder
+    pointers = (master, part.main_grad, *part.states, replica)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in pointers]
     numel = part.master.numel()
     if numel % 16 or any(address % 16 for address in addresses):
         raise ValueError(f"{numel} elements of an update lie at {addresses}; expected multiples of 16")
     update_class = part.update_class
-    return [*addresses, numel, kind, _float_bits(update_class.weight_decay), _float_bits(update_class.lr_factor)]
+    scalars = _float_bits(update_class.weight_decay), _float_bits(update_class.lr_factor)
+    return [*addresses, numel, kind, *scalars, int(part.main_grad.dtype == torch.bfloat16)]
 
 
 def _float_bits(value: float) -> int:

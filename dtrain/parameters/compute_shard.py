@@ -22,7 +22,7 @@ class ComputeShard:
         source: what ``data`` equals bit for bit once it is cast to the dtype of ``data``; None if another rank holds
             the master, or if the owner's ``data`` is the master.
         is_gathered: whether all ranks hold the same interval, in the same order of intervals.
-        is_master: whether the owner's ``data`` is the storage of its master.
+        is_master: whether the owner's ``data`` is the storage of its master, or a half of it.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Sums of squares of FP32 tensors, in tensor code, for elements of any magnitude.
+"""Sums of squares of FP32 or BF16 tensors, in tensor code, for elements of any magnitude.
 
 [Note: squares beyond FP32] FP32 squares underflow below 1e-19 and overflow above 1.8e19, while gradients times loss
 scale and weight may have any FP32 magnitude. On a CPU the norm of a chunk is still taken in FP32, which is nine times
@@ -34,14 +34,14 @@ def chunk_squares(chunks: Sequence[Tensor], norms: Sequence[Tensor] | None = Non
     """Returns FP64 [number of chunks], the sums of squares of the rows of ``chunks``.
 
     Args:
-        chunks: FP32 [n, elements of a chunk] each; at least one.
-        norms: FP32 [n] for each, what ``torch.linalg.vector_norm`` gave for the rows on a CPU, if it is known.
+        chunks: FP32 or BF16 [n, elements of a chunk] each; at least one.
+        norms: FP32 [n] for each, what :func:`chunk_norms` gave for the rows on a CPU, if it is known.
         each: whether each of them counts, not only their sum.
     """
     if chunks[0].device.type != "cpu":
         blocks = [block for rows in chunks for block in rows.split(max(_GPU_BLOCK // rows.shape[1], 1))]
         return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in blocks]).square_()
-    cheap = torch.cat([torch.linalg.vector_norm(rows, dim=1) for rows in chunks] if norms is None else list(norms))
+    cheap = torch.cat([chunk_norms(rows) for rows in chunks] if norms is None else list(norms))
     squares = cheap.double().square_()
     if not each and _is_exact(squares.sum(), sum(rows.numel() for rows in chunks)):
         return squares
@@ -54,14 +54,23 @@ def chunk_squares(chunks: Sequence[Tensor], norms: Sequence[Tensor] | None = Non
     return squares
 
 
+def chunk_norms(rows: Tensor) -> Tensor:
+    """Returns FP32 [n], the norms of ``rows`` FP32 or BF16 [n, elements of a chunk] on a CPU."""
+    if rows.dtype == torch.float32:
+        return torch.linalg.vector_norm(rows, dim=1)  # type: ignore[no-any-return]
+    blocks = rows.split(max(_BLOCK // rows.shape[1], 1))
+    return torch.cat([torch.linalg.vector_norm(block.float(), dim=1) for block in blocks])
+
+
 def _stretch(rows: Tensor, where: Tensor, factor: float, norms: Tensor) -> None:
     """Writes the ``norms`` FP32 [n] of ``rows`` [n, elements] times ``factor``, at least ``where`` bool [n] is true."""
     size = max(_BLOCK // rows.shape[1], 1)
-    buffer = torch.empty_like(rows[:size])  # one for all blocks, so that it stays in the cache
+    # one for all blocks, so that it stays in the cache
+    buffer = torch.empty_like(rows[:size], dtype=torch.float32)
     # blocks at fixed places, because a selection of rows would be copied first
     for block, doubtful, out in zip(rows.split(size), where.split(size), norms.split(size), strict=True):
         if _is_any(doubtful):
-            torch.linalg.vector_norm(torch.mul(block, factor, out=buffer[: len(block)]), dim=1, out=out)
+            torch.linalg.vector_norm(buffer[: len(block)].copy_(block).mul_(factor), dim=1, out=out)
 
 
 def _is_exact(total: Tensor, numel: int) -> bool:
@@ -75,7 +84,7 @@ def _is_any(where: Tensor) -> bool:
 
 
 def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns FP64 [n], n >= 1, whose sum is that of the squares of ``tensors`` FP32, 1-D; at least one."""
+    """Returns FP64 [n], n >= 1, whose sum is that of the squares of ``tensors``, FP32 or BF16, 1-D; at least one."""
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(list(tensors), dtype=torch.float64)).square_()
     chunks = []

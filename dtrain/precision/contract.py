@@ -30,6 +30,26 @@ class ModuleFormat:
 
 
 @dataclass(frozen=True)
+class StateFormats:
+    """How an engine holds what lies beside the compute replicas.
+
+    Attributes:
+        master: ``full``, or ``remainder``: the BF16 replica is a half of the FP32 master.
+        main_grad: format of the main grads of BF16 gradients; others are FP32.
+        moments: the narrowest format of an optimizer state.
+    """
+
+    master: str = "full"
+    main_grad: str = "fp32"
+    moments: str = "fp32"
+
+    def describe(self) -> str:
+        """Returns the formats of masters, main grads and moments, for people."""
+        master = "fp32" if self.master == "full" else "fp32 as bf16 weight and 16-bit remainder"
+        return f"masters {master}, main grads {self.main_grad}, moments {self.moments}"
+
+
+@dataclass(frozen=True)
 class Contract:
     """The dtypes of a model under a policy.
 
@@ -42,6 +62,7 @@ class Contract:
         decisions: FP8 decisions for the Linears that no rule covers.
         fp32_class_overrides: the regions that a rule puts in reduced precision although their class is FP32 by default
             (norms, routers, softmax, losses).
+        states: formats of masters, main grads and optimizer states.
     """
 
     policy: PrecisionPolicy
@@ -51,6 +72,7 @@ class Contract:
     weights: str = "policy"
     decisions: tuple[Float8Decision, ...] = ()
     fp32_class_overrides: tuple[str, ...] = ()
+    states: StateFormats = StateFormats()
 
     @property
     def fp32_modules(self) -> tuple[str, ...]:
@@ -96,9 +118,11 @@ class Contract:
             f"precision {policy.name}: master {format_name(policy.master_dtype)}, "
             f"compute {format_name(policy.compute_dtype)}, "
             f"gradients sent in {format_name(policy.reduce_dtype)}, summed in fp32, "
-            f"output {format_name(policy.output_dtype)}, moments fp32",
+            f"output {format_name(policy.output_dtype)}, moments {self.states.moments}",
             f"parameters {verb}: {', '.join(computed)}{fp32_modules}",
         ]
+        if self.states != StateFormats():
+            lines.append(f"states: {self.states.describe()}")
         if policy.reason:
             lines.insert(0, f"precision auto: {policy.name}, because {policy.reason}")
         return lines + self._describe_modules()
@@ -128,7 +152,9 @@ class Contract:
             "accumulate": "fp32",
             "reduce": format_name(policy.reduce_dtype),
             "output": format_name(policy.output_dtype),
-            "optimizer_state": "fp32",
+            "optimizer_state": self.states.moments,
+            "master_storage": self.states.master,
+            "main_grad": self.states.main_grad,
             "weights": self.weights,
             "tf32": policy.tf32,
             "rules": [list(rule) for rule in policy.rules],

@@ -7,6 +7,7 @@ tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,23 @@ def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
         target.mul_(weight.value)
 
 
+class GradientSum(Protocol):
+    """Sums a shard's gradients over one step.
+
+    Attributes:
+        norms: of the sum's chunks in FP32, if they were taken while it was in the cache.
+    """
+
+    @property
+    def norms(self) -> Tensor | None: ...
+
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
+        """Adds the next gradients times ``weights``; the first ones of a step overwrite the last step's sum."""
+
+    def finish(self) -> None:
+        """Completes the sum, zero if nothing was added, and starts the next step."""
+
+
 class RunningSum:
     """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
 
@@ -39,7 +57,7 @@ class RunningSum:
         self._main_grad = main_grad
         self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
         self._empty = True
-        self.norms: Tensor | None = None  # of the sum's chunks in FP32, if they were taken while it was in the cache
+        self.norms: Tensor | None = None
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
@@ -92,7 +110,7 @@ class TreeSum:
     same bits.
     """
 
-    norms = None
+    norms: Tensor | None = None
 
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -34,7 +34,8 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.fake import is_plain
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.weights import TransposeSet
-from dtrain.sharding.accumulate import RunningSum, TreeSum
+from dtrain.precision.remainder import REMAINDER, Numbers, RemainderPair, read, write
+from dtrain.sharding.accumulate import GradientSum, RunningSum, TreeSum
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.frozen_float8 import FrozenFloat8
@@ -47,6 +48,7 @@ from dtrain.sharding.placement import STAGES, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
+from dtrain.sharding.rounded_gradients import RoundedGradient, RoundedSum, StepNoise
 from dtrain.sharding.storage_pool import StoragePool
 from dtrain.sharding.unshard import UnshardScheduler
 
@@ -67,7 +69,7 @@ def build(
     buffers, exchange = builder.buffers()
     groups = builder.groups(buffers)
     backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
-    reducer = GradientReducer(backward, exchange)
+    reducer = GradientReducer(backward, exchange, builder.noise)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
         scheduler = UnshardScheduler(model, groups, comm, options)
@@ -82,6 +84,7 @@ class _Builder:
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
         frozen_float8: the frozen weights in FP8, by group; complete after :meth:`groups`.
         offload: the masters, states and main grads lie on the host; None: on the rank's device.
+        noise: rounds BF16 main grads; None: main grads are FP32.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class _Builder:
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         self._pool = StoragePool(comm.device)  # of unsharded replicas
         self.frozen_float8: list[FrozenFloat8] = []
+        self.noise = StepNoise(comm.device) if options.grad_dtype == "bf16" else None
 
     # -- groups and layouts ------------------------------------------------------------------------------------------
 
@@ -205,17 +209,28 @@ class _Builder:
     def buffers(self) -> tuple[list[FlatBuffer], GradientExchange | None]:
         """Returns the flat buffers of the trained parameters, and the exchange of their gradients, if they are sent.
 
-        States, main grads, and masters without an FP32 replica lie in one contiguous tensor each.
+        States, main grads, masters without an FP32 replica, and remainders lie in one contiguous tensor each.
         """
         segments = [self._placements.master.segment(layout, self._comm.rank) for layout in self._layouts]
         is_offloaded = self.offload is not None  # else [Note: FP32 replicas]
         separate = [segment for segment in segments if is_offloaded or segment.layout.dtype != torch.float32]
-        masters = iter(self._split(torch.zeros(sum(s.numel for s in separate), device=self._state_device), separate))
-        stored = []
+        paired = [segment for segment in separate if self._has_pair(segment.layout)]
+        whole = [segment for segment in separate if not self._has_pair(segment.layout)]
+        masters = iter(self._split(torch.zeros(sum(s.numel for s in whole), device=self._state_device), whole))
+        remainders = torch.zeros(sum(s.numel for s in paired), dtype=REMAINDER, device=self._comm.device)
+        halves = iter(self._split(remainders, paired))
+        stored: list[tuple[Replica, Numbers]] = []
         for segment in segments:
             replica = self._replica(segment.layout)
-            master = replica.local[0] if replica.shares_master else next(masters)
-            self._fill(master, segment)  # the unrounded values, which the next line frees
+            # the unrounded values, which the parameters hold until the replica is attached
+            if self._has_pair(segment.layout):
+                values = torch.zeros(segment.numel, device=self._comm.device)
+                self._fill(values, segment)
+                master: Numbers = RemainderPair(replica.local[0], next(halves))
+                write(master, values)
+            else:
+                values = master = replica.local[0] if replica.shares_master else next(masters)
+                self._fill(values, segment)
             replica.attach()
             stored.append((replica, master))
         states = {kind: self._states(kind, segments, [master for _, master in stored]) for kind in self._plan.specs}
@@ -227,7 +242,11 @@ class _Builder:
             for n, segment in enumerate(segments)
         ], exchange
 
-    def _states(self, kind: str, segments: Sequence[ArenaSegment], masters: Sequence[Tensor]) -> list[HeldRange]:
+    def _has_pair(self, layout: FlatLayout) -> bool:
+        """Whether the masters are held as pairs, of which the replica is one half."""
+        return self._options.master == "remainder" and layout.dtype == torch.bfloat16
+
+    def _states(self, kind: str, segments: Sequence[ArenaSegment], masters: Sequence[Numbers]) -> list[HeldRange]:
         """Returns state ``kind`` of each segment: of the range of the update classes that have it."""
         plan, spec, ranges = self._plan, self._plan.specs[kind], []
         for segment in segments:
@@ -244,7 +263,7 @@ class _Builder:
         held = []
         parts = torch.split(whole, numels) if numels else ()
         for (low, high), values, master in zip(ranges, parts, masters, strict=True):
-            spec.fill(values, master[low:high])
+            spec.fill(values, read(master[low:high]))
             held.append(HeldRange(low, values))
         return held
 
@@ -253,7 +272,7 @@ class _Builder:
 
     def scales(self, buffers: Sequence[FlatBuffer]) -> Float8Scales:
         float8 = [buffer for buffer in buffers if buffer.layout.dtype == E4M3]
-        shards = [Float8Shard(buffer.segment, buffer.master, buffer.replica.local) for buffer in float8]
+        shards = [Float8Shard(buffer.segment, read(buffer.master), buffer.replica.local) for buffer in float8]
         # where every rank has all masters, it sees whole weights, so there is nothing to reduce
         comm = self._comm if any(buffer.segment.numel < buffer.layout.numel for buffer in float8) else None
         recipe = self._contract.recipe
@@ -264,13 +283,12 @@ class _Builder:
     def _gradients(self, segments: Sequence[ArenaSegment]) -> tuple[Sequence[FlatGradient], GradientExchange | None]:
         comm, options = self._comm, self._options
         held = [self._placements.gradient.segment(segment.layout, comm.rank) for segment in segments]
-        is_accumulated = not options.reproducible and all(own.numel == own.layout.numel for own in held)
+        # nothing is reduced, or in FP32: a sum over ranks is rounded where it is formed, at the owner
+        is_accumulated = self.noise is None or all(s.layout.shard_numel == s.layout.numel for s in segments)
+        is_accumulated &= not options.reproducible and all(own.numel == own.layout.numel for own in held)
         if is_accumulated and self.offload is None:
-            fulls = self._split(comm.allocate(sum(own.numel for own in held), torch.float32), held)
-            return [
-                AccumulatedGradient(segment, comm, full, self._send(segment.layout).dtype)
-                for segment, full in zip(segments, fulls, strict=True)
-            ], None
+            fulls = self._main_grads(held, comm.allocate)
+            return [self._accumulated(segment, full) for segment, full in zip(segments, fulls, strict=True)], None
         backward = sorted(segments, key=lambda segment: self.order.index(segment.layout.group))
         # the root group, last in backward, is opened early
         num_early = sum(segment.layout.group == self.order[-1] for segment in backward)
@@ -288,12 +306,38 @@ class _Builder:
         is_gathered = any(segment.numel == segment.layout.numel for segment in segments)
         # the other ranks read the main grads only in the all-gather of the sums
         allocate = comm.allocate if is_gathered else partial(torch.zeros, device=comm.device)
-        main_grads = self._split(allocate(sum(s.numel for s in segments), dtype=torch.float32), segments)
-        gradient_sum = TreeSum if options.reproducible else RunningSum
+        main_grads = self._main_grads(segments, allocate)
         return [
-            ExchangedGradient(segment, comm, main_grad, exchange, backward.index(segment), gradient_sum)
+            ExchangedGradient(segment, comm, main_grad, exchange, backward.index(segment), self._sum_of(segment))
             for segment, main_grad in zip(segments, main_grads, strict=True)
         ], exchange
+
+    def _main_grads(self, held: Sequence[ArenaSegment], allocate: Callable[..., Tensor]) -> list[Tensor]:
+        """Returns zeros for the main grads of ``held``; those of one dtype lie in one contiguous tensor."""
+        dtypes = [self._main_grad_dtype(segment.layout) for segment in held]
+        parts = {}
+        for dtype in dict.fromkeys(dtypes):
+            own = [segment for segment, other in zip(held, dtypes, strict=True) if other == dtype]
+            parts[dtype] = iter(self._split(allocate(sum(segment.numel for segment in own), dtype=dtype), own))
+        return [next(parts[dtype]) for dtype in dtypes]
+
+    def _main_grad_dtype(self, layout: FlatLayout) -> torch.dtype:
+        return main_grad_dtype(layout, self._contract, self._options)
+
+    def _accumulated(self, segment: ArenaSegment, full: Tensor) -> FlatGradient:
+        if full.dtype == torch.bfloat16:
+            assert self.noise is not None
+            return RoundedGradient(segment, self._comm, full, self.noise)
+        return AccumulatedGradient(segment, self._comm, full, self._send(segment.layout).dtype)
+
+    def _sum_of(self, segment: ArenaSegment) -> Callable[[Tensor], GradientSum]:
+        """Returns what makes the sum of this rank's shard of ``segment``, given its main grad."""
+        if self._options.reproducible:
+            return TreeSum  # which rounds the sum of a step once
+        if self.noise is not None and self._main_grad_dtype(segment.layout) == torch.bfloat16:
+            origin = segment.layout.name, segment.layout.shard(self._comm.rank)[0]
+            return partial(RoundedSum, origin=origin, noise=self.noise)
+        return RunningSum
 
     def _send(self, layout: FlatLayout) -> GradientSend:
         dtype = self._contract.policy.dtype_during_reduction(grad_dtype(layout, self._contract))
@@ -303,3 +347,9 @@ class _Builder:
 def grad_dtype(layout: FlatLayout, contract: Contract) -> torch.dtype:
     """Returns the dtype in which the gradients of a flat buffer's parameters leave backward."""
     return contract.parameter_dtype(layout.slots[0].spec.name)
+
+
+def main_grad_dtype(layout: FlatLayout, contract: Contract, options: Native) -> torch.dtype:
+    """Returns the dtype of a flat buffer's main grad: BF16 if it is asked for and the gradients are BF16, else FP32."""
+    is_bf16 = options.grad_dtype == "bf16" and grad_dtype(layout, contract) == torch.bfloat16
+    return torch.bfloat16 if is_bf16 else torch.float32

@@ -6,14 +6,14 @@
   owners of its shards unreduced, as backward left it; each owner applies the weights and sums in FP32. That is half the
   bytes of FP32, it rounds nothing between ranks, and it allows the canonical order of reproducible runs.
 
-Gradients are sent in the reduce dtype, rounded once if that is narrower; sums are FP32 always.
+Gradients are sent in the reduce dtype, rounded once if that is narrower; sums are formed in FP32 always.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.parameters.squares import chunk_norms
+from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
 from dtrain.sharding.replicas import slot_views
 
@@ -32,7 +33,7 @@ class FlatGradient(ABC):
     Args:
         segment: the range of the flat buffer whose main grad this rank holds.
         comm: the ranks that reduce.
-        main_grad: FP32 [segment.numel].
+        main_grad: [segment.numel], FP32, or BF16 (:mod:`dtrain.sharding.rounded_gradients`).
 
     Attributes:
         main_grad: the weighted sum over all micro-batches of all ranks, still scaled.
@@ -72,13 +73,13 @@ class FlatGradient(ABC):
 
     @property
     def chunks(self) -> Tensor:
-        """FP32 [chunks of the shard, CHUNK]."""
+        """[chunks of the shard, CHUNK], in the dtype of the main grad."""
         return self.shard.view(-1, CHUNK)
 
     @property
     def norms(self) -> Tensor:
-        """FP32 [chunks of the shard], of a main grad on a CPU: what ``torch.linalg.vector_norm`` gives for them."""
-        return torch.linalg.vector_norm(self.chunks, dim=1)  # type: ignore[no-any-return]
+        """FP32 [chunks of the shard], of a main grad on a CPU."""
+        return chunk_norms(self.chunks)
 
     def start_gather(self) -> Handle | None:
         """Completes this rank's shard of the main grad; starts the all-gather of the shards if the rank holds all."""
@@ -142,7 +143,7 @@ class ExchangedGradient(FlatGradient):
         main_grad: Tensor,
         exchange: GradientExchange,
         index: int,
-        gradient_sum: type[RunningSum | TreeSum],
+        gradient_sum: Callable[[Tensor], GradientSum],
     ) -> None:
         super().__init__(segment, comm, main_grad)
         self._exchange = exchange

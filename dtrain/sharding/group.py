@@ -19,6 +19,7 @@ from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
 from dtrain.precision.float8.cast import E4M3
+from dtrain.precision.remainder import Numbers, RemainderPair, read
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
 from dtrain.sharding.offload import ReplicaStaging
@@ -32,7 +33,7 @@ class HeldRange:
     """Elements ``start`` to ``start + len(values)`` of a segment, which this rank holds in ``values``."""
 
     start: int
-    values: Tensor
+    values: Numbers
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class FlatBuffer:
     Attributes:
         segment: the range of the flat buffer whose masters this rank holds.
         replica: the compute replica.
-        master: FP32 [segment.numel]; an FP32 replica is its storage.
+        master: FP32 [segment.numel]; an FP32 replica is its storage, a BF16 replica may be a half of it.
         states: the optimizer's states by name, of the parameters that have them.
         gradient: the gradient; its main grad is [segment.numel].
         staging: if master, states and main grad lie in the host's memory: what the replica is copied from.
@@ -50,7 +51,7 @@ class FlatBuffer:
 
     segment: ArenaSegment
     replica: Replica
-    master: Tensor
+    master: Numbers
     states: Mapping[str, HeldRange]
     gradient: FlatGradient
     staging: ReplicaStaging | None = None
@@ -85,11 +86,14 @@ class FlatBuffer:
 
     def _state(self, kind: str, start: int, stop: int) -> Tensor:
         held = self.states[kind]
-        return held.values[start - held.start : stop - held.start]
+        values = held.values[start - held.start : stop - held.start]
+        assert isinstance(values, Tensor)
+        return values
 
-    def averaged(self) -> tuple[Tensor, Tensor]:
+    def averaged(self) -> tuple[Numbers, Tensor]:
         """Returns the masters that have a moving average, and their averages; padding has none."""
         held = self.states[EMA.name]
+        assert isinstance(held.values, Tensor)
         return self.master[held.start : held.start + held.values.numel()], held.values
 
     @property
@@ -97,13 +101,18 @@ class FlatBuffer:
         """The replica to which the update casts; None for FP8, cast after it, and if it is the master's storage."""
         if self.staging is not None:
             return self.staging.view(self.segment.numel, self.layout.dtype)
-        return None if self.layout.dtype == E4M3 or self.replica.shares_master else self.replica.local[0]
+        return None if self.layout.dtype == E4M3 or self.shares_replica else self.replica.local[0]
+
+    @property
+    def shares_replica(self) -> bool:
+        """Whether the replica is the master's storage, or a half of it, so that it is written with the master."""
+        return self.replica.shares_master or isinstance(self.master, RemainderPair)
 
     def cast_master(self) -> None:
         if self._cast_target is not None:
-            self._cast_target.copy_(self.master)
+            self._cast_target.copy_(read(self.master))
 
-    def compute_shards(self, rank: int, sources: Sequence[Tensor]) -> Iterator[ComputeShard]:
+    def compute_shards(self, rank: int, sources: Sequence[Numbers]) -> Iterator[ComputeShard]:
         """Yields the compute replica between steps, cut where another rank's master begins; no part that is a master.
 
         ``sources``: what the copies of the replica are cast from, each of the segment's length.
@@ -112,12 +121,12 @@ class FlatBuffer:
         if replica.is_gathered:
             ranges = [(owner, *layout.shard(owner)) for owner in range(layout.world_size)]
         else:
-            ranges = [] if replica.shares_master else [(rank, self.segment.start, self.segment.stop)]
+            ranges = [] if self.shares_replica else [(rank, self.segment.start, self.segment.stop)]
         wholes = replica.copies if replica.is_gathered else replica.local
         for number, (whole, source) in enumerate(zip(wholes, sources, strict=True)):
             for owner, low, high in ranges:
                 values = whole[low:high] if replica.is_gathered else whole
-                has_source = owner == rank and not replica.shares_master
+                has_source = owner == rank and not self.shares_replica
                 for interval in layout.intervals(low, high):
                     own = slice(interval.offset, interval.offset + interval.stop - interval.start)
                     yield ComputeShard(
@@ -126,9 +135,9 @@ class FlatBuffer:
                         interval.start,
                         values[own],
                         owner,
-                        source[own] if has_source else None,
+                        read(source[own]) if has_source else None,
                         replica.is_gathered,
-                        replica.shares_master,
+                        self.shares_replica,
                     )
 
     def held(self, kind: str) -> HeldRange:
@@ -154,10 +163,10 @@ class FlatBuffer:
             yield tensor_shard(kind, interval, held.values[low - first :])
 
 
-def tensor_shard(kind: str, interval: ShardInterval, values: Tensor) -> TensorShard:
+def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorShard:
     """Returns ``interval``, whose offset counts from the beginning of ``values``."""
-    spec, data = interval.spec, values[interval.offset : interval.offset + interval.stop - interval.start]
-    return TensorShard(spec.name, kind, spec.shape, data.dtype, interval.start, interval.stop, data)
+    spec, own = interval.spec, values[interval.offset : interval.offset + interval.stop - interval.start]
+    return TensorShard(spec.name, kind, spec.shape, own.dtype, interval.start, interval.stop, own)
 
 
 class ParameterGroup:

@@ -61,11 +61,14 @@ def memory_formula(
     fp32_numel: int,
     frozen_bytes: int,
     num_ranks: int,
+    paired_numel: int = 0,
+    grad_bytes: int | None = None,
 ) -> dict[str, int]:
-    """Returns the model-state bytes of one rank by the ZeRO formula, with FP32 masters and main grads.
+    """Returns the model-state bytes of one rank by the ZeRO formula, with FP32 masters.
 
     What is sharded is divided by ``num_ranks``. An FP32 replica is the storage of the masters that a rank holds, so it
-    adds only what the rank does not hold as masters. Padding, buffers and FP8 scales are not in the formula.
+    adds only what the rank does not hold as masters. A BF16 replica may be a half of them, and counts as replica: the
+    master adds its 16-bit remainder. Padding, buffers and FP8 scales are not in the formula.
 
     Args:
         placements: a row of :data:`STAGES`.
@@ -75,6 +78,8 @@ def memory_formula(
         fp32_numel: number of trained parameters with an FP32 replica.
         frozen_bytes: bytes of all frozen parameters.
         num_ranks: number of ranks.
+        paired_numel: number of trained parameters whose master is the replica and a remainder.
+        grad_bytes: bytes of all main grads; None: they are FP32.
     """
 
     def held(total: int, placement: Placement) -> int:
@@ -85,8 +90,8 @@ def memory_formula(
         "compute": held(replica_bytes, placements.compute)
         + held(fp32_bytes, placements.compute)
         - held(fp32_bytes, placements.master),
-        "main_grad": held(numel * 4, placements.gradient),
-        "master": held(numel * 4, placements.master),
+        "main_grad": held(numel * 4 if grad_bytes is None else grad_bytes, placements.gradient),
+        "master": held(numel * 4 - paired_numel * 2, placements.master),
         "moments": held(state_bytes, placements.master),
         "frozen": held(frozen_bytes, placements.compute),
     }

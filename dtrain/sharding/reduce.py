@@ -19,6 +19,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.group import ParameterGroup
+from dtrain.sharding.rounded_gradients import StepNoise
 
 
 class GradientReducer:
@@ -30,6 +31,7 @@ class GradientReducer:
     Args:
         groups: the groups with trained parameters, in the order in which backward is expected to complete them.
         exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
+        noise: of the sums that are rounded.
 
     Attributes:
         groups, exchange: see above.
@@ -37,9 +39,12 @@ class GradientReducer:
         weights: [world_size] of each micro-batch of this step that was exchanged.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], exchange: GradientExchange | None) -> None:
+    def __init__(
+        self, groups: Sequence[ParameterGroup], exchange: GradientExchange | None, noise: StepNoise | None = None
+    ) -> None:
         self.groups = groups
         self.exchange = exchange
+        self._noise = noise
         # number of each group's first parameter in the order of backward
         first_numbers = list(accumulate((len(group.trained) for group in groups), initial=0))
         self._first_numbers = dict(zip(groups, first_numbers, strict=False))
@@ -54,8 +59,10 @@ class GradientReducer:
         self._num_gradients = sum(len(group.buffers) for group in groups)
         self._is_finished = True
 
-    def begin_micro_batch(self, weight: Weight, *, number: int, last: bool) -> None:
-        """Begins micro-batch ``number`` with ``weight``; accumulated sums are reduced after the ``last``."""
+    def begin_micro_batch(self, weight: Weight, *, number: int, last: bool, step: int = 1) -> None:
+        """Begins micro-batch ``number`` of ``step`` with ``weight``; accumulated sums are reduced after the last."""
+        if self._noise is not None:
+            self._noise.begin(step)
         is_first, self._is_finished, self._is_last = self._is_finished, False, last
         if is_first:
             self.weights = []

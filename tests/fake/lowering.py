@@ -31,6 +31,7 @@ ENGINES: list[tuple[int, dict[str, Any]]] = [
     (8, {"precision": "fp16", "zero_stage": 2}),
     (8, {"precision": "fp8", "zero_stage": 3}),
     (1, {"precision": "fp8", "float8": Float8("rowwise", choice="all")}),
+    (8, {"precision": "bf16", "zero_stage": 2, "master": "remainder", "grad_dtype": "bf16"}),
 ]
 """Ranks and options of the engines whose kernels are compiled."""
 

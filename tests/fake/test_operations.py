@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,17 @@ def test_kernels_and_copies_are_told_apart() -> None:
     assert counted.copies == 1
 
 
-@pytest.mark.parametrize(("precision", "ranks"), [("bf16", 8), ("fp8", 1)])
-def test_no_kernel_is_compiled_after_the_first_step(precision: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (8, {}),
+        (1, {"precision": "fp8"}),
+        (8, {"master": "remainder", "grad_dtype": "bf16"}),
+    ],
+)
+def test_no_kernel_is_compiled_after_the_first_step(ranks: int, options: dict[str, Any]) -> None:
     """Triton compiles again for other dtypes and alignments, and for the numbers 1 and multiples of 16."""
-    with fake_engine(ranks, precision=precision, schedule=dtrain.Cosine(2, 40), max_grad_norm=1.0) as rank:
+    with fake_engine(ranks, schedule=dtrain.Cosine(2, 40), max_grad_norm=1.0, **options) as rank:
         built = {launch.variant for launch in rank.launches if launch.kernel == "adamw"}
         rank.step(2)
         compiled = {launch.variant for launch in rank.launches}

@@ -25,6 +25,7 @@ from dtrain.engine.native import NativeEngine
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model
+from dtrain.precision.remainder import RemainderPair, split
 from dtrain.sharding.placement import STAGES
 from tests.gpu.device import BACKEND, DEVICE, ON_CPU, capability, needs_gpu, synchronize
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
@@ -138,6 +139,33 @@ def forbid_waiting() -> Iterator[Callable[[], None]]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+COMPACT = {"master": "remainder", "grad_dtype": "bf16"}
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, dtrain.AdamWBF16(lr=1e-3), dtrain.AdamW(lr=1e-3, compile=False)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compact_states_follow_full_ones(stage: int, optimizer: dtrain.AdamW, tmp_path: Path) -> None:
+    """Losses as with full states, the weights the halves of their masters, and both load each other's checkpoints."""
+    full, compact = (make_engine("bf16", stage, optimizer=optimizer, **options) for options in ({}, COMPACT))
+    losses = [[outcome.loss for outcome in train(engine, STEPS)] for engine in (full, compact)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    want = compact.master_state()
+    for buffer in compact.sharded.buffers:
+        assert isinstance(buffer.master, RemainderPair) == (buffer.layout.dtype == torch.bfloat16)
+        if isinstance(buffer.master, RemainderPair):
+            assert torch.equal(buffer.master.bits[0], split(buffer.master.read())[0])
+            assert buffer.gradient.main_grad.dtype == torch.bfloat16
+    compact.save(tmp_path)
+    full.load(tmp_path)
+    assert all(torch.equal(master, want[name]) for name, master in full.master_state().items())
+    train(full, 1, start=STEPS)
+    full.save(tmp_path)
+    compact.load(tmp_path)
+    assert all(
+        torch.equal(a, b) for a, b in zip(compact.master_state().values(), full.master_state().values(), strict=True)
+    )
+
+
 @WAITS
 @pytest.mark.parametrize("stage", sorted(STAGES))
 @pytest.mark.parametrize(
@@ -147,8 +175,9 @@ def forbid_waiting() -> Iterator[Callable[[], None]]:
         {"precision": "fp16", "loss_scale": "dynamic"},
         {"precision": "bf16", "reproducible": True},
         {"precision": "bf16", "optimizer": dtrain.AdamW(lr=1e-3, compile=False)},
+        {"precision": "bf16", **COMPACT},
     ],
-    ids=["bf16", "fp16", "reproducible", "eager"],
+    ids=["bf16", "fp16", "reproducible", "eager", "compact"],
 )
 def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbid_waiting: Callable[[], None]) -> None:
     engine = make_engine(stage=stage, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dtrain.config.optim import SGD, Adam, AdamW, Lion, Optimizer
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice
 from dtrain.optim.rules import rule_of
+from dtrain.precision.remainder import RemainderPair, read, write
 from dtrain.sharding.layout import CHUNK
 
 DECAYED = UpdateClass(weight_decay=0.1)
@@ -99,6 +101,17 @@ class Arena:
     def per_element(self, field: str) -> Tensor:
         values = [getattr(each, field) for each in self.classes]
         return torch.tensor(values, dtype=torch.float64).repeat_interleave(CHUNK)
+
+
+def paired(parts: Sequence[UpdateSlice]) -> list[UpdateSlice]:
+    """Returns the slices with the same masters as pairs, in new memory."""
+    found = []
+    for part in parts:
+        halves = (torch.empty_like(part.main_grad, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+        pair = RemainderPair(*halves)
+        write(pair, read(part.master))
+        found.append(replace(part, master=pair, replica=None))
+    return found
 
 
 def same_bits(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> bool:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.fingerprint import fingerprints
+from dtrain.precision.remainder import Numbers, read
 
 _BLOCK = 1 << 22  # elements summed at a time on a device: a temporary takes 32 MiB
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Part = tuple[Tensor, int]
-"""Contiguous data [n] and the index of its first element."""
+Part = tuple[Numbers, int]
+"""Contiguous data [n] and the index of its first element; a pair is read a block at a time."""
 
 
 def bits_of(data: Tensor) -> Tensor:
@@ -43,10 +44,12 @@ def fingerprint_tensor(parts: Sequence[Part], device: torch.device) -> Tensor:
     found: dict[int, Tensor] = {}
     on_host = [number for number, (data, _) in enumerate(parts) if data.device.type == "cpu"]
     if on_host:
-        sums = [signed(total) for total in fingerprints(parts[number] for number in on_host)]
+        sums = [
+            signed(total) for total in fingerprints((read(parts[number][0]), parts[number][1]) for number in on_host)
+        ]
         found |= zip(on_host, torch.tensor(sums, dtype=torch.int64).to(device), strict=True)
-    for itemsize in sorted({data.element_size() for data, _ in parts}):
-        rest = [n for n, (data, _) in enumerate(parts) if data.device.type != "cpu" and data.element_size() == itemsize]
+    for itemsize in sorted({data.dtype.itemsize for data, _ in parts}):
+        rest = [n for n, (data, _) in enumerate(parts) if data.device.type != "cpu" and data.dtype.itemsize == itemsize]
         found |= zip(rest, device_sums([parts[number] for number in rest]), strict=True)
     if not parts:
         return torch.zeros(0, dtype=torch.int64, device=device)
@@ -58,7 +61,7 @@ class _DataInterval:
     """At most a block of elements of part ``number``, whose first element has index ``start``."""
 
     number: int
-    data: Tensor
+    data: Numbers
     start: int
 
 
@@ -72,8 +75,8 @@ def device_sums(parts: Sequence[Part]) -> list[Tensor]:
         shared = [list(same) for _, same in groupby(block, lambda interval: (interval.start, interval.data.numel()))]
         sizes = [(same[0].start, same[0].data.numel()) for same in shared]
         weights = _weights(sizes, block[0].data.device).split([numel for _, numel in sizes])
-        patterns = torch.cat([bits_of(interval.data) for interval in block]).to(torch.int64)
-        width = 8 * block[0].data.element_size()
+        patterns = torch.cat([bits_of(read(interval.data)) for interval in block]).to(torch.int64)
+        width = 8 * block[0].data.dtype.itemsize
         if width < 64:
             patterns &= (1 << width) - 1  # the sign was extended
         patterns *= torch.cat([own for own, same in zip(weights, shared, strict=True) for _ in same])

@@ -75,12 +75,12 @@ def write_shard_file(
     header = encode_header(
         [(key, shard.dtype, stored_shape(shard.shape, shard.stop - shard.start)) for key, shard in keyed.items()]
     )
-    for device in {shard.data.device for shard in keyed.values() if shard.data.is_cuda}:
+    for device in {shard.device for shard in keyed.values() if shard.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()  # the two other threads copy on other streams
     name = hashing.preferred()
     digest = hashing.new_digest(name, header)
     sums = fingerprints((shard.data, shard.start) for shard in keyed.values())
-    nbytes = sum(shard.data.nbytes for shard in keyed.values())
+    nbytes = sum(shard.nbytes for shard in keyed.values())
     run = in_background if nbytes > _SMALL_BYTES else on_demand
     with run(_hash(digest, keyed.values())) as wait_for_hash, run(sums) as wait_for_sums:
         with new_file(path) as append:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -121,14 +121,13 @@ class StateAudit:
                 own = owned.get(shard.name)
                 low, high = (shard.start, shard.start) if own is None else (own.start, own.stop)
                 for is_owned, start, stop in ((False, shard.start, low), (True, low, high), (False, high, shard.stop)):
-                    data = shard.data[start - shard.start : stop - shard.start]
-                    yield is_owned, replace(shard, start=start, stop=stop, data=data)
+                    yield is_owned, shard.part(start, stop)
 
     def _read(self, names: Collection[str] | None = None, *, only_copies: bool = False) -> _Fingerprints:
-        found = [item for item in self._states(names) if item[1].data.numel() and not (only_copies and item[0])]
+        found = [item for item in self._states(names) if item[1].values.numel() and not (only_copies and item[0])]
         # the kinds of one interval together, because they share the weights of the fingerprint
         found.sort(key=lambda item: (item[0], item[1].name, item[1].start))
-        values = fingerprint_tensor([(shard.data, shard.start) for _, shard in found], self._engine.device)
+        values = fingerprint_tensor([(shard.values, shard.start) for _, shard in found], self._engine.device)
         keys = [(shard.kind, shard.name, shard.start) for _, shard in found]
         return _Fingerprints(keys, sum(not is_owned for is_owned, _ in found), values)
 

@@ -232,7 +232,7 @@ class DeepSpeedEngine(StepEngine):
                 yield shard
                 continue
             start, stop = (shard.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
-            yield replace(shard, start=start, stop=stop, data=shard.data[start:stop])
+            yield shard.part(start, stop)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         partitions, dtype = self._partitions(kind), self.saved_dtypes.get(kind, torch.float32)

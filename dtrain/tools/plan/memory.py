@@ -11,8 +11,8 @@ from dtrain.train.planned import PlannedRun
 _MEANINGS = {
     "compute": "weights in the format of the products",
     "unsharded": "full weights at one time (stage 3)",
-    "main_grad": "gradients, FP32",
-    "master": "master weights, FP32",
+    "main_grad": "gradients of a step",
+    "master": "master weights, or their remainders",
     "moments": "states of the optimizer",
     "unreduced_grad": "gradients on their way to their owners",
     "frozen": "frozen weights",

@@ -14,7 +14,7 @@ from dtrain.config.schema import RunConfig
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import choose_device
-from dtrain.precision.contract import Contract, float8_candidates, resolve
+from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import format_name
@@ -43,7 +43,12 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     policy = make_policy(config).on(device)
     candidates = float8_candidates(policy, model)
     decisions = _decisions_without_timing(candidates, policy, device)
-    contract = resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions)
+    states = StateFormats(
+        getattr(config.engine, "master", "full"),
+        getattr(config.engine, "grad_dtype", "fp32"),
+        "bf16" if config.optim.name == "adamw-bf16" else "fp32",
+    )
+    contract = replace(resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions), states=states)
     tables = [module_table(contract, model, folded=folded), operation_table(contract)]
     timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
     if timed:
@@ -73,7 +78,7 @@ def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[
     weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
     num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
-    return [*lines, f"compute weights: {weights}{frozen}; masters, moments and main gradients: fp32"]
+    return [*lines, f"compute weights: {weights}{frozen}; {contract.states.describe()}"]
 
 
 def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:

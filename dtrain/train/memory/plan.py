@@ -115,7 +115,7 @@ def saved_copy(run: PlannedRun, engine: StateEngine) -> int:
     is_copied = config.checkpoint.asynchronous and 0 < config.train.save_every < config.train.steps
     if run.device.type != "cpu" or not is_copied:
         return 0
-    return sum(shard.data.nbytes for kind in engine.saved_dtypes for shard in engine.owned_shards(kind))
+    return sum(shard.nbytes for kind in engine.saved_dtypes for shard in engine.owned_shards(kind))
 
 
 def largest_micro_batch(run: PlannedRun, plan: MemoryPlan) -> int:

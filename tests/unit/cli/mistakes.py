@@ -121,6 +121,9 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine.offload=cpu with engine.zero_stage=0",
         "set engine.zero_stage=1, 2 or 3",
     ),
+    "precision=bf16 engine.offload=cpu engine.master=remainder": (
+        "engine.offload=cpu with engine.master=remainder: the weight, which is half of each master, is on the device",
+    ),
     "engine.zero_stage=0 engine.offload=cpu": (
         "engine.offload=cpu with engine.zero_stage=0: every rank would hold",
         "set engine.zero_stage=1, 2 or 3",

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dtrain.config.optim import AdamW
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
+from dtrain.precision.remainder import read, split
 from dtrain.sharding.layout import CHUNK
-from tests.helpers.arena import DECAYED, PLAIN, SLOWER, Arena, Reference, same_bits
+from tests.helpers.arena import DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits
 from tests.helpers.oracle import assert_close_to_largest
 
 tiled = pytest.importorskip("dtrain.optim.tiled", reason="Triton is not installed")
@@ -45,7 +46,10 @@ def scalars(step: int, lr: float, divisor: float, device: torch.device, code: fl
 
 
 def states(parts: list[UpdateSlice]) -> dict[str, Tensor]:
-    rows = [(part.master, *part.states, part.replica) for part in parts if part.replica is not None]
+    replicas = [part.replica if isinstance(part.master, Tensor) else part.master.weight for part in parts]
+    rows = [
+        (read(part.master), *part.states, own) for part, own in zip(parts, replicas, strict=True) if own is not None
+    ]
     columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
     return dict(zip(("master", "exp_avg", "exp_avg_sq", "replica"), columns, strict=True))
 
@@ -83,6 +87,36 @@ def test_follows_adamw_in_double_precision(
     for name, want in reference.tensors().items():
         assert_close_to_largest(got[name], want, 1e-6)
     assert torch.equal(got["replica"], got["master"].to(dtype))
+
+
+def test_masters_that_are_pairs_move_as_full_ones(device: torch.device) -> None:
+    arena = Arena(RULE, [DECAYED] * 3 + [PLAIN])
+    full, pairs = moved(arena.slices(), device), paired(moved(arena.slices(), device))
+    want, got = train(full, device, [[0, 1]]), train(pairs, device, [[0, 1]])
+    assert same_bits(got, {name: want[name] for name in ("master", "exp_avg", "exp_avg_sq")})
+    assert torch.equal(got["replica"].view(torch.int16), split(want["master"])[0])
+    for part in pairs:
+        part.main_grad.fill_(math.inf)
+    tiled.TiledAdamW(RULE, [pairs]).update([0], scalars(4, 0.01, math.nan, device, code=2.0))
+    assert same_bits(states(pairs), got)
+    for part in pairs:
+        part.main_grad.fill_(math.nan)  # an update that should have been skipped
+    tiled.TiledAdamW(RULE, [pairs]).update([0], scalars(4, 0.01, 1.0, device))
+    assert all(bool(part.master.weight.isnan().all() and read(part.master).isnan().all()) for part in pairs)
+
+
+def test_main_grads_may_be_bf16(device: torch.device) -> None:
+    parts = moved(Arena(RULE, [DECAYED, PLAIN]).slices(), device)
+    low = [replace(p, main_grad=p.main_grad.bfloat16()) for p in moved(Arena(RULE, [DECAYED, PLAIN]).slices(), device)]
+    got = train(low, device, [[0, 1]])
+    assert not same_bits(got, train(moved(Arena(RULE, [DECAYED, PLAIN]).slices(), device), device, [[0, 1]]))
+    optimizer = tiled.TiledAdamW(RULE, [parts])
+    generator = torch.Generator().manual_seed(1)  # the gradients of `train`, rounded
+    for step in range(1, 4):
+        for part, own in zip(parts, torch.randn(2 * CHUNK, generator=generator).split(CHUNK), strict=True):
+            part.main_grad.copy_(own.bfloat16())
+        optimizer.update([0], scalars(step, 0.01 / step, 7.0, device))
+    assert same_bits(states(parts), got)
 
 
 @pytest.mark.parametrize("exponent", [-126, -101, -99, 100, 101, 120])

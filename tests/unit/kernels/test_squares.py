@@ -33,6 +33,13 @@ def test_a_chunk_has_the_same_bits_wherever_it_lies(device: torch.device) -> Non
     assert torch.equal(squares.SquareSums(pieces, CHUNK, by_chunk=True).compute(), want)
 
 
+def test_bf16_tensors_lie_beside_fp32_ones(device: torch.device) -> None:
+    values = tensors(device)
+    values[1] = values[1].bfloat16()
+    sums = squares.SquareSums(values, CHUNK, by_chunk=True).compute()
+    torch.testing.assert_close(sums, expected(values), rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("programs", [1, 2, 1024])
 def test_the_total_is_a_few_sums(programs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squares, "_PROGRAMS", programs)

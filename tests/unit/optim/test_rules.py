@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
-from dtrain.optim import flat, formula
+from dtrain.optim import compiled, flat, formula
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateClass, UpdateGroup
+from dtrain.precision.remainder import read, split
 from dtrain.sharding.layout import CHUNK
-from tests.helpers.arena import CLASSES, DECAYED, PLAIN, SLOWER, Arena, Reference, same_bits, scalars
+from tests.helpers.arena import CLASSES, DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits, scalars
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
 
@@ -81,6 +82,43 @@ def test_masters_may_be_updated_without_a_cast(record: Any) -> None:
     got = arena.steps(FlatUpdate([arena.rule], [[replace(part, replica=None) for part in arena.slices()]]))
     assert torch.equal(got["master"], Arena(record, [DECAYED, PLAIN]).steps()["master"])
     assert torch.equal(arena.replica, before)
+
+
+@pytest.mark.compile
+def test_a_compiled_pass_may_join_and_split_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU."""
+    monkeypatch.setattr(compiled, "_copies_pairs", lambda device: False)
+    test_masters_that_are_pairs_move_as_full_ones(AdamWBF16(compile=True), monkeypatch)
+
+
+@kernels(EVERY, compiled=("adamw-bf16",))
+def test_masters_that_are_pairs_move_as_full_ones(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "_COPIED_BLOCK", CHUNK)
+    classes = [DECAYED, DECAYED, PLAIN, SLOWER]
+    want, arena = Arena(record, classes).steps(), Arena(record, classes)
+    parts = paired(arena.slices())
+    optimizer = FlatUpdate([arena.rule], [parts])
+    got = arena.steps(optimizer)
+    master = torch.cat([read(part.master) for part in parts])
+    assert same_bits({**got, "master": master}, {name: want[name] for name in want.keys() - {"replica"}})
+    weights = torch.cat([part.master.weight for part in parts])  # type: ignore[union-attr]
+    assert torch.equal(weights.view(torch.int16), split(master)[0])
+    arena.main_grad.fill_(math.inf)
+    optimizer.update([0], scalars(4, 0.01, math.nan, found_inf=1.0))
+    assert torch.equal(torch.cat([read(part.master) for part in parts]), master)
+
+
+@kernels(EVERY, compiled=("adamw-bf16",))
+def test_main_grads_may_be_bf16(record: Any) -> None:
+    full, low = Arena(record, [DECAYED, PLAIN]), Arena(record, [DECAYED, PLAIN])
+    low.main_grad = low.main_grad.bfloat16()
+    optimizers = full.optimizer(), low.optimizer()
+    for step in range(1, 4):
+        full.main_grad.copy_(full.new_gradient().bfloat16())
+        low.main_grad.copy_(full.main_grad)
+        for optimizer in optimizers:
+            optimizer.update([0], scalars(step, 0.01 / step, 7.0))
+    assert same_bits(low.bits(), full.bits())
 
 
 @pytest.mark.compile

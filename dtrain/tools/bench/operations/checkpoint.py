@@ -108,7 +108,7 @@ class State:
             for number, indices in enumerate(parameters)
             for kind in ("master", "exp_avg", "exp_avg_sq")
         )
-        self.nbytes = sum(shard.data.nbytes for shard in self.shards)
+        self.nbytes = sum(shard.nbytes for shard in self.shards)
         self.snapshot = Snapshot(1, self.shards, {})
 
     def _shard(self, name: str, kind: str, numel: int) -> TensorShard:

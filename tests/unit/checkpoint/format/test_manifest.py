@@ -21,7 +21,7 @@ from dtrain.redaction.redact import redact
 
 def make_shard(**changes: Any) -> TensorShard:
     fields = {"name": "w", "kind": "master", "shape": (2, 3), "dtype": torch.float32, "start": 1, "stop": 4}
-    return TensorShard(**({**fields, "data": torch.zeros(3)} | changes))
+    return TensorShard(**({**fields, "values": torch.zeros(3)} | changes))
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,14 @@ def make_shard(**changes: Any) -> TensorShard:
         ({"kind": "Master:x"}, "a kind is a lower-case word"),
         ({"stop": 7}, r"\[1, 7\) is not an interval of its 6 elements"),
         ({"start": -1}, r"\[-1, 4\)"),
-        ({"data": torch.zeros(2)}, r"expected data of shape \[3\]"),
-        ({"data": torch.zeros(3, 1)}, r"got \[3, 1\]"),
-        ({"data": torch.zeros(3).half()}, "got .3. and torch.float16"),
-        ({"data": torch.zeros(6)[::2]}, "not contiguous"),
-        ({"dtype": torch.complex128, "data": torch.zeros(3)}, "torch.complex128 cannot be saved; use one of .*float32"),
+        ({"values": torch.zeros(2)}, r"expected data of shape \[3\]"),
+        ({"values": torch.zeros(3, 1)}, r"got \[3, 1\]"),
+        ({"values": torch.zeros(3).half()}, "got .3. and torch.float16"),
+        ({"values": torch.zeros(6)[::2]}, "not contiguous"),
+        (
+            {"dtype": torch.complex128, "values": torch.zeros(3)},
+            "torch.complex128 cannot be saved; use one of .*float32",
+        ),
     ],
 )
 def test_inconsistent_shards_are_refused(changes: dict[str, Any], message: str) -> None:
