@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dtrain.config.blocks import Blocks
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.errors import BenchError
 from dtrain.redaction.redact import redact
@@ -27,6 +28,9 @@ class BenchmarkCase:
         samples: whether precision is measured in each step, and written.
         baseline: name of the peer's case that does the same work and is measured just before this one.
         recipe: of the FP8 products, if the precision is ``fp8``.
+        blocks: recomputation and compilation in dtrain's engine, whose activations are then measured; None: as the
+            suite's ``model`` says.
+        offload: ``cpu``: the native engine's masters, optimizer states and main grads lie on the host.
     """
 
     name: str
@@ -39,6 +43,8 @@ class BenchmarkCase:
     samples: bool = False
     baseline: str | None = None
     recipe: str | None = None
+    blocks: Blocks | None = None
+    offload: str = "none"
 
     @property
     def is_dtrain(self) -> bool:
@@ -102,6 +108,9 @@ class Footprint:
         peak_rss: highest resident size of the process, start-up included.
         peak_device: highest memory allocated on the GPU; None on CPU.
         linears: formats of the model's Linears, if dtrain's engine trains it in FP8.
+        host_kinds: kinds of ``state`` that lie in the memory of the host beside a GPU.
+        activations: bytes that a forward leaves for backward, if they were measured.
+        graphs: into which dtrain compiled the blocks; None: it did not.
     """
 
     num_parameters: int
@@ -111,6 +120,9 @@ class Footprint:
     peak_device: int | None
     device: str
     linears: list[LinearFormat] = field(default_factory=list)
+    host_kinds: list[str] = field(default_factory=list)
+    activations: int | None = None
+    graphs: int | None = None
 
 
 @dataclass(frozen=True)

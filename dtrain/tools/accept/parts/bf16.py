@@ -19,8 +19,10 @@ from dtrain.tools.accept.parts.interleaved import (
     error_lines,
     figures_of,
     gib,
+    graphs_text,
     records_of,
     speed_ups,
+    warning_lines,
     window_ms,
 )
 from dtrain.tools.accept.parts.models import MODELS, count_flops
@@ -67,10 +69,10 @@ _SMALL_S = {DTRAIN: 8.0, FSDP2: 8.0, DEEPSPEED: 15.0, PLAIN: 6.0}
 _NOTES = (
     "Each case is run several times, in turn with the others, each time in a new process: warm-up, then windows of "
     "steps timed by events, without a read of the loss. Tokens are random, made on the device. ms: median (least to "
-    "most) over the windows. Compiled: `torch.compile` of each block, for one shape; the loss is eager in all cases. "
-    "FSDP2 keeps its weights gathered. MFU: model FLOPs over the published dense peak of the exact device, attention "
-    "counted by its causal half or in full. dtrain's speed-up: its tokens/s over the case's, both compiled or both "
-    "eager, run by run."
+    "most) over the windows. Compiled: each block by `torch.compile`, dtrain's through `model.compile=blocks`; the "
+    "loss is eager in all cases. FSDP2 keeps its weights gathered. MFU: model FLOPs over the published dense peak of "
+    "the exact device, attention counted by its causal half or in full. dtrain's speed-up: its tokens/s over the "
+    "case's, both compiled or both eager, run by run."
 )
 
 
@@ -139,11 +141,12 @@ def section(results: Mapping[str, Any]) -> list[str]:
         ("peak GiB", lambda row: gib(row[1], "peak_allocated")),
         ("reserved GiB", lambda row: gib(row[1], "peak_reserved")),
         ("first step s", lambda row: f"{max(figures_of(row[1], 'first_step_s')):.1f}"),
-        ("graphs, breaks", lambda row: f"{figures_of(row[1], 'graphs')[0]}, {figures_of(row[1], 'graph_breaks')[0]}"),
+        ("graphs, breaks", lambda row: graphs_text(row[1])),
         ("dtrain's speed-up", lambda row: _speed_up_text(groups, *row[0])),
     ]
     if groups:
         lines += [Table.of("BF16", columns, list(groups.items())).markdown(), "", _NOTES]
+    lines += warning_lines(records_of(results))
     return lines
 
 

@@ -40,7 +40,7 @@ def build_on(device: torch.device, config: ModelConfig, seed: int) -> nn.Module:
 
 
 def compile_blocks(model: nn.Module, *, wraps: bool) -> None:
-    """Compiles every block, for one shape.
+    """Compiles every block of a peer's model, for one shape; dtrain's own are compiled by ``model.compile``.
 
     In place, so that names stay; with ``wraps`` each block is replaced by its compiled module, as FSDP2's users do, so
     that the hooks of ``fully_shard`` run around the graph and not in it.

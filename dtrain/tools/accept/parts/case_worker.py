@@ -7,18 +7,23 @@ the next.
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 
+from dtrain.config.blocks import Blocks
 from dtrain.config.dump import from_plain
+from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device
 from dtrain.engine.deepspeed.library import load
 from dtrain.precision.hardware import has_float8_tensor_cores
@@ -39,8 +44,8 @@ class CaseJob:
     Attributes:
         rank_job: case and configuration, as in ``dtrain bench``.
         micro_batches: sequences in a step, in falling order. Of several, the largest is taken that fits by the memory
-            of one sequence, which a first step measures; only an engine of dtrain can choose.
-        is_compiled: whether the model's blocks are compiled.
+            of one sequence, which a step of another engine measures first; only an engine of dtrain can choose.
+        is_compiled: whether the model's blocks are compiled: dtrain's by ``model.compile=blocks``.
         warmup: steps before the first window.
         windows: number of timed windows.
         steps: steps of a window.
@@ -68,7 +73,7 @@ class CaseFigures:
         device: its name.
         model_states: bytes by kind.
         formula: the same by the ZeRO formula; None for a peer.
-        has_chosen: whether a step of one sequence chose the micro-batch, before all others.
+        host_kinds: kinds of ``model_states`` that lie in the memory of the host beside a GPU.
         first_step_s: time of the first step at the micro-batch, with compilation.
         window_ms: milliseconds of a step, one number for each window.
         losses: of all steps at the micro-batch.
@@ -79,6 +84,8 @@ class CaseFigures:
         available: memory that this process can have.
         graphs: graphs that were compiled.
         graph_breaks: number of graph breaks.
+        warnings: of dtrain, such as the reason of a graph break.
+        activations: bytes that a forward leaves for backward, if they were measured.
         fitted: micro-batches that were tried at the end and fit.
         failed: the one that did not, if any did not.
         emulates_float8: whether FP8 products are computed in FP32.
@@ -90,7 +97,6 @@ class CaseFigures:
     model_states: dict[str, int]
     formula: dict[str, int] | None
     setup_s: float
-    has_chosen: bool
     first_step_s: float
     window_ms: list[float]
     losses: list[float]
@@ -101,6 +107,9 @@ class CaseFigures:
     available: int
     graphs: int
     graph_breaks: int
+    warnings: list[str] = field(default_factory=list)
+    host_kinds: list[str] = field(default_factory=list)
+    activations: int | None = None
     linears: list[LinearFormat] = field(default_factory=list)
     fitted: list[int] = field(default_factory=list)
     failed: int | None = None
@@ -124,45 +133,41 @@ def main() -> int:
 
 def measure(job: CaseJob) -> CaseFigures:
     """Runs the job in this process."""
-    start = time.perf_counter()
     rank_job = job.rank_job
-    case, config = rank_job.case, run_config(rank_job)
+    case = rank_job.case
     device = choose_device(rank_job.config["bench"]["device"], 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(rank_job.config["bench"]["threads_per_rank"])
     _connect_peer(case, device, rank_job.store)
-    model = build_on(device, config.model, config.seed)
-    if job.is_compiled and not case.is_dtrain:
-        compile_blocks(model, wraps=case.engine.startswith("fsdp2"))
-    batches = Batches(config, device, is_text=job.is_text)
-    training = prepare_training(rank_job, config, model, iter(batches), device)
+    micro_batch, per_sequence = job.micro_batches[0], 0
+    if case.is_dtrain and len(job.micro_batches) > 1:
+        micro_batch, per_sequence = _choose_micro_batch(job, device)
+        gc.collect()  # engines and models refer to each other
+        _empty_cache(device)
+    start = time.perf_counter()
+    training, batches = _prepare(job, device, is_compiled=job.is_compiled)
     _empty_cache(device)
     _synchronize(device)
     setup_s = time.perf_counter() - start
-    micro_batch, per_sequence = job.micro_batches[0], 0
-    chooses = case.is_dtrain and len(job.micro_batches) > 1
-    if chooses:  # by an eager step; compiled blocks need no more memory
-        batches.resize(1, 1)
-        per_sequence = _memory_of_a_step(training, device)
-        micro_batch = largest_fitting(job.micro_batches, _allocated(device), per_sequence, _available(device))
-    if job.is_compiled and case.is_dtrain:  # only now: a module that is compiled already stays BF16 in FP8
-        compile_blocks(model, wraps=False)
-    num_steps = job.warmup + job.windows * job.steps
-    batches.resize(micro_batch, num_steps)
-    losses: list[Callable[[], float]] = []
-    first_step_s = _seconds(lambda: losses.append(next(training.losses)), device)
-    while len(losses) < job.warmup:
-        losses.append(next(training.losses))
-    _synchronize(device)
-    _reset_peaks(device)
-    window_ms = [_window_ms(training, job.steps, device, losses) for _ in range(job.windows)]
-    peaks = _peaks(device)
-    at_rest = _allocated(device)
-    held = footprint(training, device)
-    graphs, breaks = _compiled_graphs() if job.is_compiled else (0, 0)
-    values = [loss() for loss in losses]
-    fitted, failed = _attempt(job, batches, training, device, per_sequence)
+    with _kept_warnings() as warnings:
+        num_steps = job.warmup + job.windows * job.steps
+        batches.resize(micro_batch, num_steps)
+        losses: list[Callable[[], float]] = []
+        first_step_s = _seconds(lambda: losses.append(next(training.losses)), device)
+        while len(losses) < job.warmup:
+            losses.append(next(training.losses))
+        _synchronize(device)
+        _reset_peaks(device)
+        window_ms = [_window_ms(training, job.steps, device, losses) for _ in range(job.windows)]
+        peaks = _peaks(device)
+        at_rest = _allocated(device)
+        held = footprint(training, device)
+        graphs, breaks = _compiled_graphs() if job.is_compiled else (0, 0)
+        if held.graphs is not None:
+            graphs = held.graphs
+        values = [loss() for loss in losses]
+        fitted, failed = _attempt(job, batches, training, device, per_sequence)
     return CaseFigures(
         device=device_name(device),
         num_parameters=held.num_parameters,
@@ -170,7 +175,6 @@ def measure(job: CaseJob) -> CaseFigures:
         model_states=held.state,
         formula=held.formula,
         setup_s=setup_s,
-        has_chosen=chooses,
         first_step_s=first_step_s,
         window_ms=window_ms,
         losses=values,
@@ -181,11 +185,51 @@ def measure(job: CaseJob) -> CaseFigures:
         available=_available(device),
         graphs=graphs,
         graph_breaks=breaks,
+        warnings=warnings,
+        host_kinds=held.host_kinds,
+        activations=held.activations,
         linears=held.linears,
         fitted=fitted,
         failed=failed,
         emulates_float8=case.precision == "fp8" and not has_float8_tensor_cores(device),
     )
+
+
+def _prepare(job: CaseJob, device: torch.device, *, is_compiled: bool) -> tuple[RankTraining, Batches]:
+    rank_job, case = job.rank_job, job.rank_job.case
+    if is_compiled and case.is_dtrain:
+        rank_job = replace(rank_job, case=replace(case, blocks=replace(case.blocks or Blocks(), compile="blocks")))
+    config = run_config(rank_job)
+    model = build_on(device, config.model, config.seed)
+    if is_compiled and not case.is_dtrain:
+        compile_blocks(model, wraps=case.engine.startswith("fsdp2"))
+    batches = Batches(config, device, is_text=job.is_text)
+    return prepare_training(rank_job, config, model, iter(batches), device), batches
+
+
+def _choose_micro_batch(job: CaseJob, device: torch.device) -> tuple[int, int]:
+    """Returns the micro-batch, and the memory of one sequence, by an eager step; compiled blocks need no more memory.
+
+    The engine is another one, because compiled code for one sequence would not be that for several.
+    """
+    training, batches = _prepare(job, device, is_compiled=False)
+    batches.resize(1, 1)
+    per_sequence = _memory_of_a_step(training, device)
+    chosen = largest_fitting(job.micro_batches, _allocated(device), per_sequence, _available(device))
+    return chosen, per_sequence
+
+
+@contextmanager
+def _kept_warnings() -> Iterator[list[str]]:
+    """Yields the messages of dtrain's warnings, which are appended as they come."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
 
 
 def _connect_peer(case: BenchmarkCase, device: torch.device, store: str) -> None:

@@ -262,6 +262,21 @@ def gib(records: Sequence[Record], name: str) -> str:
     return f"{most / 2**30:.1f}" if most else "not measured"
 
 
+def graphs_text(records: Sequence[Record]) -> str:
+    """Formats the graphs and the graph breaks of a case's first run."""
+    return f"{figures_of(records, 'graphs')[0]}, {figures_of(records, 'graph_breaks')[0]}"
+
+
+def warning_lines(records: Sequence[Record]) -> list[str]:
+    """Returns a line of Markdown for each thing of which dtrain warned in a case, such as a graph break."""
+    found = {
+        f"- {record.name}, {record.model}: {text}": None
+        for record in records
+        for text in (record.figures or {}).get("warnings", ())
+    }
+    return ["", "dtrain warned:", "", *found] if found else []
+
+
 def error_lines(records: Sequence[Record]) -> list[str]:
     """Returns one line for each run that failed."""
     return [f"{record.name}, {record.model}: {record.error}" for record in records if record.figures is None]

@@ -38,6 +38,7 @@ from dtrain.telemetry.throughput import device_name
 from dtrain.tools.bench.peers import PEERS, PLAIN
 from dtrain.tools.bench.peers.plain import Settings
 from dtrain.tools.bench.records import Footprint, LinearFormat, RankJob
+from dtrain.tools.bench.training.activations import bytes_kept
 from dtrain.tools.bench.training.vote_timing import Stopwatch, time_vote
 from dtrain.tools.ranks import failure_reason, open_result
 from dtrain.train.trainer import to_device
@@ -50,6 +51,8 @@ class RankTraining:
     Attributes:
         losses: an iterator that takes one step for each item, a function that returns its loss.
         parts: stopwatches around parts of a step, by name.
+        activations: takes one more step; None: they are not measured.
+        graphs: compiled so far; None: dtrain compiles nothing.
     """
 
     losses: Iterator[Callable[[], float]]
@@ -58,6 +61,9 @@ class RankTraining:
     formula: Callable[[], dict[str, int] | None]
     parts: Mapping[str, Stopwatch] = field(default_factory=dict)
     linears: Sequence[LinearFormat] = ()
+    host_kinds: Sequence[str] = ()
+    activations: Callable[[], int] | None = None
+    graphs: Callable[[], int | None] = lambda: None
 
 
 def main() -> int:
@@ -128,12 +134,19 @@ def run_config(job: RankJob) -> RunConfig:
     if case.recipe is not None:
         float8 = replace(from_plain(Float8, values["float8"]), recipe=case.recipe)
         precision = replace(precision, float8=float8)
+    model = from_plain(ModelConfig, values["model"])
+    if case.blocks is not None:
+        model = replace(model, **asdict(case.blocks))
+    engine = EngineConfig()
+    if case.is_dtrain:
+        offload = {} if case.offload == "none" else {"offload": case.offload}
+        engine = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage, **offload)
     return RunConfig(
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * case.ranks),
-        engine=GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage) if case.is_dtrain else EngineConfig(),
+        engine=engine,
         precision=precision,
-        model=from_plain(ModelConfig, values["model"]),
+        model=model,
         data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
         optim=from_plain(OptimConfig, values["optim"]),
         schedule=Constant(warmup_steps=0),
@@ -168,6 +181,13 @@ def _prepare_engine(
     def state() -> dict[str, int]:
         return {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"}
 
+    def activations() -> int:
+        batch = next(batches)
+        output, nbytes = bytes_kept(lambda: engine(**batch), device)
+        engine.backward(output)
+        engine.step()
+        return nbytes
+
     parts = time_vote(engine) if case.times_vote else {}
     times = {decision.name: (decision.bf16_ms, decision.float8_ms) for decision in engine.contract.decisions}
     linears = [
@@ -177,7 +197,17 @@ def _prepare_engine(
         for found in (engine.contract.modules if case.recipe is not None else ())
         if isinstance(linear := engine.module.get_submodule(found.name), nn.Linear)
     ]
-    return RankTraining(train(), engine.num_parameters, state, engine.memory_formula, parts, linears)
+    return RankTraining(
+        train(),
+        engine.num_parameters,
+        state,
+        engine.memory_formula,
+        parts,
+        linears,
+        host_kinds=tuple(engine.host_kinds),
+        activations=activations if case.blocks is not None else None,
+        graphs=lambda: engine.compiled_graphs,
+    )
 
 
 def _prepare_peer(
@@ -236,6 +266,9 @@ def footprint(training: RankTraining, device: torch.device) -> Footprint:
         peak_device=peak_memory(device) if device.type == "cuda" else None,
         device=device_name(device),
         linears=list(training.linears),
+        host_kinds=list(training.host_kinds),
+        activations=None if training.activations is None else training.activations(),
+        graphs=training.graphs(),
     )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import weakref
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor import compile_fx
 
-from dtrain.precision.float8.linear import Float8Linear
+from dtrain.config.schema import RunConfig
 from dtrain.tools.accept.part import PartRequest
 from dtrain.tools.accept.parts import case_worker
 from dtrain.tools.accept.parts.case_model import build_on, compile_blocks
@@ -17,6 +21,7 @@ from dtrain.tools.accept.parts.case_worker import CaseJob, measure
 from dtrain.tools.accept.parts.interleaved import dtrain_case, suite_config
 from dtrain.tools.accept.parts.models import MODELS
 from dtrain.tools.bench.records import BenchmarkCase, RankJob
+from dtrain.tools.bench.training.worker import RankTraining, prepare_training
 
 CPU = torch.device("cpu")
 
@@ -36,18 +41,35 @@ def test_a_model_is_built_on_the_device_with_tied_and_scaled_weights() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_blocks_of_dtrain_are_compiled_after_their_linears_have_become_fp8(
+def test_blocks_of_dtrain_are_compiled_by_the_key_without_a_graph_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
-
-    def compile_blocks(model: nn.Module, *, wraps: bool) -> None:
-        seen.append(isinstance(model.get_submodule("blocks.0.ffn.down"), Float8Linear))
-
-    monkeypatch.setattr(case_worker, "compile_blocks", compile_blocks)
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: graph)  # traced, and run as it is
     figures = measure(job(dtrain_case("fp8", "fp8", recipe="tensorwise"), tmp_path, is_compiled=True))
-    assert seen == [True]
     assert [linear.format for linear in figures.linears].count("fp8") == 8
+    assert (figures.graphs, figures.graph_breaks, figures.warnings) == (1, 0, [])
+    assert figures.activations
+
+
+def test_the_micro_batch_is_chosen_by_an_eager_engine_that_is_gone_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[nn.Module]] = []
+    compiled: list[str] = []
+
+    def prepare(rank_job: RankJob, config: RunConfig, model: nn.Module, *rest: Any) -> RankTraining:
+        assert all(earlier() is None for earlier in models)
+        models.append(weakref.ref(model))
+        compiled.append(config.model.compile)
+        return prepare_training(replace(rank_job, case=own), replace(config, model=MODELS["tiny"]), model, *rest)
+
+    monkeypatch.setattr(case_worker, "prepare_training", prepare)
+    own = dtrain_case("dtrain")
+    chosen = measure(replace(job(own, tmp_path, is_compiled=True), micro_batches=[4, 2]))
+    assert (chosen.micro_batch, compiled) == (4, ["none", "blocks"])
+    models.clear()
+    given = measure(replace(job(own, tmp_path), micro_batches=[4]))
+    assert chosen.losses == given.losses
 
 
 def test_blocks_are_compiled_in_place_or_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

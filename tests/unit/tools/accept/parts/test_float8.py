@@ -47,12 +47,12 @@ def test_the_plan_alternates_and_each_fp8_run_has_a_recipe() -> None:
 
 def test_losses_are_compared_between_runs_of_the_same_steps() -> None:
     fp8 = [record(TENSORWISE, "1.2B", 0, 2, [90.0], losses=[9.0] * 6 + [6.03, 5.05])]
-    chose = record(BF16, "1.2B", 0, 2, [100.0], losses=[9.0] * 8, has_chosen=True)
+    smaller = record(BF16, "1.2B", 0, 1, [100.0], losses=[9.0] * 8)
     shorter = record(BF16, "1.2B", 1, 2, [100.0], losses=[9.0, 8.0])
     same = record(BF16, "1.2B", 1, 2, [100.0], losses=[9.0] * 6 + [6.0, 5.0])
-    assert loss_difference(fp8, [chose, shorter]) is None
+    assert loss_difference(fp8, [smaller, shorter]) is None
     # two of eight
-    assert loss_difference(fp8, [chose, same]) == pytest.approx(11.08 / 11.0 - 1)
+    assert loss_difference(fp8, [smaller, same]) == pytest.approx(11.08 / 11.0 - 1)
     lost = [record(TENSORWISE, "1.2B", 0, 2, [90.0], losses=[9.0] * 6 + [None, 5.0])]
     assert loss_difference(lost, [same]) is None
 
@@ -69,7 +69,7 @@ def test_a_loss_too_far_from_bf16_is_a_failure() -> None:
 def test_the_page_shows_speed_up_and_choice() -> None:
     runs = [
         record(BF16, "3B", 0, 1, [140.0]),
-        record(TENSORWISE, "3B", 0, 1, [100.0], losses=[8.0, 7.0, 6.0, 5.005], linears=LINEARS),
+        record(TENSORWISE, "3B", 0, 1, [100.0], losses=[8.0, 7.0, 6.0, 5.005], linears=LINEARS, warnings=["cut"]),
     ]
     results = {"runs": [vars(run) for run in runs]}
     assert conclusions(results) == [
@@ -83,6 +83,7 @@ def test_the_page_shows_speed_up_and_choice() -> None:
     text = "\n".join(section(results))
     assert "1.40 (1.40 to 1.40)" in text
     assert "16384 x 2048" in text
+    assert "\ndtrain warned:\n\n- FP8 tensorwise, 3B: cut\n" in text
     assert section({}) == conclusions({}) == ["G2: not measured."]
 
 
