@@ -65,9 +65,9 @@ PARTS = tuple(
         ("a", "Training against the CPU's FP32 curve, and the GPU tests", 6.0, "training"),
         ("b", "Matrix rates and copy bandwidth", 1.0, "rates"),
         ("c", "Optimizer phase", 2.0, "optimizer"),
-        ("d", "BF16 training speed", 7.0, "bf16"),
-        ("e", "FP8 over BF16", 5.0, "float8"),
-        ("f", "Memory", 2.5, "memory"),
+        ("d", "BF16 training speed", 6.5, "bf16"),
+        ("e", "FP8 over BF16", 4.5, "float8"),
+        ("f", "Memory", 3.5, "memory"),
         ("g", "Profile of a training step", 1.5, "profile"),
     )
 )

@@ -1,20 +1,26 @@
-"""Part f: model states against the formula (G5), memory of a step, the largest micro-batch, and the loss head (G6)."""
+"""Part f: model states against the formula (G5), memory of a step, the largest micro-batch, and the loss head (G6).
+
+Then what recomputation and offload save, and what they cost.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import dtrain
+from dtrain.config.blocks import Blocks
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.texts import compact
 from dtrain.tools.accept.part import PartRequest, save_partial
+from dtrain.tools.accept.parts import memory_keys
 from dtrain.tools.accept.parts.case_model import build_on
 from dtrain.tools.accept.parts.interleaved import (
     CaseRun,
@@ -47,7 +53,7 @@ _NOTES = (
 
 
 def run(request: PartRequest) -> dict[str, Any]:
-    """Measures a step and the largest micro-batch, then the loss head and the states by stage and precision."""
+    """Measures a step and the largest micro-batch, the loss head, the states, and the keys that take less memory."""
     runs = InterleavedRuns(request, (2, 1))
     results = runs.results
     name = "tiny" if request.small else "1.2B"
@@ -64,19 +70,24 @@ def run(request: PartRequest) -> dict[str, Any]:
         results["head"] = _guarded(results, "loss head", lambda: measure_head(MODELS[name], micro_batch, device))
     save_partial(request, results)
     _measure_states(request, runs, device)
+    if micro_batch is not None:
+        runs.run(memory_keys.plan(name, small=request.small))
+        saved = memory_keys.of_keys(runs.records)
+        results["failures"] += error_lines(saved) + ([] if request.small else memory_keys.failures(saved, STATE_TARGET))
     return results | {"conclusions": conclusions(results)}
 
 
 def _step_run(name: str, number: int, *, small: bool, attempts: int = 0, first: int | None = None) -> CaseRun:
     attempts = attempts or (_SMALL_ATTEMPTS if small else _ATTEMPTS)
     options: dict[str, Any] = {"warmup": 3, "windows": 1, "steps": 3, "attempts": attempts, "first_attempt": first}
-    return CaseRun(dtrain_case(_CASE), name, number, 8.0 if small else 40.0, options)
+    case = replace(dtrain_case(_CASE), blocks=Blocks())  # whose activations are measured
+    return CaseRun(case, name, number, 8.0 if small else 40.0, options)
 
 
 def _search_below(runs: InterleavedRuns, name: str) -> None:
     """Tries smaller micro-batches, each in a process of its own, if the predicted largest one does not fit."""
     for number in range(1, _SEARCHES + 1):
-        last = runs.records[-1].figures
+        last = _step_records(runs.records)[-1].figures
         if last is None or last["fitted"] or last["failed"] is None or last["failed"] <= last["micro_batch"]:
             return
         runs.run([_step_run(name, number, small=False, attempts=1, first=last["failed"] - 1)])
@@ -84,10 +95,14 @@ def _search_below(runs: InterleavedRuns, name: str) -> None:
 
 def largest_micro_batch(records: Sequence[Record]) -> tuple[int, int | None]:
     """Returns the largest micro-batch that fits, and the smallest that does not, if any was found."""
-    figures = [record.figures for record in records if record.figures is not None]
+    figures = [record.figures for record in _step_records(records) if record.figures is not None]
     fitted = [size for values in figures for size in [values["micro_batch"], *values["fitted"]]]
     failed = [values["failed"] for values in figures if values["failed"] is not None]
     return max(fitted, default=0), min(failed, default=None)
+
+
+def _step_records(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.name == _CASE]
 
 
 def _measure_states(request: PartRequest, runs: InterleavedRuns, device: torch.device) -> None:
@@ -204,11 +219,11 @@ def section(results: Mapping[str, Any]) -> list[str]:
     if states := results.get("states"):
         title = f"Model states of {compact(states[0]['num_parameters'])} parameters on one rank:"
         lines += ["", title, "", Table.of("States", columns, states).markdown()]
-    return lines
+    return lines + memory_keys.section([*records[:1], *memory_keys.of_keys(records)])
 
 
 def conclusions(results: Mapping[str, Any]) -> list[str]:
-    """Returns lines for G5, the largest micro-batch, and G6."""
+    """Returns lines for G5, the largest micro-batch, G6, recomputation and offload."""
     lines = []
     if states := results.get("states"):
         worst = max(states, key=lambda row: row["ratio"])
@@ -231,6 +246,7 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
             f"beside its gradients {(head['peak'] - head['gradients']) / head['full_logits']:.1%} of full FP32 logits "
             f"(target {HEAD_TARGET:.0%}){of_peak}."
         )
+    lines += memory_keys.conclusions([*records[:1], *memory_keys.of_keys(records)])
     return lines or ["G5, G6: not measured."]
 
 

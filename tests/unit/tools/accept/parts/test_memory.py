@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dtrain.tools.accept.part import PartRequest
-from dtrain.tools.accept.parts import memory
+from dtrain.tools.accept.parts import memory, memory_keys
 from dtrain.tools.accept.parts.interleaved import CaseRun, InterleavedRuns, Record
 from dtrain.tools.accept.parts.memory import conclusions, largest_micro_batch, section
 from tests.unit.tools.accept.parts.made import record
@@ -74,12 +74,40 @@ def test_the_page_has_states_step_and_loss_head() -> None:
     assert section({}) == conclusions({}) == ["G5, G6: not measured."]
 
 
+def test_the_page_has_what_recomputation_and_offload_save_and_cost() -> None:
+    formula = {"compute": 2 * 2**30, "master": 4 * 2**30}
+    states: dict[str, Any] = {"formula": formula, "model_states": formula}
+    keys = {"recompute=selective": (330.0, 8), "recompute=full": (390.0, 1)}
+    records = [
+        step(fitted=[4], activations=20 * 2**30, **states),
+        *(record(name, "1.2B", 0, 2, [ms], activations=n * 2**30, **states) for name, (ms, n) in keys.items()),
+        record("offload=cpu", "1.2B", 0, 2, [600.0], host_kinds=["master"], at_rest=2 * 2**30, **states),
+    ]
+    results = {"runs": [vars(found) for found in records]}
+    assert conclusions(results)[1:] == [
+        "Recomputation, 1.2B, 2 sequences: activations 20.00 GiB; recompute=selective 8.00 GiB at 1.10 x the step; "
+        "recompute=full 1.00 GiB at 1.30 x the step.",
+        "G5, offload=cpu, 1.2B: 2.00 GiB of states on the device, 1.000 of the formula, at 2.00 x the step.",
+    ]
+    assert "2.00 GiB = 1.000 x 2.00 GiB" in "\n".join(section(results))
+    assert largest_micro_batch(records) == (4, None)
+    assert memory_keys.failures(records, 1.02) == []
+    (line,) = memory_keys.failures([record("offload=cpu", "1.2B", 0, 2, [600.0], **states)], 0.99)
+    assert line == "offload=cpu: model states on the device are 1.000 of the formula"
+    assert memory_keys.section(records[1:2]) == []
+
+
 @pytest.mark.processes
 def test_a_run_on_a_cpu_holds_what_the_formula_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_PRECISIONS", ("bf16",))
+    planned = memory_keys.plan("tiny", small=True)
+    monkeypatch.setattr(memory_keys, "plan", lambda name, small: planned[1:2])
     results = memory.run(PartRequest("cpu", 60.0, True, str(tmp_path)))
     assert results["failures"] == []
     assert [found["stage"] for found in results["states"]] == [0, 1, 2, 3]
     assert all(1.0 <= found["ratio"] < 1.02 for found in results["states"])
     assert results["runs"][0]["figures"]["fitted"] == [1, 2]
+    eager, full = (run["figures"]["activations"] for run in results["runs"])
+    assert 0 < full < eager / 2
+    assert results["conclusions"][-1].startswith("Recomputation, tiny, 2 sequences: activations ")
     assert results["left_out"] == {"peaks, fragments, loss head": "memory is measured on a GPU"}
