@@ -6,13 +6,17 @@ import re
 from typing import Any
 
 from dtrain.config.capabilities import check_engine, check_states
+from dtrain.config.blocks import Blocks
+from dtrain.config.capabilities import check_engine
 from dtrain.config.fields import in_keys
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.config.tool_schema import (
+    BLOCK_CASES,
     AcceptConfig,
+    BlocksBenchConfig,
     CheckpointBenchConfig,
     CollectivesBenchConfig,
     Float8BenchConfig,
@@ -95,6 +99,13 @@ def check_suite(config: Any) -> None:
         raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers of MB, each at least 1")
     if isinstance(bench, PrecisionBenchConfig):
         _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
+    if isinstance(bench, BlocksBenchConfig):
+        _check_list("bench.cases", bench.cases, tuple(BLOCK_CASES))
+        if not bench.cases:
+            raise ConfigError(f"bench.cases is empty; list some of {', '.join(BLOCK_CASES)}")
+        for name in ("recompute", "recompute_every", "offload_activations", "compile"):
+            if (value := getattr(config.model, name)) != getattr(Blocks(), name):
+                raise ConfigError(f"model.{name}={value} has no effect here; list what to measure in bench.cases")
     if isinstance(bench, Float8BenchConfig):
         _check_list("bench.recipes", bench.recipes, Float8.__dataclass_fields__["recipe"].metadata["choices"])
 

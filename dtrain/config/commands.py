@@ -10,6 +10,7 @@ from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import (
     AcceptConfig,
+    BlocksSuiteConfig,
     CheckpointSuiteConfig,
     CollectivesSuiteConfig,
     DataSuiteConfig,
@@ -57,6 +58,7 @@ BENCH_DATA = Primary("bench-data", DataSuiteConfig)
 BENCH_VOTE = Primary("bench-vote", VoteSuiteConfig)
 BENCH_TELEMETRY = Primary("bench-telemetry", TelemetrySuiteConfig)
 BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
+BENCH_BLOCKS = Primary("bench-blocks", BlocksSuiteConfig)
 PRIMARIES: tuple[Primary[Any], ...] = (
     TRAIN,
     PARITY,
@@ -72,4 +74,5 @@ PRIMARIES: tuple[Primary[Any], ...] = (
     BENCH_VOTE,
     BENCH_TELEMETRY,
     BENCH_FLOAT8,
+    BENCH_BLOCKS,
 )

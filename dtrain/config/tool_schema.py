@@ -21,6 +21,16 @@ _STEPS = "Steps of one case in one round."
 _OUT = "Results file; null: `runs/bench-<suite>-<date>_<time>.json`."
 _STAGE = "ZeRO stage of the native engine."
 
+BLOCK_CASES: dict[str, dict[str, str]] = {
+    "none": {},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "compile": {"compile": "blocks"},
+    "compile+selective": {"compile": "blocks", "recompute": "selective"},
+    "compile+full": {"compile": "blocks", "recompute": "full"},
+}
+"""Keys of ``model`` by the name of a case of ``bench.cases``."""
+
 
 @dataclass(frozen=True)
 class MeasurementConfig(CheckedRecord):
@@ -102,6 +112,18 @@ class Float8BenchConfig(BenchConfig):
 
     widths: list[int] = setting([128, 256], "Values of model.hidden_dim to measure; heads keep their size.")
     recipes: list[str] = setting(["tensorwise", "rowwise"], "FP8 recipes to measure beside BF16.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
+class BlocksBenchConfig(BenchConfig):
+    """Recomputed and compiled blocks of the native engine against blocks as they are: step time and activations."""
+
+    cases: list[str] = setting(
+        ["none", "selective", "full", "compile", "compile+selective"],
+        f"Cases: {', '.join(BLOCK_CASES)}; none is the default of training.",
+    )
+    precision: str = one_of("auto", "fp32", "bf16", "fp16", "fp8", doc="Precision of every case; auto: by the device.")
     zero_stage: int = between(2, 0, 3, _STAGE)
 
 
@@ -205,6 +227,11 @@ class TelemetrySuiteConfig(SuiteConfig):
 class Float8SuiteConfig(SuiteConfig):
     bench: Float8BenchConfig = group(Float8BenchConfig)
     float8: Float8 = group(Float8)  # bench.recipes replaces its recipe
+
+
+@dataclass(frozen=True)
+class BlocksSuiteConfig(SuiteConfig):
+    bench: BlocksBenchConfig = group(BlocksBenchConfig)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import (
+    BENCH_BLOCKS,
     BENCH_CHECKPOINT,
     BENCH_COLLECTIVES,
     BENCH_DATA,
@@ -45,6 +46,7 @@ _USAGE = """usage: dtrain bench SUITE [key=value ...]
   data         tokenizing, reading token shards, and packing documents against padding them
   vote         cost of the vote and of loss scaling in a step
   telemetry    cost of a sampled step, in which every gradient and update is measured
+  blocks       step time and activations of recomputed and compiled blocks
   report       writes the tables of results files into a document, between their markers
 
 More on a suite: dtrain bench engine --help."""
@@ -54,6 +56,7 @@ _SUITES: dict[str, tuple[Primary[Any], str, str]] = {
     "precision": (BENCH_PRECISION, "training.suites", "run_precision_suite"),
     "vote": (BENCH_VOTE, "training.suites", "run_vote_suite"),
     "telemetry": (BENCH_TELEMETRY, "training.suites", "run_telemetry_suite"),
+    "blocks": (BENCH_BLOCKS, "training.suites", "run_blocks_suite"),
     "float8": (BENCH_FLOAT8, "training.float8", "run_float8_suite"),
     "optimizer": (BENCH_OPTIMIZER, "operations.optimizer", "run_optimizer_suite"),
     "loss-head": (BENCH_LOSS_HEAD, "operations.loss_head", "run_loss_head_suite"),

@@ -1,4 +1,4 @@
-"""Reports on the suites that train: engine, precision, vote and telemetry."""
+"""Reports on the suites that train: engine, precision, vote, telemetry and blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from statistics import median
 
 from dtrain.telemetry.texts import compact
 from dtrain.tools.bench.records import CaseResult, TrainingResults
+from dtrain.tools.bench.report.blocks import BLOCKS_NOTE, blocks_table
 from dtrain.tools.bench.report.overhead import OVERHEAD_NOTES, overhead_table
 from dtrain.tools.bench.report.report import Report, origin
 from dtrain.tools.bench.report.statistics import (
@@ -62,6 +63,9 @@ def describe_training(results: TrainingResults) -> Report:
     if results.suite == "telemetry":
         tables.insert(0, telemetry_table(results.cases))
         notes.insert(0, TELEMETRY_NOTE)
+    if results.suite == "blocks":
+        tables.insert(0, blocks_table(results.cases))
+        notes.insert(0, BLOCKS_NOTE)
     overhead = overhead_table(results.cases)
     if overhead is not None:
         # A run without other peers measures the overhead, so that table comes first.

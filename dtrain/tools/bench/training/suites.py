@@ -1,4 +1,4 @@
-"""The suites ``engine``, ``precision``, ``vote`` and ``telemetry``: their cases, measured on one configuration."""
+"""The suites engine, precision, vote, telemetry and blocks: their cases, measured on one configuration."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 
 from dtrain.config.tool_schema import (
+    BLOCK_CASES,
+    BlocksSuiteConfig,
     EngineSuiteConfig,
     PrecisionBenchConfig,
     PrecisionSuiteConfig,
@@ -65,6 +67,11 @@ def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> TrainingR
     return _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
+def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine with recomputed and compiled blocks, and with blocks as they are."""
+    return _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
+
+
 def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
     """Returns FP32, then ``bench.precisions`` or those that ``device`` computes faster than FP32."""
     mixed = [name for name in bench.precisions or fast_precisions(device) if name != "fp32"]
@@ -90,6 +97,18 @@ def telemetry_cases(bench: TelemetryBenchConfig, device: torch.device) -> list[B
         )
         for name in bench.precisions or _fast_sixteen_bits(device)
         for samples in (False, True)
+    ]
+
+
+def blocks_cases(config: BlocksSuiteConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns the cases of ``bench.cases`` in one precision."""
+    bench, options = config.bench, config.model.block_options
+    precision = PrecisionPolicy.named("auto").on(device).name if bench.precision == "auto" else bench.precision
+    return [
+        BenchmarkCase(
+            *(name, "native", bench.ranks, precision, bench.zero_stage), blocks=replace(options, **BLOCK_CASES[name])
+        )
+        for name in bench.cases
     ]
 
 

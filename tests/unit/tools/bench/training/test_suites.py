@@ -117,6 +117,19 @@ def test_precision_suite_measures_fp32_against_mixed() -> None:
     assert "WRONG" not in table.markdown()
 
 
+def test_blocks_suite_counts_activations_and_trains_alike(tmp_path: Path) -> None:
+    run = bench(["blocks", *TINY, *SHORT, "bench.cases=[none,selective]"], tmp_path / "r.json")
+    none, selective = (run[name].footprint.activations for name in ("none", "selective"))
+    assert none is not None
+    assert selective is not None
+    assert 0 < selective < none
+    for timed in zip(*(result.rounds for result in run.results.cases), strict=True):
+        assert timed[0].losses == timed[1].losses
+    table = describe(run.results).tables[0]
+    assert row(table, "selective")["activations MiB (/ none)"] == f"{selective / 2**20:.2f} ({selective / none:.3f})"
+    assert run.stdout.strip() == describe(run.results).markdown()
+
+
 def test_vote_suite_times_parts_inside_each_step(tmp_path: Path) -> None:
     run = bench(["vote", *TINY, *SHORT, "bench.steps=3"], tmp_path / "r.json")
     none, dynamic = run.results.cases[:2]
