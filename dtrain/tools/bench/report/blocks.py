@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtrain.tools.bench.records import CaseResult
-from dtrain.tools.bench.report.statistics import all_steps_ms, ratios, spread
+from dtrain.tools.bench.report.statistics import all_steps_ms, cpu_ratios, ratios, spread
 from dtrain.tools.tables import Column, Table
 
 NEITHER = "none"
@@ -14,16 +14,13 @@ NEITHER = "none"
 BLOCKS_NOTE = (
     "Cases are named by model.recompute, and by model.compile=blocks. Activations: bytes that the forward of one "
     "micro-batch leaves for backward, each storage once, by the allocator. Graphs: into which the blocks were "
-    "compiled. First step: from the start of the process, with compilation unless its cache holds the code."
+    "compiled. CPU: processor time. First step: from the start of the process, with compilation unless its cache holds the code."
 )
 
 
 def blocks_table(results: Sequence[CaseResult]) -> Table:
     """Returns a row for each case, beside the one without recomputation and compilation if it was measured."""
     baseline = next((result for result in results if result.case.name == NEITHER), None)
-
-    def step_ratio(result: CaseResult) -> str:
-        return "" if baseline is None else spread(ratios(result, baseline), 3)
 
     def activations(result: CaseResult) -> str:
         own = result.footprint.activations
@@ -36,7 +33,8 @@ def blocks_table(results: Sequence[CaseResult]) -> Table:
         ("case", lambda result: result.case.name),
         ("ranks", lambda result: str(result.case.ranks)),
         ("step ms", lambda result: spread(all_steps_ms(result), 1)),
-        (f"step / {NEITHER}", step_ratio),
+        (f"step / {NEITHER}", lambda result: "" if baseline is None else spread(ratios(result, baseline), 3)),
+        (f"CPU / {NEITHER}", lambda result: "" if baseline is None else spread(cpu_ratios(result, baseline), 3)),
         (f"activations MiB (/ {NEITHER})", activations),
         ("graphs", lambda result: "" if result.footprint.graphs is None else str(result.footprint.graphs)),
         ("first step s", lambda result: f"{result.first_step_s:.1f}"),

@@ -7,7 +7,7 @@ from math import comb
 from statistics import median
 
 from dtrain.tools.bench.records import CaseResult
-from dtrain.tools.bench.report.statistics import ratios, spread
+from dtrain.tools.bench.report.statistics import cpu_ratios, ratios, spread
 from dtrain.tools.tables import Column, Table
 
 TARGET = 0.02
@@ -40,7 +40,7 @@ def overhead_table(results: Sequence[CaseResult]) -> Table | None:
         ("case", lambda pair: pair[0].case.name + ("" if pair[0].case.is_dtrain else " (control)")),
         ("its peer", lambda pair: pair[1].case.name),
         ("step / peer's", lambda pair: spread(ratios(*pair), 3)),
-        ("CPU / peer's", lambda pair: spread(_cpu_ratios(*pair), 3)),
+        ("CPU / peer's", lambda pair: spread(cpu_ratios(*pair), 3)),
         ("overhead, 95 % interval", lambda pair: _overhead(ratios(*pair))),
         ("at most 2 %", lambda pair: meets_target(ratios(*pair)) if pair[0].case.is_dtrain else ""),
     ]
@@ -77,8 +77,3 @@ def _overhead(of_rounds: list[float]) -> str:
 
 def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.1f}"
-
-
-def _cpu_ratios(result: CaseResult, peer: CaseResult) -> list[float]:
-    pairs = zip(result.rounds, peer.rounds, strict=True)
-    return [median(own.cpu_ms) / median(other.cpu_ms) for own, other in pairs]

@@ -21,6 +21,12 @@ def ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
     return [median(own.step_ms) / median(other.step_ms) for own, other in pairs]
 
 
+def cpu_ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
+    """Returns ``result``'s processor time of a step over ``baseline``'s in each round, as :func:`ratios`."""
+    pairs = zip(result.rounds, baseline.rounds, strict=True)
+    return [median(own.cpu_ms) / median(other.cpu_ms) for own, other in pairs]
+
+
 def all_steps_ms(result: CaseResult) -> list[float]:
     return [value for timed in result.rounds for value in timed.step_ms]
 
