@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
@@ -21,7 +22,7 @@ _STEPS = "Steps of one case in one round."
 _OUT = "Results file; null: `runs/bench-<suite>-<date>_<time>.json`."
 _STAGE = "ZeRO stage of the native engine."
 
-BLOCK_CASES: dict[str, dict[str, str]] = {
+BLOCK_CASES: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute": "selective"},
     "full": {"recompute": "full"},

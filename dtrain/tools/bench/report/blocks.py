@@ -14,7 +14,8 @@ NEITHER = "none"
 BLOCKS_NOTE = (
     "Cases are named by model.recompute, and by model.compile=blocks. Activations: bytes that the forward of one "
     "micro-batch leaves for backward, each storage once, by the allocator. Graphs: into which the blocks were "
-    "compiled. CPU: processor time. First step: from the start of the process, with compilation unless its cache holds the code."
+    "compiled. CPU: processor time of a step. First step: from the start of the process, with compilation unless its "
+    "cache holds the code."
 )
 
 
