@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.blocks import Blocks
-from dtrain.config.capabilities import check_engine
+from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.fields import in_keys
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig

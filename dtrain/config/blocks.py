@@ -29,7 +29,7 @@ class Blocks(CheckedRecord):
         doc="Activations that backward recomputes instead of keeping them. full: all inside a block; selective: "
         "all but attention and every second matmul.",
     )
-    recompute_every: int = at_least(1, 1, "Recompute one of so many blocks, beginning with the first.")
+    recompute_every: int = at_least(1, 1, "Recompute every n-th block only, beginning with the first.")
     offload_activations: bool = setting(
         False, "recompute=full: keep the inputs of recomputed blocks in host memory until backward."
     )

@@ -144,7 +144,7 @@ def measure(
 
     No gradient reaches a parameter, and the arguments keep their graphs.
     """
-    args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(Tensor, _without_graph, (args, kwargs))
     inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
     device = next(value.device for value in inputs)
@@ -164,7 +164,7 @@ def measure(
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
 
 
-def _leaf(value: Tensor) -> Tensor:
+def _without_graph(value: Tensor) -> Tensor:
     return value.detach().requires_grad_(value.requires_grad)
 
 

@@ -121,6 +121,14 @@ CASES: dict[str, tuple[str, ...]] = {
         "engine.offload=cpu with engine.zero_stage=0",
         "set engine.zero_stage=1, 2 or 3",
     ),
+    "model.recompute=ful": ("model.recompute=ful is not one of none, selective, full; did you mean 'full'?",),
+    "model.recompute_every=2": ("model.recompute_every=2 with model.recompute=none", "set model.recompute=full"),
+    "model.offload_activations=true": ("model.offload_activations=True", "it needs model.recompute=full"),
+    "model.blocks=layers": ("model.blocks=layers must be auto or a list of name patterns",),
+    "engine=deepspeed engine.zero_stage=3 model.compile=blocks": (
+        "engine=deepspeed cannot do model.compile=blocks with engine.zero_stage=3: DeepSpeed gathers",
+        "use model.compile=none or auto, or engine=native",
+    ),
     "precision=bf16 engine.offload=cpu engine.master=remainder": (
         "engine.offload=cpu with engine.master=remainder: the weight, which is half of each master, is on the device",
     ),
