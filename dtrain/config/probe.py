@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config.data import DataConfig, StdlibDataConfig
@@ -89,7 +89,7 @@ class ProbeConfig(CheckedRecord):
                 raise ConfigError(f"formats has '{name}' twice; list each once")
 
     def training(self, name: str, rules: dict[str, str] | None = None) -> RunConfig:
-        """Returns the training run of a trial in the format ``name``.
+        """Returns the training run of a trial in the format ``name``; its blocks are not compiled.
 
         Args:
             name: one of :data:`PROBED_FORMATS`.
@@ -108,7 +108,7 @@ class ProbeConfig(CheckedRecord):
                 global_batch_size=self.train.global_batch_size,
             ),
             precision=self.precision.for_format(name, rules),
-            model=self.model,
+            model=replace(self.model, compile="none"),  # compiled code runs without the hooks that look into modules
             data=self.data,
             optim=self.optim,
             schedule=self.schedule,

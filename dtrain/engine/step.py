@@ -127,7 +127,7 @@ class StepEngine(StoredEngine):
 
     @property
     def compiled_graphs(self) -> int | None:
-        return None if self._compiled is None else self._compiled.num_graphs
+        return None if self._compiled is None or not self._compiled.is_on else self._compiled.num_graphs
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 

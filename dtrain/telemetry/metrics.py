@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
 ``culprit`` only for a skipped step; the phases only on a CPU; ``slowest_rank`` and ``busy_*_ms`` only with several
-ranks). A validation line is
+ranks; ``compiled_graphs`` only if blocks are compiled). A validation line is
 ``{"step": ..., "val_loss": ...}``, with ``val_loss_ema`` if an average is kept. A sampled step has a line
 ``{"step": ..., "precision": {...}}`` too: see docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are
 written as ``null``.
@@ -32,9 +32,10 @@ CHECKPOINTS = "checkpoints"
 FAILURES = "failures"
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
 _PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
-TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY)
-"""Fields of a training line that depend on the machine; a run that is repeated has the same others."""
-_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY)
+_GRAPHS = "compiled_graphs"
+TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY, _GRAPHS)
+"""Fields of a training line that depend on the machine or the process; a run that is repeated has the same others."""
+_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,8 @@ class StepMetrics:
     waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
     ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
     compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
+    ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the start of the process;
+    None: they are not compiled.
     """
 
     step: int
@@ -77,6 +80,7 @@ class StepMetrics:
     busy_slowest_ms: float | None = None
     busy_median_ms: float | None = None
     busy_spread_ms: float | None = None
+    compiled_graphs: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         values = finite(asdict(self))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtrain.config.audit import Audit
 from dtrain.config.engines import Native
 from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
@@ -110,6 +111,12 @@ class PlannedRun:
         """How the ranks of the run would communicate."""
         return NCCL if self.device.type == "cuda" else HOST if self.config.launch.shared_memory else SOCKETS
 
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether the run compiles blocks, or decides by a measurement; a plan takes them as they are."""
+        mode = self.config.model.compile
+        return mode == "blocks" or (mode == "auto" and self.device.type == "cuda")
+
     @contextmanager
     def engine(
         self, on_output: Callable[[Tensor], None] = lambda _: None, timeline: Timeline | None = None
@@ -156,4 +163,6 @@ def _executable(config: RunConfig, device: Device) -> RunConfig:
         engine = Native(zero_stage=engine.zero_stage)
     if engine.offload == "cpu" and device.type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
         engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
-    return replace(config, precision=precision, optim=optim, engine=engine)
+    model = replace(config.model, compile="none")
+    audit = Audit(every=0)  # it reads values
+    return replace(config, precision=precision, optim=optim, engine=engine, model=model, audit=audit)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,10 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 
 
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
-    """Raises ``ConfigError`` for a pattern of module names, advice, or a ``loss_chunk`` that does not fit ``model``."""
+    """Raises ``ConfigError`` for a pattern of module names, advice, or a ``loss_chunk`` that does not fit ``model``.
+
+    Activations of modules inside of blocks that will be compiled cannot be counted, so they are no match.
+    """
     contract = resolve(make_policy(config), model)
     telemetry = config.telemetry
     if isinstance(loss_head := getattr(model, "loss_head", None), LossHead):
@@ -125,7 +129,10 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
                 f"telemetry.activations: '{loss_head.name}' has no output with model.loss_chunk={loss_head.chunk}, "
                 "which computes no logits of a batch; remove the name, or set model.loss_chunk=none"
             )
-    matching_modules(model, telemetry.activations, "telemetry.activations")
+    blocks = find_blocks(model, config.model, "model.blocks")
+    counted = matching_modules(model, telemetry.activations, "telemetry.activations")
+    if config.model.compile != "none" and counted:
+        _check_outside_of(blocks, counted, config)
     if telemetry.advice is not None:
         probed = Envelope.read(Path(telemetry.advice)).ranges
         missing = set(probed) - {name for name, _ in model.named_parameters()}
@@ -136,9 +143,24 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
             )
     if isinstance(config.engine, Native):
         matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
-    find_blocks(model, config.model, "model.blocks")
     if isinstance(config.engine, (Native, FSDP2)):
         find_units(model, config.engine.sharding_units)
+
+
+def _check_outside_of(
+    blocks: Sequence[tuple[str, nn.Module]], counted: Mapping[str, nn.Module], config: RunConfig
+) -> None:
+    """Raises ``ConfigError`` for a pattern of activations that matches only modules inside of ``blocks``."""
+    inside = {id(part): name for name, block in blocks for part in list(block.modules())[1:]}
+    for pattern in config.telemetry.activations:
+        matches = [module for name, module in counted.items() if fnmatchcase(name, pattern)]
+        if all(id(module) in inside for module in matches):
+            block = inside[id(matches[0])]
+            raise ConfigError(
+                f"telemetry.activations: '{pattern}' matches only modules inside of blocks, such as '{block}', that "
+                f"model.compile={config.model.compile} compiles, and compiled code runs without hooks; name blocks, "
+                f"such as [{block}], or set model.compile=none"
+            )
 
 
 def check_inputs(model: nn.Module, dataset: Dataset) -> None:

@@ -67,14 +67,14 @@ class PlannedRank:
     def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
         """Args:
         config: of the run; its learning rate is replaced by 0, because the gradients of others are made up, and its
-            batch by the largest.
+            batch by the largest. Its blocks are not compiled.
         num_ranks: ranks of the job; more than one take the native engine.
         device: of the rank.
         transport: of :func:`dtrain.planning.ranks.planned_ranks`.
         """
         if num_ranks > 1 and not isinstance(config.engine, Native):
             config = replace(config, engine=Native(zero_stage=config.engine.zero_stage))
-        config = replace(config, optim=replace(config.optim, lr=0.0))
+        config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
         config = config.at_largest_batch()
         dataset = load_dataset(config.data, config.model.max_seq_len)
         model = build_model(config.model, dataset.vocab_size, config.seed)

@@ -253,6 +253,7 @@ class Trainer:
             busy_slowest_ms=busy.slowest_ms if busy is not None else None,
             busy_median_ms=busy.median_ms if busy is not None else None,
             busy_spread_ms=busy.spread_ms if busy is not None else None,
+            compiled_graphs=self._engine.compiled_graphs,
         )
         for sink in self._sinks:
             sink.step(metrics)

@@ -93,6 +93,8 @@ _LATER = [  # than measurements of the resident set
     (2, ["precision=fp8", "engine.zero_stage=3", _ADAPTED]),
     (1, ["precision=bf16", "model.factory=tests.helpers.planned_models:Experts"]),
     (1, ["precision=bf16", "model.loss_chunk=64", "model.vocab_size=4096"]),
+    (1, ["precision=bf16", "model.recompute=full", "model.recompute_every=2"]),
+    (2, ["precision=bf16", "engine.zero_stage=3", "model.recompute=selective"]),
 ]
 
 

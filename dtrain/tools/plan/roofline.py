@@ -105,6 +105,8 @@ def show_roofline(run: PlannedRun, network: Path | None) -> None:
         f"at most {tokens / bound.busy:,.0f} tokens/s on {plural(run.num_ranks, 'rank')}: each operation alone, at the "
         "published rate or bandwidth; nothing is measured, and no run reaches it"
     )
+    if run.compiles_blocks:
+        print("the blocks are taken as uncompiled (model.compile): compiled ones read and write less between products")
     print(f"Amdahl's limit: {limit(share):.3g} times as fast if products took no time")
     if bound.transfers:
         received = sum(transfer.nbytes for transfer in bound.transfers)

@@ -116,6 +116,8 @@ def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]
         f"tokens/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} take "
         f"{_duration(train.steps * step.ms / 1e3)}, without evaluation and checkpoints"
     ]
+    if run.compiles_blocks:
+        lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
     if times.mfu is not None:
         lines.append(f"MFU {times.mfu:.1%}")
     if run.num_ranks > 1:

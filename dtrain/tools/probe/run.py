@@ -67,6 +67,8 @@ def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
         logger.info("run %s", run_dir)
         for name, reason in left_out.items():
             logger.info("%s left out: %s", name, reason)
+        if config.model.compile != "none":
+            logger.info("model.compile=%s: the trials run the blocks uncompiled", config.model.compile)
         return probe.run(command, left_out), run_dir
 
 

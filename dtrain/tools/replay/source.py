@@ -89,6 +89,10 @@ def read_run(path: Path, step: int) -> RecordedRun:
     contract = _read_json(path / CONTRACT_FILE) or {}
     if config.precision.name == "auto" and contract:  # this machine might choose another one
         config = replace(config, precision=replace(config.precision, name=contract["precision"]))
+    last = max((number for number in metrics if number <= step), default=None)
+    if config.model.compile == "auto" and last is not None:  # a measurement here might choose otherwise, for other bits
+        chosen = "blocks" if "compiled_graphs" in metrics[last] else "none"
+        config = replace(config, model=replace(config.model, compile=chosen))
     fingerprints = [state["extra"][DATA_FINGERPRINT] for state in states if DATA_FINGERPRINT in state["extra"]]
     return RecordedRun(
         path,

@@ -29,7 +29,8 @@ class Change:
     Attributes:
         keys: what to add to the command line.
         cost: what it costs.
-        plan: the memory with it: the states exactly, the rest in proportion.
+        plan: the memory with it: the states exactly, the rest in proportion; all exactly for another precision, and
+            for recomputation.
     """
 
     keys: str
@@ -42,28 +43,31 @@ def cheapest_changes(run: PlannedRun, plan: MemoryPlan) -> list[Change]:
 
     If none does, the changes are added to each other until the run fits, and the last entry has all of them.
     """
-    changes: list[Change] = []
+    fitting: list[Change] = []
     useful: list[tuple[str, str, _Apply]] = []
     for keys, cost, apply in _candidates(run, plan):
         with suppress(ConfigError):  # one that this configuration cannot have
             estimated = _estimate(run, plan, apply(run))
             if estimated.high < plan.high:
                 useful.append((keys, cost, apply))
-                changes.append(Change(keys, cost, estimated))
-    fitting = [change for change in changes if change.plan.fit == FITS]
-    return fitting[:_NUM_CHANGES] or _together(run, plan, useful)
+                fitting += [Change(keys, cost, estimated)] if estimated.fit == FITS else []
+        if len(fitting) == _NUM_CHANGES:  # some of the others take a plan of their own, which takes seconds
+            break
+    return fitting or _together(run, plan, useful)
 
 
 def _together(run: PlannedRun, plan: MemoryPlan, candidates: list[tuple[str, str, _Apply]]) -> list[Change]:
-    changed, keys, costs = run, [], []
+    chosen: dict[str, tuple[str, str]] = {}  # the last value of each key, and its cost
     changes: list[Change] = []
     for key, cost, apply in candidates:
         with suppress(ConfigError):
-            changed = apply(changed)
-            keys.append(key)
-            costs.append(cost)
-            changes.append(Change(" ".join(keys), "; ".join(costs), _estimate(run, plan, changed)))
-            if changes[-1].plan.fit == FITS:
+            changed = apply(run)
+            plan, run = _estimate(run, plan, changed), changed
+            chosen.pop(key.partition("=")[0], None)
+            chosen[key.partition("=")[0]] = key, cost
+            keys, costs = zip(*chosen.values(), strict=True)
+            changes.append(Change(" ".join(keys), "; ".join(costs), plan))
+            if plan.fit == FITS:
                 break
     return changes[-_NUM_CHANGES:]
 
@@ -135,10 +139,14 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
     if config.precision.name in ("fp32", "tf32") and (run.device.type == "cpu" or run.device.capability >= (8, 0)):
         precision = replace(config.precision, name="bf16")
         yield "precision=bf16", "products of BF16; masters and sums stay FP32", _config(precision=precision)
+    if config.model.recompute == "none":
+        yield _recompute("selective", "forward is computed twice, but for attention and every second matmul")
     if isinstance(config.optim, AdamW) and config.optim.name == "adamw":
         yield "optim=adamw-bf16", "moments rounded to BF16", _config(optim=_bf16_moments(config.optim))
     if run.num_ranks > 1 and engine.name != "ddp" and engine.zero_stage < 3:
         yield _engine_key("zero_stage", 3, "weights are gathered in forward and backward")
+    if config.model.recompute != "full":
+        yield _recompute("full", "forward is computed twice")
     if run.device.type == "cuda" and isinstance(engine, Native) and engine.offload == "none":
         yield _engine_key("offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
     if engine.zero_stage:
@@ -152,6 +160,13 @@ def _engine_key(name: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
         return replace(run, config=replace(run.config, engine=replace(run.config.engine, **{name: value})))
 
     return f"engine.{name}={str(value).lower()}", cost, apply
+
+
+def _recompute(mode: str, cost: str) -> tuple[str, str, _Apply]:
+    def apply(run: PlannedRun) -> PlannedRun:
+        return replace(run, config=replace(run.config, model=replace(run.config.model, recompute=mode)))
+
+    return f"model.recompute={mode}", cost, apply
 
 
 def _config(**changes: Any) -> _Apply:

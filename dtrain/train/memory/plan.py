@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,12 +43,14 @@ class MemoryPlan:
         num_ranks: ranks that share the states.
         step: memory of the tensors.
         saved_copy: bytes of :data:`SAVED_COPY`, if the rank's device is a CPU.
+        notes: what the plan takes otherwise than the run, a sentence each.
     """
 
     device: Device
     num_ranks: int
     step: StepMemory
     saved_copy: int
+    notes: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> int:
@@ -106,7 +109,14 @@ def plan_memory(run: PlannedRun, num_steps: int = NUM_STEPS) -> MemoryPlan:
 
     with tracker, run.engine(count_unsharded) as (engine, batch):
         step = run_steps(engine, batch, run.num_micro_batches, tracker, num_steps)
-        return MemoryPlan(run.device, run.num_ranks, step, saved_copy(run, engine))
+        return MemoryPlan(run.device, run.num_ranks, step, saved_copy(run, engine), tuple(_notes(run)))
+
+
+def _notes(run: PlannedRun) -> Iterator[str]:
+    if run.compiles_blocks:
+        yield "the run compiles blocks (model.compile); the plan counts the activations of uncompiled ones"
+    if run.config.model.offload_activations and run.device.type == "cuda":
+        yield "the plan counts the inputs of recomputed blocks on the device; model.offload_activations moves them away"
 
 
 def saved_copy(run: PlannedRun, engine: StateEngine) -> int:

@@ -56,7 +56,7 @@ class Receipt:
         rows.append(ReceiptRow(PEAK, plan.low, plan.high, peak))
         where = "growth of the resident set" if plan.device.type == "cpu" else "memory of the device"
         note = f"rank 0 of {plan.num_ranks} on {plan.device.name}; the peak is the {where}"
-        return Receipt(rows, [note, *host_lines(plan)], plan.device.name, plan.num_ranks)
+        return Receipt(rows, [note, *plan_notes(plan)], plan.device.name, plan.num_ranks)
 
     def lines(self) -> list[str]:
         """Returns the receipt as text for the console."""
@@ -126,11 +126,13 @@ def plan_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
     ]
 
 
-def host_lines(plan: MemoryPlan) -> list[str]:
-    """Returns a line about what is offloaded to the host, if anything is."""
-    host = plan.step.host
-    kinds = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in host.items())
-    return [f"in the memory of the host, for each rank: {bytes_text(sum(host.values()))} ({kinds})"] if host else []
+def plan_notes(plan: MemoryPlan) -> list[str]:
+    """Returns a line about what is offloaded to the host, if anything is, and the notes of the plan."""
+    lines, host = [], plan.step.host
+    if host:
+        kinds = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in host.items())
+        lines.append(f"in the memory of the host, for each rank: {bytes_text(sum(host.values()))} ({kinds})")
+    return [*lines, *plan.notes]
 
 
 def fit_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> list[str]:
@@ -138,7 +140,7 @@ def fit_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> l
     device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
     own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
     sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
-    lines = [f"{plan.fit} on {device}; {sizes}", *host_lines(plan)]
+    lines = [f"{plan.fit} on {device}; {sizes}", *plan_notes(plan)]
     for change in changes:
         need = bytes_range(change.plan.low, change.plan.high)
         lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")

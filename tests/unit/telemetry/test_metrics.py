@@ -71,6 +71,7 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     assert lines[1]["grad_norm"] is None
     assert (lines[1]["reason"], lines[1]["culprit"]) == ("overflow", "rank 1")
     assert lines[2] == {"step": 2, "val_loss": 2.5}
+    assert replace(STEP, compiled_graphs=2).to_dict()["compiled_graphs"] == 2
 
 
 @settings(deadline=None, max_examples=30)

@@ -15,7 +15,7 @@ from dtrain.planning.devices import Device
 from dtrain.precision.float8.cast import decode
 from dtrain.train.memory.changes import cheapest_changes
 from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
-from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory
+from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory, plan_notes
 from dtrain.train.planned import PlannedRun
 from dtrain.train.run import run_training
 from tests.helpers.hf_models import build_hf, save_hf
@@ -110,6 +110,29 @@ def test_the_estimate_of_a_change_is_near_its_plan(keys: tuple[str, ...], change
     assert _estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
 
 
+@pytest.mark.parametrize("device", ["cpu", "h100-80gb"])
+def test_recomputed_blocks_keep_fewer_activations_and_nothing_is_compiled(device: str) -> None:
+    keys = (*_KEYS, "precision=bf16", "engine.zero_stage=3", "model.compile=blocks", "audit.replay_every=1")
+    runs = [planned_run(*keys, f"model.recompute={mode}", device=device) for mode in ("full", "selective", "none")]
+    with runs[0].engine() as (engine, _):
+        assert engine.compiled_graphs is None
+    full, selective, none = map(plan_memory, runs)
+    assert full.step.peak["activations"] < 0.9 * selective.step.peak["activations"]
+    assert selective.step.peak["activations"] < 0.7 * none.step.peak["activations"]
+    assert full.tensors < selective.tensors < none.tensors
+    assert "uncompiled" in plan_notes(none)[-1]
+
+
+def test_recomputation_is_proposed_with_the_bytes_of_its_own_plan() -> None:
+    run, plan = planned(0, "precision=bf16", "optim=lion", ranks=1)
+    run = replace(run, device=replace(run.device, memory=plan.high - 2**18))
+    changes = {change.keys: change for change in cheapest_changes(run, plan_memory(run))}
+    proposed = changes["model.recompute=selective"].plan
+    assert proposed.fit == "fits"
+    config = replace(run.config, model=replace(run.config.model, recompute="selective"))
+    assert proposed.tensors == plan_memory(replace(run, config=config)).tensors
+
+
 def test_offloaded_states_are_planned_on_the_host() -> None:
     from dtrain.train.memory.changes import _candidates, _estimate
 
@@ -139,6 +162,8 @@ def test_changes_are_added_up_if_none_is_enough() -> None:
     plan = plan_memory(run)
     last = cheapest_changes(run, plan)[-1]
     assert last.plan.high < plan.high
+    names = [key.partition("=")[0] for key in last.keys.split()]
+    assert len(set(names)) == len(names) > 2, "one value of each key"
 
 
 class Greedy(nn.Module):

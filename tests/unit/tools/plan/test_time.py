@@ -43,7 +43,7 @@ def rank_of(*keys: str, ranks: int = 1, transport: str = HOST) -> PlannedRank:
     [
         (1, HOST, ("engine.zero_stage=0",)),
         (2, HOST, ("engine.zero_stage=1",)),
-        (2, SOCKETS, ("engine.zero_stage=2", "precision=bf16")),
+        (2, SOCKETS, ("engine.zero_stage=2", "precision=bf16", "model.compile=blocks", "model.recompute=selective")),
         (2, HOST, ("engine.zero_stage=3", "engine.reproducible=true")),
         (4, SOCKETS, ("engine.zero_stage=3",)),
     ],
@@ -53,6 +53,7 @@ def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys:
     times = rank.time(Network.read(NETWORK, transport) if ranks > 1 else None, 0.0, lambda: None)
     engine = rank.engine
     assert (engine.world_size, engine.attempted_steps) == (ranks, engine.applied_steps)
+    assert engine.compiled_graphs is None
     assert engine.applied_steps >= 4, "a step that is skipped is not timed in full"
     assert all(ms > 0 for ms in times.busy_ms)
     assert set(times.phases_ms) == {"data_wait_ms", "forward_ms", "backward_ms", "update_ms"}
@@ -126,6 +127,7 @@ def test_tables_show_what_was_measured() -> None:
     assert lines[1] == "MFU 25.0%"
     assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
     assert "not in these times" in summary(times, run, None)[2]
+    assert "not compiled" in summary(times, planned_run(*SMALL, "model.compile=blocks"), None)[1]
 
 
 def test_amdahls_law() -> None:

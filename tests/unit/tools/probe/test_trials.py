@@ -29,8 +29,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def config() -> ProbeConfig:
-    found = read_suite([*TINY, FACTORY, "model.dropout=0.2"], PROBE)
+    found = read_suite([*TINY, FACTORY, "model.dropout=0.2", "model.compile=blocks"], PROBE)
     assert found is not None
+    assert found.training("fp8").model.compile == "none"
     return found
 
 

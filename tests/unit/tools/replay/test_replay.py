@@ -114,6 +114,14 @@ def test_the_configuration_of_the_step_counts(tmp_path: Path) -> None:
     assert [read_run(tmp_path, step).config.seed for step in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
 
 
+def test_blocks_are_compiled_as_the_run_chose(tmp_path: Path) -> None:
+    write_run(tmp_path, "model.compile=auto")
+    assert read_run(tmp_path, 9).config.model.compile == "none"
+    lines = [line(step, compiled_graphs=1) for step in range(1, 11)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in lines))
+    assert read_run(tmp_path, 9).config.model.compile == "blocks"
+
+
 def test_a_blanked_value_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_run(tmp_path, "model.factory=a.b:c", "model.args={token: '***'}")
     read_run(tmp_path, 1)
